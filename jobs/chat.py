@@ -69,7 +69,7 @@ class Message(Strict):
 
 
 def _with_one_thought(values: dict[str, Any]) -> dict[str, Any]:
-    """Merge both names of a thought."""
+    """Merge the two field names that a thought may have."""
     said = {name: values.pop(name) for name in ("reasoning_content", "reasoning") if name in values}
     thoughts = [value for value in said.values() if value not in (None, [], "")]
     if len(thoughts) > 1 and thoughts[0] != thoughts[1]:
@@ -93,7 +93,7 @@ def _text_of(part: object, number: int) -> str:
 
 
 class TemplateOptions(Strict):
-    """Options passed to a chat template; `kwargs` are its own variables."""
+    """Options passed to a chat template; `kwargs` are variables that the template defines."""
 
     kwargs: dict[str, Scalar] = Field(default={})
     add_generation_prompt: bool = True

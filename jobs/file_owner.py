@@ -23,7 +23,7 @@ class Identity(Strict):
     fingerprint: str
 
     def difference(self, found: Identity) -> str | None:
-        """Return why `found` is not this owner; None if it is."""
+        """Return why `found` is not this owner, or None if both are the same."""
         if found.job_id != self.job_id:
             return f"found a file of job {_printable(found.job_id)}, expected one of job {self.job_id}"
         if found.fingerprint != self.fingerprint:
@@ -37,7 +37,7 @@ class Identity(Strict):
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> tuple[Self, int]:
-        """Read an identity from the front of `data`; return it and its bytes. Raises ValueError."""
+        """Read an identity from the front of `data`; return it and its number of bytes. Raises ValueError."""
         try:
             (length,) = LENGTH.unpack_from(data)
             text = bytes(data[LENGTH.size : LENGTH.size + length])
@@ -64,7 +64,7 @@ def refuse_other(found: Identity, expected: Identity) -> None:
 
 
 def take_identity(payload: bytes | memoryview, expected: Identity) -> int:
-    """Check a payload's identity; return its bytes. Raises `DamagedFileError`."""
+    """Check a payload's identity; return the identity's number of bytes. Raises `DamagedFileError`."""
     try:
         found, size = Identity.unpack(payload)
     except ValueError as error:

@@ -132,7 +132,7 @@ class JobRecord:
 
     @classmethod
     def of_body(cls, job_id: str, line_number: int, num_prompt_tokens: int, body: bytes) -> Self:
-        """Parse a `body`, all that a worker needs."""
+        """Parse a `body`, which has all that a worker needs."""
         job, marker, token_ids = body.split(LINE_END, 2)
         prompt = {"prompt_token_ids": token_ids, "last_marker": marker.decode() or None}
         return cls(job_id, Job.model_validate_json(job), line_number, num_prompt_tokens, **prompt)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ class Frozen(BaseModel):
 
 
 class Strict(Frozen):
-    """A record without conversions, which would hide mistakes."""
+    """A record that rejects values of another type, because conversions would hide mistakes."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -29,7 +29,7 @@ def whole(value: Any) -> Any:
 
 
 def of_checked(kind: type[Record], values: dict[str, Any]) -> Record:
-    """Make a record of checked values in order, several times faster than `model_construct`."""
+    """Make a record of values that are already checked and in order, several times faster than `model_construct`."""
     made = object.__new__(kind)
     object.__setattr__(made, "__dict__", values)
     object.__setattr__(made, "__pydantic_fields_set__", _names(kind))
@@ -66,7 +66,7 @@ def sealed(text: bytes) -> bytes:
 
 
 def unsealed(data: bytes) -> bytes | None:
-    """Return the object without its checksum, None without one. Raises ValueError if they differ."""
+    """Return the object without its checksum, or None if it has none. Raises ValueError if the checksum is wrong."""
     before, seal, _ = data.rpartition(SEAL)
     if not seal:
         return None

@@ -56,7 +56,7 @@ class TokenTexts(Protocol):
         pass
 
     def text_offsets(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the characters before each token."""
+        """Return the number of characters before each token."""
 
 
 def shown_logprobs(
@@ -74,7 +74,7 @@ def shown_logprobs(
 
 
 def _of_completion(token_ids: Sequence[int], logprobs: TokenLogprobs, tokenizer: TokenTexts) -> dict[str, Any]:
-    """Put the drawn token first; of two equal texts the first stays."""
+    """Return the form for completions: the drawn token comes first, and of two equal texts the first one stays."""
     texts = _Texts(tokenizer, "bytes:")
     own = _finite(logprobs.logprobs).tolist()
     tops = []

@@ -56,9 +56,9 @@ class RepetitionDetection(Strict):
 
 
 def loop_guard(action: LoopAction | None) -> RepetitionDetection | None:
-    """Return the detection for `--loop-guard`: at least 64 tokens, so no row of dots counts.
+    """Return the detection for `--loop-guard`: patterns of at least 64 tokens, so that a row of dots does not count.
 
-    Multiples reveal shorter patterns. Job ids depend on these numbers.
+    Shorter patterns are found as multiples of themselves. Job ids depend on these values.
     """
     if action is None:
         return None

@@ -40,7 +40,7 @@ NO_LOGPROBS = "with logprobs, expected no such field: a marker that is put into 
 
 ThinkingEnd = Literal["stop", "close"]
 
-# Later fields: at their defaults they do not change a job's id.
+# Fields added later: at their defaults, these do not change a job's id.
 LATER_FIELDS = (
     "frequency_penalty",
     "presence_penalty",
@@ -207,7 +207,7 @@ class SamplingParams(Strict):
                 raise FieldError(name, f"found {found} with a structured output, {expected}")
 
     def with_own(self, max_tokens: int, seed: int) -> Self:
-        """Copy with other checked values."""
+        """Return a copy with this `max_tokens` and `seed`, which must be valid."""
         return of_checked(type(self), {**self.__dict__, "max_tokens": max_tokens, "seed": seed})
 
     def identity(self) -> dict[str, Any]:

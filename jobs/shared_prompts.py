@@ -27,7 +27,7 @@ NOT_SHARED = SharedPrompt()
 
 
 def prompt_keys(token_ids: Sequence[int]) -> bytes:
-    """Return one key per `KEY_TOKENS` tokens; equal keys prove nothing."""
+    """Return one key per `KEY_TOKENS` tokens; prompts with equal keys probably, not certainly, begin alike."""
     num_keys = len(token_ids) // KEY_TOKENS
     blocks = (token_ids[KEY_TOKENS * number : KEY_TOKENS * (number + 1)] for number in range(num_keys))
     return b"".join(zlib.crc32(BLOCK.pack(*block)).to_bytes(KEY_BYTES, "little") for block in blocks)

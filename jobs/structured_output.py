@@ -46,14 +46,14 @@ class Structure(Strict):
     text: str = Field(default="", max_length=MAX_SCHEMA)
 
     def as_said(self) -> dict[str, Any]:
-        """Return the object for a line, a schema as text."""
+        """Return the object as a line has it, with a schema as text."""
         if self.kind == "json_object":
             return {self.kind: True}
         return {self.kind: json.loads(self.text) if self.kind == "choice" else self.text}
 
 
 def structure_of(value: object) -> Structure | None:
-    """Parse `structured_outputs`; None if it asks for nothing. Raises FieldError."""
+    """Parse `structured_outputs`; return None if it requires no structure. Raises FieldError."""
     if value is None or isinstance(value, Structure):
         return value
     if not isinstance(value, Mapping):
@@ -70,7 +70,7 @@ def structure_of(value: object) -> Structure | None:
 
 
 def format_of(value: object) -> Structure | None:
-    """Parse OpenAI's `response_format`; None for any text. Raises FieldError."""
+    """Parse OpenAI's `response_format`; return None if the format allows any text. Raises FieldError."""
     if value is None or isinstance(value, Structure):
         return value
     if not isinstance(value, Mapping):

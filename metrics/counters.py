@@ -177,7 +177,7 @@ class EngineCounters:
                 self.num_accepted_tokens_per_pos[position] += 1
 
     def count_pages(self, num_used: int, num_pages: int | None) -> None:
-        """Record the used pages; `num_pages` is None without a limit."""
+        """Record the number of used pages; `num_pages` is the limit, or None if there is none."""
         if num_pages:
             self.kv_cache_pages = {"used": num_used, "free": max(0, num_pages - num_used)}
             self.kv_cache_pages_ratio = num_used / num_pages
@@ -196,7 +196,7 @@ class EngineCounters:
             self.last_checkpoint = time.time()
 
     def note_work(self, is_running: bool) -> None:
-        """Start or stop the checkpoint age with the first and last job."""
+        """Start the checkpoint age when the first job begins, and stop it when no job is left."""
         self.last_checkpoint = (self.last_checkpoint or time.time()) if is_running else None
 
     def count_store_retry(self) -> None:

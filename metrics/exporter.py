@@ -47,7 +47,7 @@ FAMILIES: Mapping[str, Callable[..., Any]] = {
 
 
 class Labels(NamedTuple):
-    """The labels of every metric; results have the figures of single jobs."""
+    """The labels of every metric. There is no label for jobs: result lines have the figures of single jobs."""
 
     model_name: str
     drafter: str
@@ -171,7 +171,7 @@ class _Server(ThreadingWSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore clients that were slow or left."""
+        """Ignore errors of clients that were too slow or closed the connection."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
@@ -188,9 +188,9 @@ class _SilentHandler(WSGIRequestHandler):
 def serve(
     registry: CollectorRegistry, port: int, pages: Mapping[str, Page] | None = None, host: str = EVERYWHERE
 ) -> tuple[str, Callable[[], None]]:
-    """Serve metrics and JSON `pages` over HTTP; port 0 takes any free one.
+    """Serve metrics and JSON `pages` over HTTP; port 0 means any free port.
 
-    Returns the address `http://HOST:PORT/metrics` and a function that stops it. Raises MetricsError.
+    Returns the address `http://HOST:PORT/metrics` and a function that stops the server. Raises MetricsError.
     """
     app = _app(make_wsgi_app(registry), pages or {}, lambda: own_address)
     try:

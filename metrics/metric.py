@@ -64,7 +64,7 @@ def exported(
 ) -> Any:
     """Declare a metric as a field; with `by`, one count per label value.
 
-    `of` reads another value; `start` makes the initial one.
+    `of` computes the exported value, instead of the field's own; `start` is the factory of the field's initial value.
     """
 
     def metric(field_name: str) -> Metric:

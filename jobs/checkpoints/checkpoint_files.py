@@ -1,4 +1,4 @@
-"""The JSON files of a checkpoint; readers skip and report damaged or foreign ones."""
+"""The JSON files of a checkpoint; readers skip and report damaged files and files of another job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUMBERS_PER_EPOCH: Final = 1_000_000  # attempt numbers per driver
 
 
 class OwnedFile(Strict):
-    """The owner, which all files share; `dump_file` sets it."""
+    """Base of all checkpoint files: the owner, which `dump_file` sets."""
 
     identity: Identity | None = None
 
@@ -122,9 +122,9 @@ class AttemptStart(Strict):
 
 
 class AttemptRecord(Strict):
-    """One attempt of a job; `attempt` counts from 1, `number` is its folder's.
+    """One attempt of a job; `attempt` counts from 1, `number` is the number in its folder's name.
 
-    The other fields are empty if damaged.
+    The other fields are empty if their files are damaged.
     """
 
     attempt: int
@@ -157,7 +157,7 @@ def dump_file(content: OwnedFile, identity: Identity) -> bytes:
 
 
 def parse_file(data: bytes, model: type[FileModel], identity: Identity) -> FileModel:
-    """Parse a job's JSON file. Raises `DamagedFileError`, also for another job's."""
+    """Parse a job's JSON file. Raises `DamagedFileError`, also for another job's file."""
     try:
         text = unsealed(data)
     except ValueError as error:
@@ -212,7 +212,7 @@ class Known(NamedTuple):
 
 
 class CheckedFiles:
-    """Decoded files of a store; `decode` functions raise `DamagedFileError`, methods only `StoreError`."""
+    """Reads and decodes files of a store. `decode` functions raise `DamagedFileError`, methods only `StoreError`."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -221,9 +221,9 @@ class CheckedFiles:
     def read_verified(
         self, path: str, known: Known, identity: Identity, whose: Decode[Identity | None], decode: Decode[Content]
     ) -> Content | None:
-        """Check and decode a file of the manifest; None if unusable.
+        """Check and decode a file that a manifest lists; return None if the file is unusable.
 
-        `whose` reads the identity first, because another job's file would only fail its checksum.
+        `whose` reads the owner first, so that another job's file is not reported as a wrong checksum.
         """
         size, sha256 = known
 
@@ -239,7 +239,7 @@ class CheckedFiles:
         return self.decoded(path, self._store.read(path), verified)
 
     def decoded(self, path: str, data: bytes | None, decode: Decode[Content]) -> Content | None:
-        """Return None if the file is absent, damaged or another job's."""
+        """Return the decoded file, or None if the file is absent, damaged or another job's."""
         try:
             if data is None:
                 raise DamagedFileError("found no file")
@@ -258,7 +258,7 @@ class CheckedFiles:
 def read_attempt(
     store: Store, files: CheckedFiles, folder: str, numbers: Sequence[int], index: int, identity: Identity
 ) -> AttemptRecord:
-    """Read one of a job's attempts; `numbers` are those of all."""
+    """Read the attempt at `index` of a job's attempt `numbers`."""
 
     def read(name: str, model: type[FileModel], is_due: bool) -> dict[str, Any] | None:
         path = f"{folder}/{name}"
@@ -270,7 +270,7 @@ def read_attempt(
 
     number, is_newest = numbers[index], index == len(numbers) - 1
     start = read("claim.json", ClaimFile, is_due=True) or {}
-    # the first attempt has none, and the newest may have just begun
+    # the first attempt has no such file, and the newest attempt may have just begun
     resume = read("resume.json", ResumeFile, is_due=index > 0 and not is_newest)
     # an attempt without a token has none
     timeline = read("timeline.json", TimelineFile, is_due=False)

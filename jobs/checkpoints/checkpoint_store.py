@@ -87,7 +87,7 @@ _EMPTY = TokenLog(np.zeros(0, dtype=np.uint32))
 class CheckpointStore:
     """The checkpoints of one run. Methods raise `StoreError`; bad files are skipped with one warning.
 
-    An attempt only writes below its own number, so a worker wrongly thought dead can't harm its successor.
+    Each attempt writes only to the folder of its own number, so a worker wrongly thought dead can't harm its successor.
     """
 
     def __init__(self, store: Store, fingerprint: str) -> None:
@@ -118,7 +118,7 @@ class CheckpointStore:
         ]
 
     def numerics(self, job_id: str, attempt: int) -> str | None:
-        """Return an attempt's numerics; "" if unnamed, None if unreadable."""
+        """Return an attempt's numerics: "" if its claim names none, None if the claim is unreadable."""
         path, identity = _path(job_id, attempt, "claim.json"), self._identity(job_id)
         claim = self._files.decoded(path, self._store.read(path), lambda data: parse_file(data, ClaimFile, identity))
         return None if claim is None else claim.numerics
@@ -157,7 +157,7 @@ class CheckpointStore:
         return num_bytes
 
     def read_log_with_logprobs(self, job_id: str, num_top: int) -> tuple[TokenLog, TokenLogprobs]:
-        """Return the furthest log up to the last token with log-probabilities, and these."""
+        """Return the furthest log, cut after the last token with log-probabilities, and the log-probabilities."""
         attempts = self.attempts(job_id)
         folders = [_folder(job_id, attempt) for attempt in reversed(attempts)]
         furthest, its_logprobs = _EMPTY, TokenLogprobs.empty(0, num_top)
@@ -171,7 +171,7 @@ class CheckpointStore:
         return furthest, its_logprobs
 
     def _logs(self, job_id: str, attempts: Sequence[int]) -> list[TokenLog]:
-        """Return attempts' logs, the furthest first, then an empty one."""
+        """Return the attempts' logs, the furthest first, and at the end an empty log."""
         logs, decode = [_EMPTY], partial(decode_log, identity=self._identity(job_id))
         for attempt in attempts:
             path = _path(job_id, attempt, "tokens.bin")
@@ -186,7 +186,7 @@ class CheckpointStore:
         return any(name.endswith(".arrow") for name in self._store.list(_folder(job_id, attempt)))
 
     def write_segment(self, job_id: str, attempt: int, segment: Segment) -> SegmentEntry:
-        """Write a segment; return its manifest entry. Raises `TypeError` for unfit arrays."""
+        """Write a segment; return its manifest entry. Raises `TypeError` for arrays of another dtype or shape."""
         data = encode_segment(segment, self._identity(job_id))
         name = segment_name(segment.start, segment.end)
         self._store.write(_path(job_id, attempt, name), data)
@@ -234,7 +234,7 @@ class CheckpointStore:
         return LayerStatesEntry(file=file, num_positions=states.num_positions, size=len(data), sha256=digest(data))
 
     def read_states(self, job_id: str, entry: LayerStatesEntry) -> LayerStates | None:
-        """Read layer states; None if damaged or absent."""
+        """Read layer states; return None if the file is damaged or absent."""
         path = f"checkpoints/{job_id}/{entry.file}"
         known = Known(entry.size, entry.sha256)
         arrays = self._files.read_verified(path, known, self._identity(job_id), identity_of_state, decode_state)
@@ -259,7 +259,7 @@ class CheckpointStore:
         return self._files.decoded(path, data, lambda data: parse_file(data, StateManifest, identity))
 
     def read_manifests(self, job_id: str) -> list[StateManifest]:
-        """Return the most positions first, then the newest attempt."""
+        """Return all attempts' manifests: most positions first, newest attempt first among equals."""
         manifests = [(attempt, self.read_manifest(job_id, attempt)) for attempt in self.attempts(job_id)]
         found = [(manifest.num_positions, attempt, manifest) for attempt, manifest in manifests if manifest is not None]
         return [manifest for *_, manifest in sorted(found, key=lambda entry: entry[:2], reverse=True)]

@@ -39,7 +39,7 @@ class KVSource(Protocol):
     """A running sequence's cache; any thread may read committed positions."""
 
     def kv(self, start: int, end: int) -> NDArray[Any]:
-        """Return committed positions as in `Segment`; may be a view."""
+        """Return keys and values of committed positions as in `Segment`, perhaps as a view."""
         ...
 
 
@@ -102,7 +102,7 @@ class PendingCheckpoint:
 
     @property
     def _may_write_states(self) -> bool:
-        """Return whether segments reach the pending layer states."""
+        """Return whether the written segments reach as far as the pending layer states."""
         return self.layer_states is not None and self.layer_states.num_positions <= self.num_written_positions
 
     def rewind(self, log: TokenLog, num_positions: int, logprobs: TokenLogprobs | None = None) -> None:
@@ -121,7 +121,7 @@ class PendingCheckpoint:
 
     @property
     def may_be_packed(self) -> bool:
-        """Return whether the log may be packed: one with log-probabilities may not."""
+        """Return whether the log may be packed, which a log with log-probabilities may not."""
         return self.log is not None and self.logprobs is None and self.start is not None and not self.is_alone
 
     def pack(self, logs: WorkerLogs) -> None:
@@ -131,7 +131,7 @@ class PendingCheckpoint:
         self.log = self.timeline = None
 
     def begun(self, write: WriteFile) -> WriteFile:
-        """Claim the attempt first, if no file does."""
+        """Return a function that writes the attempt's claim first if there is none yet, and then calls `write`."""
 
         def write_both(checkpoints: CheckpointStore) -> int:
             if self.start is not None and not self.is_begun:
@@ -210,7 +210,7 @@ Positioned = TypeVar("Positioned", LayerStates, LayerStatesEntry)
 
 
 def _up_to(states: Positioned | None, num_positions: int) -> Positioned | None:
-    """Return the states if no position after the first `num_positions` changed them."""
+    """Return the states if they cover at most the first `num_positions` positions, else None."""
     return states if states is not None and states.num_positions <= num_positions else None
 
 
@@ -261,7 +261,7 @@ class CheckpointWriter:
     ) -> None:
         """Begin a job after the `segments` of its resume; without `source` it has no state.
 
-        `num_logprobs` tokens have log-probabilities in earlier attempts' files. `start` is written first unless the
+        Earlier attempts' files have log-probabilities of `num_logprobs` tokens. `start` is written first unless the
         attempt `is_begun`.
         """
         with self._changed:
@@ -317,8 +317,8 @@ class CheckpointWriter:
     ) -> None:
         """Queue the state of a cache that holds `token_ids` [num_positions].
 
-        Takes ownership of `drafter` and `layers`; without `layers` the earlier ones stay. A cache that ends before the
-        job's segments is ignored.
+        Takes ownership of `drafter` and `layers`; without `layers` the earlier layer states stay. A cache that ends
+        before the job's segments is ignored.
         """
         copied = np.array(token_ids, dtype=np.uint32)
         with self._changed:
@@ -335,7 +335,7 @@ class CheckpointWriter:
             return self._opened(job_id).num_positions
 
     def num_written_positions(self, job_id: str, limit: int) -> int:
-        """Return the positions in segments up to `limit`, which need no source."""
+        """Return how many positions, up to `limit`, are in written segments and no longer needed from the source."""
         with self._changed:
             return self._opened(job_id).num_written_up_to(limit)
 
@@ -344,7 +344,7 @@ class CheckpointWriter:
             return self._opened(job_id).num_positions_of_states
 
     def close(self, job_id: str, has_ended: bool = True) -> bool:
-        """Drop a job's pending files after the current write; return whether the attempt has own files.
+        """Drop a job's pending files after the current write; return whether the attempt has files of its own.
 
         With `has_ended` its packed log stays until `forget`; otherwise it moves to the job's folder.
         """
@@ -420,7 +420,7 @@ class CheckpointWriter:
                 self._changed.notify_all()
 
     def _next_file(self) -> tuple[FileKind, WriteFile] | None:
-        """Return logs first and states last; None at the end."""
+        """Return the job's next file to write, logs first and states last, or None if nothing is pending."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over() or not self._is_idle())
             if self._is_over():
@@ -448,7 +448,7 @@ class CheckpointWriter:
         return self._own(job, "state", job.take_state(self._segment_positions))
 
     def _own(self, job: PendingCheckpoint, kind: FileKind, write: WriteFile) -> tuple[str, tuple[FileKind, WriteFile]]:
-        """Move the job to the end of the queue."""
+        """Return the job's file to write, and move the job to the end of the queue."""
         self._jobs[job.job_id] = self._jobs.pop(job.job_id)
         return job.job_id, (kind, job.begun(write))
 

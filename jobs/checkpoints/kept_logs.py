@@ -54,14 +54,14 @@ class KeptLogs:
         self._store.write(_path(job_id), encode_log(log, identity))
 
     def read(self, job_id: str) -> TokenLog:
-        """Read a job's log. Raises `DamagedFileError` if absent, damaged or another job's."""
+        """Read a job's log. Raises `DamagedFileError` if the log is absent, damaged or belongs to another job."""
         data = self._store.read(_path(job_id))
         if data is None:
             raise DamagedFileError("found no token log")
         return decode_log(data, self._identity(job_id))
 
     def read_logprobs(self, job_id: str, log: TokenLog) -> TokenLogprobs:
-        """Raise `DamagedFileError`."""
+        """Read a log's log-probabilities. Raises `DamagedFileError`."""
         data = self._store.read(_path(job_id, LOGPROBS))
         if data is None:
             raise DamagedFileError("found no log-probabilities")

@@ -34,7 +34,7 @@ class LayerStates:
 
 
 def encode_state(state: State, identity: Identity) -> memoryview:
-    """Encode a job's state. Raises `TypeError` for odd dtypes."""
+    """Encode a job's state. Raises `TypeError` for dtypes that Arrow lacks."""
     import pyarrow as pa
 
     columns = [(_field(name, array), _column(array)) for name, array in state.items()]
@@ -80,7 +80,7 @@ def _field(name: str, array: NDArray[Any]) -> Any:
 
 
 def _column(array: NDArray[Any]) -> Any:
-    """Copy only if out of order."""
+    """Return the array as an Arrow column, copying it only if it is not contiguous."""
     import pyarrow as pa
 
     values = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))

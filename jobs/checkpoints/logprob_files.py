@@ -1,6 +1,6 @@
 """Log-probabilities of running jobs, written before their token log.
 
-A file has header, owner, token ids, their log-probabilities, and the likeliest tokens; 4 bytes a number, little-endian.
+A file has header, owner, token ids, their log-probabilities, and the likeliest tokens, as little-endian 4-byte values.
 It is valid for any attempt with the same tokens up to its end.
 """
 
@@ -38,7 +38,7 @@ class LogprobSpan(NamedTuple):
     logprobs: TokenLogprobs
 
     def num_agreeing(self, token_ids: TokenIds) -> int:
-        """Count the span's first tokens that an output has in place."""
+        """Count the span's first tokens that equal the output's tokens at the same positions."""
         if self.start > len(token_ids) or self.digest_before != _digest(token_ids[: self.start]):
             return 0
         theirs = token_ids[self.start : self.start + len(self.token_ids)]
@@ -72,7 +72,7 @@ def decode_span(data: bytes, identity: Identity) -> LogprobSpan:
 
 
 def _checked(data: bytes, identity: Identity) -> tuple[int, int, int, bytes, memoryview]:
-    """Return first token, counts, digest and numbers."""
+    """Return the first token's index, the counts, the digest and the encoded values."""
     if len(data) < HEADER.size + CHECKSUM.size:
         raise DamagedFileError(f"found {len(data)} bytes, expected a header of {HEADER.size + CHECKSUM.size}")
     magic, start, num_tokens, num_top, before = HEADER.unpack_from(data)
@@ -88,8 +88,8 @@ def _checked(data: bytes, identity: Identity) -> tuple[int, int, int, bytes, mem
 class WrittenSpans:
     """An attempt's files of log-probabilities and their tokens.
 
-    A new file absorbs smaller ones, so files stay few. These are deleted after the new log, because the older log needs
-    them.
+    A new file absorbs smaller ones, so that files stay few. The smaller files are deleted after the new log is written,
+    because the older log needs them.
     """
 
     num_before: int = 0  # tokens covered by files of earlier attempts
@@ -101,7 +101,7 @@ class WrittenSpans:
         return self.files[-1][1] if self.files else self.num_before
 
     def start_of_next(self, num_tokens: int) -> int:
-        """Return the first token of the next file."""
+        """Return the index of the first token in the next file."""
         start = self.end
         for first, end, _ in reversed(self.files):
             if end - first > num_tokens - start:
@@ -154,7 +154,7 @@ class LogprobFiles:
             written.replaced.pop()
 
     def read(self, folders: Sequence[str], token_ids: TokenIds, num_top: int, identity: Identity) -> TokenLogprobs:
-        """Read an output's log-probabilities up to the first gap."""
+        """Read an output's log-probabilities, up to the first token that no file covers."""
         decode = partial(decode_span, identity=identity)
         places = sorted(self._places(folders), key=lambda place: place[:2])
         spans: dict[str, LogprobSpan | None] = {}

@@ -15,9 +15,9 @@ MIN_STRIDE_SECONDS = 1.0
 
 
 class Timeline(Strict):
-    """Columns [num_marks], from the first verified step on.
+    """Columns `[num_marks]` of an attempt's progress; the first mark is at its first verified step.
 
-    `num_tokens` includes recovered tokens; the other counts are this attempt's.
+    `num_tokens` includes tokens recovered from earlier attempts; the other counts cover this attempt alone.
     """
 
     started: Moment  # time of the first mark
@@ -63,7 +63,7 @@ class TimelineRecorder:
             self._stride *= 2
 
     def take(self, is_released: bool = False) -> Timeline | None:
-        """Return the timeline so far, None before the first step."""
+        """Return the timeline so far, or None before the first step."""
         if self._newest is None:
             return None
         self.has_news = False

@@ -41,7 +41,7 @@ REWIND = struct.Struct("<II")
 
 
 class Rewind(NamedTuple):
-    """A removed loop: of `num_tokens` generated ones the first `num_kept` stayed."""
+    """A removed loop: of `num_tokens` generated tokens, the first `num_kept` stayed."""
 
     num_tokens: int
     num_kept: int
@@ -55,7 +55,7 @@ class TokenLog(NamedTuple):
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Return an ordering key that grows with progress, also at a rewind."""
+        """Return a sort key that grows with progress, even when a rewind drops tokens."""
         return len(self.rewinds), len(self.token_ids)
 
     def until(self, num_tokens: int) -> TokenLog:
@@ -67,7 +67,7 @@ class TokenLog(NamedTuple):
 
 
 def encode_log(log: TokenLog, identity: Identity) -> bytes:
-    """Encode a job's log. Raises `TypeError` for unfit token ids."""
+    """Encode a job's log. Raises `TypeError` for token ids of another dtype or shape."""
     token_ids, rewinds = log
     if token_ids.dtype != np.uint32 or token_ids.ndim != 1:
         raise TypeError(f"found token ids of {token_ids.dtype} {token_ids.shape}, expected uint32 [num_tokens]")
@@ -126,7 +126,7 @@ class PackedLog(NamedTuple):
 
     @property
     def files(self) -> dict[str, bytes]:
-        """Files by name, the log last, to prove the others."""
+        """Return the files by name; the log comes last, as a sign that the others are complete."""
         return {"claim.json": self.claim, "timeline.json": self.timeline, "tokens.bin": self.log}
 
 
@@ -185,7 +185,7 @@ def unpack(data: bytes) -> tuple[list[PackedLog], int]:
 
 
 def _next_entry(data: bytes, files: int, end: int) -> int:
-    """Find the next entry, or earlier if bytes are missing."""
+    """Return the offset of the next entry: `end`, or an earlier offset if the previous entry lost bytes."""
     if end == len(data) or data.startswith(ENTRY_HEAD, end):
         return end
     sooner = data.find(ENTRY_HEAD, files, end + len(ENTRY_HEAD) - 1)
@@ -248,7 +248,7 @@ class PackedLogs:
         return found
 
     def entries(self, name: str) -> list[PackedLog] | None:
-        """Read a file's entries, None if it is gone; damage is logged."""
+        """Read a file's entries, or return None if the file is gone; damage is logged."""
         if (data := self._store.read(f"{WORKER_LOGS_FOLDER}/{name}")) is None:
             return None
         found, num_lost = unpack(data)
@@ -263,7 +263,7 @@ class PackedLogs:
     def put_in_place(self, found: FoundLogs) -> None:
         """Write entries as the attempts' own files, then delete the packed ones.
 
-        It may be repeated. A worker wrongly thought dead does no harm, because its attempts are superseded.
+        The call may be repeated. A worker wrongly thought dead does no harm, because its attempts are superseded.
         """
         by_attempt: dict[tuple[str, int], list[PackedLog]] = {}
         for entry in found.entries:
@@ -273,7 +273,7 @@ class PackedLogs:
             list(pool.map(self.delete, found.names))
 
     def place(self, entry: PackedLog) -> int:
-        """Write an entry as own files unless these are as far. Returns bytes written."""
+        """Write an entry as the attempt's own files unless they are as far along. Returns bytes written."""
         log = self._files.decoded(_place(entry), entry.log, partial(self._decoded, entry))
         folder = f"{CHECKPOINTS}/{entry.job_id}/{entry.attempt:04d}"
         if log is None:
@@ -317,7 +317,7 @@ def _place(entry: PackedLog) -> str:
 class WorkerLogs:
     """One worker's packed file of logs.
 
-    The functions from `take` and `take_rest` run one at a time, everything else under one lock.
+    The functions that `take` and `take_rest` return run one at a time; everything else runs under one lock.
     """
 
     def __init__(self, packed: PackedLogs, worker_id: str) -> None:
@@ -329,11 +329,11 @@ class WorkerLogs:
 
     @property
     def has_rest(self) -> bool:
-        """Return whether an entry must move, or the file is no longer needed."""
+        """Return whether an entry must move to its own folder, or the file is no longer needed."""
         return bool(self._leaving or (self._written is not None and not self._entries))
 
     def put(self, job_id: str, attempt: int, start: AttemptStart, log: TokenLog, timeline: Timeline | None) -> None:
-        """Put a log into the next file; without a timeline keep the older one."""
+        """Put a log into the next file; if `timeline` is None, keep the older timeline."""
         older = self._entries.get((job_id, attempt))
         entry = self._packed.entry(job_id, attempt, start, log, timeline)
         if timeline is None and older is not None:

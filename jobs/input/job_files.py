@@ -79,7 +79,7 @@ def shown_input(path: str) -> str:
 
 
 def odd_kind(mode: int) -> str | None:
-    """Name an odd `st_mode`; None for a file or folder."""
+    """Return the name of an unusual file type, or None for a regular file or folder."""
     return KINDS.get(stat.S_IFMT(mode))
 
 
@@ -117,7 +117,7 @@ def open_input(path: str, name: str | None = None) -> Iterator[BufferedReader]:
 
 
 def _codec(file: BufferedReader) -> str | None:
-    """Return None for plain text."""
+    """Return the compression's name, or None for an uncompressed file."""
     return next((codec for magic, codec in CODECS.items() if file.peek(4).startswith(magic)), None)
 
 
@@ -134,7 +134,7 @@ def _open(path: str) -> Iterator[BufferedReader]:
 
 
 def other_kind(head: bytes) -> str | None:
-    """Describe a file that is no job file by its first bytes; None for a job file."""
+    """Describe what a file is by its first bytes, or return None if it may be a job file."""
     if encoding := _wide_encoding(head):
         return f"found {encoding[:6]} text; {UTF_8.format(encoding)}"
     if head[TAR_SIGN] == b"ustar":
@@ -259,7 +259,7 @@ def _check_object(place: str) -> None:
 
 
 def _identity(place: str) -> str:
-    """Return an equal text for all names of a file."""
+    """Return the same text for all names of one file."""
     if _scheme(place) == "file":
         return os.path.realpath(_path_of(place))
     return place if "://" in place or place == STANDARD_INPUT else os.path.realpath(place)

@@ -164,7 +164,7 @@ def line_from_object(values: dict[str, Any], run_seed: int) -> JobLine:
 
 
 def _request(form: type[Form], values: dict[str, Any], url: JobUrl, prefix: str = "") -> tuple[Form, tuple[str, ...]]:
-    """Return fields that count, and ignored names.
+    """Return the validated fields, and the names of ignored fields.
 
     Raises `LineError`.
     """
@@ -185,7 +185,7 @@ def _validated(form: type[Form], values: dict[str, Any], prefix: str = "") -> Fo
 
 @functools.cache
 def _nullable(form: type[BaseModel]) -> frozenset[str]:
-    """Return the fields that null may omit."""
+    """Return the fields for which null means the default."""
     required = {name for name, field in form.model_fields.items() if field.is_required()}
     return frozenset({*ShortLine.model_fields, *BatchLine.model_fields} - required)
 
@@ -256,7 +256,7 @@ MESSAGES: TypeAdapter[tuple[Message, ...]] = TypeAdapter(Messages, config=Config
 
 @dataclass(frozen=True)
 class ParsedLineCache:
-    """The first good line of each kind, keyed by all but its own fields."""
+    """The first good line of each kind, keyed by all fields that do not differ from line to line."""
 
     run_seed: int
     _firsts: dict[str, JobLine] = field(default_factory=dict)
@@ -282,7 +282,7 @@ class ParsedLineCache:
         return line
 
     def _own(self, custom_id: object, fields: dict[str, Any], first: JobLine) -> JobLine | None:
-        """Return None for a line that needs a full check."""
+        """Return the line made from `first` and its own fields, or None if it needs a full check."""
         prompt, messages = fields.get("prompt"), fields.get("messages")
         max_tokens, seed = fields.get("max_tokens", 1), fields.get("seed", 0)
         is_named = isinstance(custom_id, str) and 0 < len(custom_id) <= MAX_CUSTOM_ID and custom_id.isascii()
@@ -313,7 +313,7 @@ class ParsedLineCache:
 
 
 def _kind(values: dict[str, Any], fields: dict[str, Any]) -> str:
-    """Return a key of the other fields; repr, unlike ==, separates 1, 1.0 and true."""
+    """Return a key of all fields but a line's own; repr, unlike ==, separates 1, 1.0 and true."""
     around = [] if fields is values else [(name, value) for name, value in values.items() if name not in _AROUND]
     rest = [(name, None) if name in _OWN else (name, value) for name, value in fields.items()]
     return repr((around, rest))

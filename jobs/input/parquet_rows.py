@@ -27,7 +27,7 @@ class ColumnError(UserError):
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of renamed fields."""
+    """The columns that `--column` maps to fields."""
 
     by_field: Mapping[str, str] = field(default_factory=dict)
 
@@ -47,9 +47,9 @@ class Columns:
         return cls(by_field)
 
     def chosen(self, names: Collection[str]) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
-        """Return (field, column) pairs to read, and ignored names.
+        """Return (field, column) pairs to read, and the names of ignored columns.
 
-        If a text or form of line is mapped, other texts and forms are ignored.
+        If a mapping sets the text or the form of the lines, columns for other texts and forms are ignored.
         """
         if not self.by_field:
             return [(name, name) for name in names], ()

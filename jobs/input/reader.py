@@ -165,7 +165,7 @@ def _job_lines(file: BufferedReader, name: str) -> Iterator[tuple[int, bytes | N
 
 @contextmanager
 def _seekable(file: BufferedReader, path: str) -> Iterator[IO[bytes]]:
-    """Yield a seekable file with the same bytes, a copy if necessary."""
+    """Yield the file itself if it can seek, else a seekable copy."""
     if path != STANDARD_INPUT and os.path.isfile(path) and file.seekable():
         yield file
         return
@@ -175,7 +175,7 @@ def _seekable(file: BufferedReader, path: str) -> Iterator[IO[bytes]]:
 
 
 def _lines(file: BufferedReader) -> Iterator[tuple[int, bytes | None]]:
-    """Yield line numbers and stripped lines; None for a line that is too long."""
+    """Yield line numbers and stripped lines, with None in place of a line that is too long."""
     line_number = 0
     while line := file.readline(MAX_LINE_BYTES + 1):
         line_number += 1

@@ -13,7 +13,7 @@ MAX_SHOWN = 60
 MAX_REASONS = 5
 KNOWN = ", expected one of: "
 
-# pydantic's texts speak of Python, these of JSON
+# pydantic's texts use Python's terms, these use JSON's
 EXPECTED = {
     "int_type": "a whole number",
     "float_type": "a number",
@@ -100,7 +100,7 @@ def _expected(details: ErrorDetails) -> str:
 
 
 def _dotted(loc: tuple[int | str, ...]) -> str:
-    """Return a place as `messages[0].role`."""
+    """Return a field's path as `messages[0].role`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
 
 

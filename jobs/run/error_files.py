@@ -1,4 +1,4 @@
-"""Output lines with one file per job; damaged ones count as absent."""
+"""Output lines with one file per job; damaged lines count as absent."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Found = TypeVar("Found")
 class LineFiles:
     """The lines in one folder of a run; `damaged` collects unusable files.
 
-    `fingerprint` is the run's, None if unknown.
+    `fingerprint` is the run's, or None if unknown.
     """
 
     def __init__(self, store: Store, folder: str, damaged: dict[str, str], fingerprint: str | None) -> None:
@@ -80,7 +80,7 @@ class LineFiles:
                     pass
 
     def read(self, job_id: str) -> dict[str, Any] | None:
-        """Read a job's line; None if absent or damaged."""
+        """Read a job's line; return None if it is absent or damaged."""
         return self._parsed(self.place(job_id), self._data(self.place(job_id)))
 
     def read_all(self, job_ids: Iterable[str]) -> Iterator[dict[str, Any] | None]:
@@ -100,7 +100,7 @@ class LineFiles:
         names, moved = set(self._store.list(self._folder)), []
         for job_id in job_ids:
             path = self.path(job_id)
-            # read again: a late worker may have replaced it meanwhile
+            # read again, because a late worker may have replaced the file meanwhile
             if f"{job_id}{SUFFIX}" in names and self.read(job_id) is None:
                 aside = self._free_path(job_id)
                 if self._store.move(path, aside):
@@ -117,7 +117,7 @@ class LineFiles:
 def parsed_line(
     place: LinePlace, data: bytes | None, damaged: dict[str, str], fingerprint: str | None
 ) -> dict[str, Any] | None:
-    """Parse a line; None if absent, damaged or foreign, with the reason in `damaged`."""
+    """Parse a line; return None if it is absent, damaged or another job's, and put the reason into `damaged`."""
     if data is None:
         return None
     try:
@@ -150,7 +150,7 @@ def read_lines(
 ) -> Iterator[Found | None]:
     """Yield `line_of_data` for places in order, with bounded read-ahead.
 
-    A whole line from `elsewhere` replaces a damaged one.
+    An intact line from `elsewhere` replaces a damaged line.
     """
 
     def line_of(place: LinePlace) -> Found | None:
@@ -172,7 +172,7 @@ def read_lines(
 
 
 def _some(places: Iterator[LinePlace | None]) -> list[LinePlace | None]:
-    """Take the next places."""
+    """Take the next places to read together."""
     some, num_bytes = list[LinePlace | None](), 0
     for place in islice(places, NUM_SHORT_AHEAD):
         some.append(place)

@@ -1,4 +1,4 @@
-"""A run's jobs without prompts, a hundred bytes each."""
+"""A run's jobs without prompts, in about a hundred bytes each."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class JobIndex:
 
     @classmethod
     def of(cls, parts: Iterable[pa.Table], names: Sequence[str] = COLUMNS) -> Self:
-        """Collect the newest form of each job; `names` need `job_id` and `supersedes`."""
+        """Collect the latest version of each job; `names` must include `job_id` and `supersedes`."""
         import pyarrow as pa
 
         empty = table_schema().empty_table().select(names)
@@ -140,7 +140,7 @@ def _taken(column: Any, rows: NDArray[np.int64]) -> Any:
 
 
 def _newest(table: pa.Table) -> NDArray[np.int64]:
-    """Return the rows of each job's newest form, in input order."""
+    """Return the rows of each job's latest version, in input order."""
     from pyarrow import compute
 
     job_ids, supersedes = table.column("job_id"), table.column("supersedes")
@@ -153,6 +153,6 @@ def _newest(table: pa.Table) -> NDArray[np.int64]:
 
 
 def job_entries(store: Store) -> Iterator[JobEntry]:
-    """Yield a run's jobs in their newest forms. Raises RunError, StoreError."""
+    """Yield the latest version of each of a run's jobs. Raises RunError, StoreError."""
     names = (*ENTRY, "supersedes")
     return JobIndex.of(read_parts(store, names), names).entries()

@@ -104,9 +104,9 @@ def _part(rows: Sequence[Row]) -> pa.Table:
 
 
 def lineages(pairs: Iterable[tuple[str, str | None]]) -> list[list[str]]:
-    """Return each job's ids from its first form to its newest.
+    """Return each job's ids, from its original version to its latest extension.
 
-    `pairs` are (job, superseded job) in table order; the first of two equal ones stays.
+    `pairs` are (job, superseded job) in table order; of two equal pairs, the first stays.
     """
     found: list[list[str]] = []
     by_job_id: dict[str, list[str]] = {}
@@ -158,7 +158,7 @@ def read_records(store: Store, places: NDArray[np.int64], run_id: str | None = N
 
 
 def longest_job(store: Store, run_id: str | None) -> int:
-    """Return the longest job's positions, 0 without jobs. Raises as `read_parts`."""
+    """Return the longest job's positions, or 0 if there are no jobs. Raises as `read_parts`."""
     return max(_read_all(store, lambda file: iter([_longest(file, run_id)])), default=0)
 
 
@@ -207,7 +207,7 @@ def _refuse_if_it_was_there(store: Store, path: str) -> None:
 
 
 def picked(part: pa.Table, places: NDArray[np.int64]) -> pa.Table:
-    """Return the rows at ascending places, ignoring others."""
+    """Return the rows at ascending places, ignoring places outside this part."""
     first, last = places.searchsorted([0, len(part)])
     return part if last - first == len(part) else part.take(places[first:last])
 

@@ -22,9 +22,9 @@ Line = dict[str, Any]
 
 
 def joined(entries: Iterable[tuple[JobRecord, Line | None]]) -> Iterator[Line]:
-    """Yield complete lines; with choices, each needs a result or error.
+    """Yield output lines with joined choices; a line is left out until each choice has a result or an error.
 
-    `entries` are jobs in input order.
+    `entries` are jobs in input order, each with its own line or None.
     """
     for (_, num_choices), group in groupby(
         entries, key=lambda entry: (entry[0].job.custom_id, entry[0].job.num_choices)
@@ -65,7 +65,7 @@ def _choice(record: JobRecord, body: Line) -> dict[str, Any]:
 
 
 def _usage(bodies: Sequence[tuple[JobRecord, Line]]) -> dict[str, Any]:
-    """Sum the tokens: each distinct prompt once, all completions and thoughts."""
+    """Sum the tokens of all completions and thoughts, and of each distinct prompt once."""
     prompts = {(record.job.prompt, record.job.prompt_ids): body["usage"]["prompt_tokens"] for record, body in bodies}
     num_prompt_tokens = sum(prompts.values())
     num_completion_tokens = sum(body["usage"]["completion_tokens"] for _, body in bodies)
@@ -194,7 +194,7 @@ def _row(line: dict[str, Any], choice: dict[str, Any], numbers: dict[str, Any]) 
 
 
 def _note_types(row: dict[str, Any], metric_types: dict[str, type]) -> None:
-    """Record each metric's type; one float makes a float column."""
+    """Record each metric's type; a single float value makes the whole column float."""
     for name, value in row.items():
         if name not in FIXED_COLUMNS and metric_types.get(name) is not float:
             metric_types[name] = type(value)
@@ -219,7 +219,7 @@ def _write_table(target: BinaryIO, rows: Iterator[dict[str, Any]], metric_types:
 
 
 def row_groups(rows: Iterable[dict[str, Any]], max_rows: int) -> Iterator[list[dict[str, Any]]]:
-    """Group rows into at most `max_rows`, fewer if long."""
+    """Group rows into groups of at most `max_rows` rows, or fewer if the rows are long."""
     group: list[dict[str, Any]] = []
     num_letters = 0
     for row in rows:

@@ -117,7 +117,7 @@ def plain(text: str) -> str:
 def is_plain_result(text: bytes, job_id: str, fingerprint: str | None) -> bool:
     """Return whether a line is this job's result exactly as `dump_line` writes it.
 
-    False only means that it must be parsed, at a far higher cost.
+    False does not mean that the line is wrong, only that it must be parsed, which costs far more.
     """
     head = _RESULT_HEAD.match(text)
     if head is None or fingerprint is None or not text.endswith(_RESULT_END):
@@ -135,7 +135,7 @@ def _has_no_controls(text: bytes) -> bool:
 
 
 def parse_line(data: bytes, job_id: str, fingerprint: str | None) -> dict[str, Any]:
-    """Parse an output line. Raises ValueError, also for another job's."""
+    """Parse an output line. Raises ValueError, also for another job's line."""
     try:
         line: dict[str, Any] = _decoded(data)
         found = _Line.model_validate(line)

@@ -1,8 +1,8 @@
-"""The priorities of lines from the newest submission: lower ones begin first.
+"""The priorities of lines from the newest submission: lines with lower values begin first.
 
 priorities.json    those that are not 0, if any
 
-They affect no token, so they are not part of a job.
+Priorities affect no token, so they are not part of a job.
 """
 
 from __future__ import annotations

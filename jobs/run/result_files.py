@@ -1,4 +1,4 @@
-"""The results of a run, in segments of many."""
+"""The results of a run, in segment files of many results each."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def found_lines(data: bytes, fingerprint: str | None) -> Iterator[Row]:
 
 
 def is_whole(data: bytes, place: LinePlace) -> bool:
-    """Return whether a result is intact and of the indexed job."""
+    """Return whether a result is intact and belongs to the job that the index names."""
     try:
         text = unsealed(_line_at(data, place))
         if text is None:
@@ -199,7 +199,7 @@ class ResultFiles:
         return self._places
 
     def read(self, job_id: str) -> dict[str, Any] | None:
-        """Read a job's line; None if absent or damaged."""
+        """Read a job's line; return None if it is absent or damaged."""
         if job_id not in self._places:
             self._look()
         [line] = read_lines(self._read, [self.place(job_id)], self._parsed, self.elsewhere)
@@ -215,7 +215,7 @@ class ResultFiles:
         return None if index is None else index.place(row)
 
     def elsewhere(self, place: LinePlace) -> Iterator[LinePlace]:
-        """Yield the job's results in other segments, for a damaged line."""
+        """Yield the places of the job's results in other segments, to replace a damaged line."""
         if place.length is None:
             return
         for path, index in list(self._segments.items()):
@@ -223,7 +223,7 @@ class ResultFiles:
                 yield index.place(index.job_ids.index(place.job_id))
 
     def data(self, place: LinePlace) -> bytes | None:
-        """Return the bytes at a place, one of many in any order."""
+        """Return the bytes at a place; fast for many places in any order."""
         is_far = place.length is not None and not self._store.is_local
         return self._copies.part(place) if is_far else self._read(place)
 
@@ -302,7 +302,7 @@ class ResultFiles:
         return SegmentIndex.of(path, rows)
 
     def _whole_of(self, path: str) -> list[Row] | None:
-        """Return None if all results agree with the index."""
+        """Return the intact results of a segment, or None if all results agree with the index."""
         data = self._store.read(path) or b""
         is_as_said = all(is_whole(data, place) for place in self._segments[path].places())
         return None if is_as_said else list(found_lines(data, self._fingerprint))
@@ -327,7 +327,7 @@ class _Copies:
         self._writing = Lock()
 
     def part(self, place: LinePlace) -> bytes | None:
-        """Return None if the segment is gone.
+        """Return the bytes at a place, or None if the segment is gone.
 
         Raises `StoreError`.
         """

@@ -57,7 +57,7 @@ class Run(RunJobs):
 
     @classmethod
     def planned(cls, uri: str, manifest: RunManifest, retries: Retries | None = None) -> Run:
-        """Open the run, or plan it without writing before `made`. Raises as `create_or_open`."""
+        """Open the run, or plan a new run, which only `made` writes. Raises as `create_or_open`."""
         store = Store(uri, retries)
         if store.exists(MANIFEST):
             return cls.open(uri, retries)._fit_for(manifest)
@@ -96,7 +96,7 @@ class Run(RunJobs):
             self.store.write_from(REJECTS, file)
 
     def rejects(self) -> Rejects:
-        """Return the newest submission's rejects; none if damaged."""
+        """Return the newest submission's rejects, or no rejects if the file is damaged."""
         with at_hand(self.store, REJECTS) as file:
             try:
                 return Rejects() if file is None else Rejects.read(file)
@@ -119,7 +119,7 @@ class Run(RunJobs):
         self._errors.write_all(lines)
 
     def ended(self) -> tuple[set[str], set[str]]:
-        """Return the ids with a result, and those with only an error."""
+        """Return the ids of jobs with a result, and the ids of jobs with only an error."""
         finished, failed = self.ended_sizes()
         return set(finished), failed
 
@@ -148,7 +148,7 @@ class Run(RunJobs):
         return self._lines({})
 
     def lines_of(self, index: JobIndex) -> Iterator[dict[str, Any] | None]:
-        """Yield the output line of each job, None while it has none."""
+        """Yield the output line of each job, or None for a job that has no line yet."""
         finished = self.finished_ids()
         failed = self._errors.job_ids()
 
@@ -161,7 +161,7 @@ class Run(RunJobs):
         return self._results.job_ids()
 
     def ended_jobs(self, index: JobIndex) -> tuple[array[int], dict[int, str]]:
-        """Return the tokens of finished rows, and the error codes of failed ones."""
+        """Return the token counts of finished rows, and the error codes of failed rows."""
         whole = self._results.whole()
         finished, failed = self.ended()
         rows, codes, others = array("q"), dict[int, str](), list[tuple[int, str]]()
@@ -179,7 +179,7 @@ class Run(RunJobs):
         return rows, codes
 
     def joined_lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the output lines so far, also of superseded jobs without a newer one."""
+        """Yield the output lines so far; an extended job without a new line has the line of its earlier version."""
         return joined(self._lines(self.extended()))
 
     def written_lines(self) -> Iterator[bytes]:
@@ -225,7 +225,7 @@ class Run(RunJobs):
         return [*self._results.set_damaged_aside(), *self._errors.set_damaged_aside(job_ids)]
 
     def delete_leftovers(self) -> None:
-        """Delete half-written files; only the holder may."""
+        """Delete half-written files; only the run's holder may call this."""
         for folder in (
             "",
             job_table.LATER,
@@ -263,7 +263,7 @@ class Run(RunJobs):
         return self.store.exists(PROGRESS)
 
     def request_cancel(self, job_id: str | None) -> None:
-        """Request to cancel one job, or the run for None."""
+        """Request to cancel one job, or the whole run if `job_id` is None."""
         path = CANCEL_RUN if job_id is None else f"{CANCEL_JOBS}/{job_id}.json"
         self.store.write(path, dump_line({"requested": time.time()}))
 
@@ -288,7 +288,7 @@ class Run(RunJobs):
     ) -> None:
         """Raise `RunError` if the model changed, because its tokens would differ.
 
-        `files` are the SHA-256s found.
+        `files` has the SHA-256 of each file found.
         """
         shown, known = f"model {self.manifest.stored_model}", self.manifest.model_files
         differing = [name for name in known if known[name] != files.get(name)]

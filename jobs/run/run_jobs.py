@@ -104,7 +104,7 @@ class RunJobs:
         return read_parts(self.store, names, self._run_id)
 
     def records(self) -> Iterator[JobRecord]:
-        """Yield all jobs in their newest forms, with one part in memory."""
+        """Yield the latest version of every job, holding only one part of the tables in memory at a time."""
         import numpy as np
 
         places = self.job_index().places
@@ -133,7 +133,7 @@ class RunJobs:
         return longest_job(self.store, self._run_id)
 
     def all_jobs(self) -> dict[str, JobRecord]:
-        """Return all jobs by id, also superseded ones."""
+        """Return all jobs by id, also superseded jobs."""
         import numpy as np
 
         num_rows = sum(map(len, self.parts("job_id")))
@@ -141,14 +141,14 @@ class RunJobs:
         return {record.job_id: record for record in read_records(self.store, places, self._run_id)}
 
     def job_ids(self) -> list[str]:
-        """Return all ids in input order, in newest forms."""
+        """Return the ids of the latest version of every job, in input order."""
         from swiftbatch.jobs.run.job_index import JobIndex
 
         names = ("job_id", "supersedes")
         return list(JobIndex.of(self.parts(*names), names).job_ids())
 
     def all_job_ids(self) -> pa.ChunkedArray:
-        """Return all ids, also superseded ones."""
+        """Return all ids, also those of superseded jobs."""
         import pyarrow as pa
 
         parts = self.parts("job_id")

@@ -92,7 +92,8 @@ class RunManifest(Frozen):
 class WorkerStatus(Frozen):
     """One worker and its jobs, named as in `Progress.running`.
 
-    `last_checkpoint` is its last write or its work's start, in seconds since the epoch; None without a job.
+    `last_checkpoint` is the time of its last write, or when its work began if it wrote nothing, in seconds since the
+    epoch; None if it has no job.
     """
 
     id: str
@@ -109,9 +110,9 @@ class WorkerStatus(Frozen):
 class Progress(Frozen):
     """The driver's heartbeat; times in seconds since the epoch, `jobs` counts by state.
 
-    `running` maps jobs (`custom_id[1]` is a second choice) to tokens; in the last heartbeat, jobs left without a whole
-    checkpoint. `epoch` numbers the driver's claim. `max_tokens` limits the running jobs, `num_tokens_left` all
-    unfinished ones.
+    `running` maps jobs (`custom_id[1]` is a second choice) to tokens; in the last heartbeat it has the jobs whose
+    checkpoints are incomplete. `epoch` is the number of the driver's claim. `max_tokens` limits the tokens of the
+    running jobs, `num_tokens_left` those of all unfinished jobs.
 
     `num_total_tokens` (all attempts) and `worker_seconds` cover all drivers; `reached_limit` stopped the last one.
     Other counts are this driver's: `num_preemptions` by reason, `num_resumes` by kind, `num_tokens_by_draft` (none,
@@ -147,7 +148,7 @@ class Progress(Frozen):
 
 
 class DriverClaim(Frozen):
-    """A driver's claim on the run; the newest one holds it."""
+    """A driver's claim on the run; the driver with the newest claim holds the run."""
 
     host: str
     pid: int
@@ -184,7 +185,7 @@ def pretty(model: BaseModel) -> bytes:
 
 
 def read_parsed(store: Store, path: str, parse: Callable[[bytes], Value]) -> Value | None:
-    """Parse a file; None if absent. Raises `DamagedError` if `parse` raises `ValueError`."""
+    """Parse a file; return None if it is absent. Raises `DamagedError` if `parse` raises `ValueError`."""
     data = store.read(path)
     if data is None:
         return None
@@ -195,12 +196,12 @@ def read_parsed(store: Store, path: str, parse: Callable[[bytes], Value]) -> Val
 
 
 def read_object(store: Store, path: str) -> dict[str, Any] | None:
-    """Read a file's JSON object; None if absent. Raises `DamagedError`."""
+    """Read a file's JSON object; return None if the file is absent. Raises `DamagedError`."""
     return read_parsed(store, path, _parse_object)
 
 
 def read_model(store: Store, path: str, model: type[Model]) -> Model | None:
-    """Read a model from a JSON file; None if absent. Raises `DamagedError`, `RunError` for another version."""
+    """Read a JSON file into a `model`; return None if absent. Raises `DamagedError`, `RunError` for another version."""
 
     def parse(data: bytes) -> Model:
         values = _parse_object(data)

@@ -53,7 +53,7 @@ def shard_settings(store: Store) -> ShardSettings | None:
 
 
 def ask_for_shards(store: Store, settings: ShardSettings) -> None:
-    """Make the held run write shards. Raises RunError for another format."""
+    """Make the held run write shards. Raises RunError if the run already has shards of another format."""
     before = shard_settings(store)
     if before is not None and before.format != settings.format:
         raise RunError(
@@ -72,7 +72,7 @@ MAX_SHARD_BYTES = 256 * 2**20
 
 
 class Failure(Frozen):
-    """Reason of a job's failure, kept because a retry deletes its error."""
+    """Reason of a job's failure, kept here because a retry deletes the job's error file."""
 
     code: str
     message: str
@@ -91,7 +91,7 @@ class PlannedLine(Frozen):
 
     @property
     def key(self) -> LineKey:
-        """Return each job with its error code, None if it has a result."""
+        """Return each job with its error code, or None for a job with a result."""
         codes = {job_id: failure.code for job_id, failure in self.failures.items()}
         return tuple((job_id, codes.get(job_id)) for job_id in self.jobs)
 
@@ -118,7 +118,7 @@ class Plans:
             return {number: plan for number, plan in sorted(zip(newest, plans, strict=True)) if plan is not None}
 
     def write(self, number: int, plan: Plan) -> None:
-        """Write this driver's plan; repeating it is harmless. Raises StoreError."""
+        """Write this driver's plan; writing the same plan again is harmless. Raises StoreError."""
         path = f"{PLANS_FOLDER}/{number:05d}-{self._epoch:04d}.json"
         self._store.write_new(path, plan.model_dump_json().encode() + b"\n")
 
@@ -239,7 +239,7 @@ def _asked(record: JobRecord, revision: int) -> Row:
 
 
 def _as_int64(seed: int | None) -> int | None:
-    """Return a seed if it fits the column."""
+    """Return the seed, or None if it does not fit the int64 column."""
     return seed if seed is not None and seed < 2**63 else None
 
 
@@ -362,7 +362,7 @@ class Shards:
         }
 
     def _planned(self, custom_id: str, jobs: Sequence[str], failures: dict[str, Failure]) -> PlannedLine | None:
-        """Return None if the line is unchanged."""
+        """Return the line as it is to be planned, or None if it is unchanged since its last plan."""
         before = self._newest.get(custom_id)
         own = {job_id: failures[job_id] for job_id in jobs if job_id in failures}
         revision = 0 if before is None else before.revision + 1
@@ -370,7 +370,7 @@ class Shards:
         return None if before is not None and before.key == line.key else line
 
     def _completed(self, number: int) -> WrittenShard | None:
-        """Return None while one of the results is damaged."""
+        """Write a planned shard that is missing; return None while one of its results is damaged."""
         plan = self._missing[number]
         with temporary_file() as file:
             return self._published(number, file) if self._fill(file, plan.lines) == plan.lines else None
@@ -408,7 +408,7 @@ class Shards:
         return tuple(readable)
 
     def _rows(self, lines: Sequence[PlannedLine]) -> Iterator[tuple[PlannedLine, list[Row] | None]]:
-        """Yield each line with its rows, None if a result is unreadable."""
+        """Yield each line with its rows, or with None if a result is unreadable."""
         results = self._run.result_lines(
             [job_id for line in lines for job_id in line.jobs if job_id not in line.failures]
         )

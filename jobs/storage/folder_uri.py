@@ -13,7 +13,7 @@ EXPECTED = "expected a path, or a URI that starts with file://, s3://, gs:// or 
 
 
 def local_path(uri: str) -> str | None:
-    """Return the absolute path of a local folder; None for an object store.
+    """Return the absolute path of a local folder, or None for an object store.
 
     Raises `ValueError` for another scheme, or an object store without a bucket.
     """
@@ -61,7 +61,7 @@ def _secrets(uri: str) -> set[str]:
 
 
 def _split_user_info(place: str) -> tuple[str, str]:
-    """Split off user information. An unquoted password may contain '@'; otherwise one in the prefix is its own."""
+    """Split off user information. An unquoted password may contain '@'; any other '@' belongs to the prefix."""
     head, slash, prefix = place.partition("/")
     if "@" in head or ":" not in head:
         user_info, _, bucket = head.rpartition("@")

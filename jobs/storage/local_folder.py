@@ -1,6 +1,6 @@
 """The storage behind a `Store` on a local disk.
 
-The caller checks paths. Errors are `OSError`; one without a number is transient.
+The caller checks paths. Errors are `OSError`; an error without an error number is transient.
 """
 
 from __future__ import annotations

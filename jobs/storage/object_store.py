@@ -42,9 +42,9 @@ Keys = Callable[[], dict[str, Any]]
 
 
 def connections(uri: str) -> Callable[[float], Any]:
-    """Return a function that connects to a URI's place; its argument is the most seconds until an answer.
+    """Return a function that connects to a URI's place; its argument is the timeout of a request in seconds.
 
-    It does not retry. May ask Amazon for the bucket's region. Raises `ValueError`, `OSError`.
+    The connection does not retry. May ask Amazon for the bucket's region. Raises `ValueError`, `OSError`.
     """
     parts = urlsplit(uri)
     bucket = parts.netloc.rpartition("@")[2]
@@ -81,7 +81,7 @@ def _settings(parts: SplitResult) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def _keys(parts: SplitResult, settings: dict[str, str]) -> Keys | None:
-    """Return the keys of URI, environment or Amazon's programs; None for unsigned requests."""
+    """Return the keys from URI, environment or Amazon's programs, or None to send unsigned requests."""
     names = ("access_key", "secret_key", "session_token")
     keys = [unquote(parts.username or ""), unquote(parts.password or ""), ""]
     keys = [key or settings.pop(name, "") for key, name in zip(keys, names, strict=True)]
@@ -139,7 +139,7 @@ def _first(values: Iterable[str | None]) -> str:
 
 
 def _region(bucket: str) -> str:
-    """Ask Amazon for a bucket's region; "" without an answer."""
+    """Ask Amazon for a bucket's region; return "" if there is no answer."""
     try:
         answer = urlopen(Request(f"{AMAZON}/{bucket}", method="HEAD"), timeout=CONNECT_SECONDS)
     except HTTPError as error:  # a refusal names the region too
@@ -161,7 +161,7 @@ NUMBERS = {
     exceptions.UnknownConfigurationKeyError: errno.EINVAL,
     ValueError: errno.EINVAL,
 }
-# what these classes do not tell
+# causes that these error classes do not distinguish
 NO_BUCKET = re.compile("<Code>(NoSuchBucket|ContainerNotFound)</Code>")
 UNKNOWN_CALL = re.compile("status code: 501")
 WRONG_CALL = re.compile("status code: (3|40[0-7]|41)")
@@ -172,7 +172,7 @@ CAUSE = re.compile(r'(?:message|error): "([^"]+)"|kind: (Timeout)|source: (Timed
 
 @contextmanager
 def as_os_error() -> Iterator[None]:
-    """Raise errors of obstore as an `OSError`, transient ones without a number.
+    """Raise errors of obstore as an `OSError`, which has no error number if the error is transient.
 
     `FileNotFoundError`: absent object; `PermissionError`: refusal; ENXIO: absent bucket; EINVAL: wrong call; ENOTSUP:
     unknown to the server; ECANCELED: replaced object.
@@ -195,7 +195,7 @@ def _number(error: Exception) -> int | None:
 
 
 def _told(text: str) -> str:
-    """Return the request with the server's answer, or with the cause without one."""
+    """Return the request with the server's answer, or with the cause if the server did not answer."""
     said, _, details = text.partition("\n\nDebug source")
     said = REQUEST.sub(r"\1: ", said).rstrip(": ")
     said = BODY.sub(lambda found: ": ".join(word for word in found.groups() if word), said)

@@ -55,7 +55,7 @@ TRANSIENT = FULL_OR_BUSY | CONNECTION
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether a retry may succeed. An `OSError` without a number is the network's or the server's."""
+    """Return whether a retry may succeed. An `OSError` without an error number comes from the network or the server."""
     return isinstance(error, OSError) and (error.errno is None or error.errno in TRANSIENT)
 
 

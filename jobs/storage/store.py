@@ -20,10 +20,10 @@ from swiftbatch.jobs.storage.retries import BRIEF_RETRIES, NO_RETRIES, Retries, 
 
 class ReadableFile(Protocol):
     def seek(self, position: int, /) -> object:
-        """Go to so many bytes from the beginning."""
+        """Go to the offset `position` from the beginning."""
 
     def read(self, size: int, /) -> bytes | None:
-        """Return at most `size` of the next bytes; none at the end."""
+        """Return at most `size` of the next bytes, or b"" at the end."""
 
     def close(self) -> None:
         """Close the file."""
@@ -42,31 +42,31 @@ class Folder(Protocol):
         """Write the rest of an open file."""
 
     def write_new_from(self, path: str, source: BinaryIO) -> bool:
-        """Write the rest of an open file unless the path exists, then return False. Of several writers one wins."""
+        """Write the rest of an open file, or return False if the path exists. Of several writers, one wins."""
 
     def read(self, path: str) -> bytes | None:
-        """Return a file's content; None without a file."""
+        """Return a file's content, or None if the file does not exist."""
 
     def read_part(self, path: str, start: int, length: int) -> bytes | None:
-        """Return `length` bytes from `start` on, fewer at the end; None without a file."""
+        """Return `length` bytes from `start` on, fewer at the end, or None if there is no such file."""
 
     def open(self, path: str) -> ReadableFile | None:
-        """Open a file to read; None without a file."""
+        """Open a file to read, or return None if the file does not exist."""
 
     def exists(self, path: str) -> bool:
         """Return whether there is such a file."""
 
     def list(self, folder: str) -> list[str]:
-        """Return the names in a folder, unordered; none without a folder."""
+        """Return the names in a folder, unordered; an absent folder has no names."""
 
     def sizes(self, folder: str) -> dict[str, int | None]:
-        """Return the names in a folder with each file's bytes; None for a folder."""
+        """Return the names in a folder with each file's bytes, or None for a subfolder."""
 
     def move(self, path: str, target: str) -> bool:
-        """Move a file; return False without one."""
+        """Move a file; return False if it does not exist."""
 
     def delete_leftovers(self, folder: str, min_age_seconds: float) -> None:
-        """Delete unfinished files of ended writers, if so old."""
+        """Delete unfinished files of ended writers that are at least `min_age_seconds` old."""
 
     def delete(self, path: str) -> None:
         """Delete a file if it exists."""
@@ -141,7 +141,7 @@ class Store:
         self.is_local = path is not None
 
     def write(self, path: str, data: bytes | memoryview) -> None:
-        """Write a file as a whole; it is on the disk at return."""
+        """Write a file as a whole; when the call returns, the file is on the disk."""
         self._try("write", path, lambda: self._folder.write(path, data))
 
     def write_from(self, path: str, source: BinaryIO) -> None:
@@ -194,16 +194,16 @@ class Store:
         return not source.read(1)
 
     def read(self, path: str) -> bytes | None:
-        """Return a file's bytes; None without a file."""
+        """Return a file's bytes, or None if the file does not exist."""
         return self._try("read", path, lambda: self._folder.read(path))
 
     def read_part(self, path: str, start: int, length: int) -> bytes | None:
-        """Return `length` bytes from `start` on, fewer at the end; None without a file."""
+        """Return `length` bytes from `start` on, fewer at the end, or None if there is no such file."""
         return self._try("read", path, lambda: self._folder.read_part(path, start, length))
 
     @contextmanager
     def opened(self, path: str) -> Iterator[BinaryIO | None]:
-        """Open a local file that can seek within the block; None without a file."""
+        """Yield an open, seekable file of a local folder for the block, or None if the file does not exist."""
         source = self._try("read", path, lambda: self._folder.open(path))
         if source is None:
             yield None
@@ -212,7 +212,7 @@ class Store:
             yield file
 
     def copy_to(self, path: str, target: IO[bytes]) -> bool:
-        """Write a file's bytes to `target` in pieces; return False without a file.
+        """Write a file's bytes to `target` in pieces; return False if the file does not exist.
 
         Errors of `target` pass unchanged. Raises `StoreError` too if the object is replaced meanwhile.
         """
@@ -224,7 +224,7 @@ class Store:
         return True
 
     def pieces(self, path: str, start: int = 0, length: int = sys.maxsize) -> Generator[bytes, None, None] | None:
-        """Return a file's bytes in pieces; None without a file. `StoreError` if an object is replaced."""
+        """Return a file's bytes in pieces, or None if it does not exist. Raises `StoreError` if it is replaced."""
         source = self._try("read", path, lambda: self._folder.open(path))
         return None if source is None else self._read_on(path, source, start, length)
 
@@ -241,17 +241,17 @@ class Store:
         return self._try("look up", path, lambda: self._folder.exists(path))
 
     def list(self, folder: str) -> builtins.list[str]:
-        """Return the sorted names in a folder ('' is the store's own); [] if it is absent."""
+        """Return the sorted names in a folder ('' is the store's own), or [] if the folder is absent."""
         names = self._try("list", folder, lambda: self._folder.list(folder), is_root_meant=True)
         return sorted(name for name in names if name[0] != ".")
 
     def sizes(self, folder: str) -> dict[str, int | None]:
-        """Return the names in a folder with each file's bytes, None for a folder."""
+        """Return the names in a folder with each file's bytes, or None for a subfolder."""
         sizes = self._try("list", folder, lambda: self._folder.sizes(folder))
         return {name: sizes[name] for name in sorted(sizes) if name[0] != "."}
 
     def move(self, path: str, target: str) -> bool:
-        """Rename a file or folder; return False without one. `target` must be free."""
+        """Rename a file or folder; return False if it does not exist. `target` must be free."""
         _check(target)
         return self._try("move", path, lambda: self._folder.move(path, target))
 
@@ -322,7 +322,7 @@ def spool() -> Iterator[BinaryIO]:
 
 
 def new_spool() -> BinaryIO:
-    """Return an empty file, to be written under `told_of_room` and closed."""
+    """Return an empty file; the caller must write it under `told_of_room` and close it."""
     return cast(BinaryIO, SpooledTemporaryFile(MEMORY_BYTES))
 
 
@@ -337,7 +337,7 @@ def told_of_room() -> Iterator[None]:
 
 @contextmanager
 def at_hand(store: Store, path: str) -> Iterator[BinaryIO | None]:
-    """Yield a store's file that can seek; None without a file. Raises `StoreError`."""
+    """Yield a store's file so that it can seek, or None if the file does not exist. Raises `StoreError`."""
     if store.is_local:
         with store.opened(path) as found:
             yield found

@@ -64,7 +64,7 @@ def attempts_of(
 ) -> tuple[Attempt, ...]:
     """Return attempts with readable claims, oldest first.
 
-    `last` and `last_end` are the newest one's outcome and end, 0 if unknown.
+    `last` and `last_end` are the newest attempt's outcome and end; an end of 0 means unknown.
     """
     known = [record for record in history if record.claimed > 0]
     attempts = []
@@ -136,7 +136,7 @@ Row = tuple[float, float, float, float, float, float]
 
 @dataclass(frozen=True)
 class Intervals:
-    """Columns [num_stretches]: times in seconds since the epoch, `length` at the middle."""
+    """Columns `[num_intervals]`: times in seconds since the epoch; `length` is the job's length in mid-interval."""
 
     start: NDArray[np.float64]
     end: NDArray[np.float64]

@@ -66,7 +66,7 @@ class Throughput:
 class ByLength:
     """A mean [num_bins] by length in tokens.
 
-    `low` and `high` bound the middle 80 % of a bin's intervals, NaN for too few.
+    `low` and `high` bound the middle 80 % of a bin's intervals; they are NaN if the bin has too few.
     """
 
     length: Column
@@ -76,7 +76,7 @@ class ByLength:
 
 
 def throughput(found: Intervals, begin: float, end: float) -> Throughput:
-    """Return the run's speed, an interval's tokens spread evenly over it."""
+    """Return the run's speed; the tokens of each interval are spread evenly over the interval."""
     num_bins = int(np.clip((end - begin) / MIN_BIN_SECONDS, 1, MAX_TIME_BINS))
     edges = np.linspace(begin, max(end, begin + MIN_BIN_SECONDS), num_bins + 1)
     seconds = np.maximum(found.end - found.start, 1e-9)
@@ -96,13 +96,13 @@ def _drawn_by(moments: Column, starts: Column, rates: Column) -> Column:
 
 
 def acceptance_by_length(found: Intervals) -> ByLength | None:
-    """Return mean acceptance length, 1 + accepted / drafts; None without drafts."""
+    """Return the mean acceptance length, 1 + accepted / drafts, or None if there were no drafts."""
     drafted = found.num_drafts > 0
     return _by_length(found.length[drafted], found.num_accepted_tokens[drafted], found.num_drafts[drafted], 1.0)
 
 
 def ms_per_token_by_length(found: Intervals) -> ByLength | None:
-    """Return a job's milliseconds per token, waits included; None without tokens."""
+    """Return a job's milliseconds per token, waits included, or None if there are no tokens."""
     drawn = found.num_tokens > 0
     milliseconds = 1000 * (found.end - found.start)
     return _by_length(found.length[drawn], milliseconds[drawn], found.num_tokens[drawn], 0.0)

@@ -84,7 +84,7 @@ def _acceptance(facts: RunFacts, found: Intervals) -> Figure:
 
 
 def _shares_of_drafts(facts: RunFacts) -> list[str]:
-    """Return the shares of tokens by chains, trees and plain steps."""
+    """Return which shares of the tokens came from chains, trees and plain steps."""
     words = ("chains", "trees", "plain steps")  # in the order of `DRAFTS`
     counts = facts.tally.num_tokens_by_draft.values()
     return [f"{count / sum(counts):.0%} by {word}" for word, count in zip(words, counts, strict=True) if count]
@@ -119,7 +119,7 @@ PATH_CHARACTERS = b"/"  # left unquoted in a link
 
 
 def render(facts: RunFacts, store: Store, folder: str | None) -> str:
-    """Render the page as HTML; links are relative to `folder`, None omits them."""
+    """Render the page as HTML; links are relative to `folder`, and omitted if it is None."""
     found = facts.tally.stretches()
     begin, end = _span(facts, found)
     rows = [_row(job, begin, store, folder) for job in facts.jobs]
@@ -158,7 +158,7 @@ def _charts(facts: RunFacts, found: Intervals, begin: float, end: float) -> dict
 
 
 def _span(facts: RunFacts, found: Intervals) -> tuple[float, float]:
-    """Return seconds since the epoch."""
+    """Return the run's first and last time in seconds since the epoch."""
     tally = facts.tally
     if not tally.starts:
         return facts.progress.started, facts.progress.started
@@ -190,7 +190,7 @@ def _row(job: JobFacts, begin: float, store: Store, folder: str | None) -> dict[
 
 
 def _link(store: Store, file: str, folder: str | None) -> str | None:
-    """Return None if no browser could open the file."""
+    """Return the link to a file, or None if no browser could open the file."""
     if folder is None or not store.is_local:
         return None
     path = os.path.relpath(os.path.join(store.uri, file), folder)

@@ -52,7 +52,7 @@ class Tally:
     """Running sums over jobs and attempts, and the longest attempts."""
 
     def __init__(self, num_jobs: int) -> None:
-        """Many jobs (`num_jobs`) get few intervals per attempt."""
+        """The larger `num_jobs` is, the fewer intervals are kept per attempt."""
         self.states: Counter[State] = Counter()
         self.num_prompt_tokens = self.num_tokens = 0
         self.num_tokens_by_draft = dict.fromkeys(DRAFTS, 0)
@@ -133,7 +133,7 @@ OUTCOMES: dict[State, Outcome] = {  # outcome of a job's newest attempt
 
 @dataclass(frozen=True)
 class RunFacts:
-    """All facts of a report; `jobs` are the listed ones, `tally` covers all."""
+    """All facts of a report; `jobs` are the jobs that the report lists, and `tally` covers all jobs."""
 
     place: str
     manifest: RunManifest
@@ -145,12 +145,12 @@ class RunFacts:
 
     @property
     def enough_for_thoughts(self) -> int:
-        """Twice the largest limit that cut a thought."""
+        """Return a limit that should be enough for thoughts: twice the largest limit that cut one."""
         return 2 * self.tally.most_cut_tokens
 
 
 def gather(run: Run, progress: Progress, drivers: Sequence[DriverClaim]) -> RunFacts:
-    """Read a run; `drivers` are its holders, oldest first. Raises RunError, StoreError."""
+    """Read a run; `drivers` are the claims of all its drivers, oldest first. Raises RunError, StoreError."""
     index = run.job_index().without("prompt_keys")
     reader = _Reader(run, progress, sorted(claim.started for claim in drivers), index)
     tally, doubtful = Tally(len(index)), list[JobFacts]()
@@ -231,7 +231,7 @@ def _closes_loops(job: Job) -> bool:
 
 
 def _prompt(job: Job) -> str:
-    """There is no tokenizer for token ids."""
+    """Return the start of a job's prompt; token ids stay ids, because the report has no tokenizer."""
     if job.prompt_ids is not None:
         return excerpt(f"tokens {' '.join(map(str, job.prompt_ids[:EXCERPT_CHARACTERS]))}")
     return excerpt(job.prompt or "\n".join(message.content for message in job.messages or ()))

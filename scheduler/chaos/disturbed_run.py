@@ -46,7 +46,7 @@ class DisturbedDriver:
     def __init__(
         self, args: Sequence[str], environment: Mapping[str, str], output: Path, prefix: Sequence[str] = ()
     ) -> None:
-        """`prefix` is the command that enters its host."""
+        """Start the command; `prefix` is the command that enters the driver's host."""
         self._name = f"swiftbatch {args[0]}"
         self._output = output
         command = [*prefix, *module_command("swiftbatch.scheduler.cli", *args)]
@@ -81,7 +81,7 @@ class DisturbedDriver:
         self._process.wait()
 
     def expect(self, *codes: int) -> None:
-        """Wait for its end. Raises ChaosError at another exit code."""
+        """Wait until the command ends. Raises ChaosError for an exit code that is not in `codes`."""
         code = self._process.wait()
         if code not in codes:
             lines = self._output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
@@ -95,7 +95,7 @@ def _hear_hangups() -> None:
 
 @dataclass(frozen=True)
 class Kill:
-    """A kill with the run's tokens and seconds at its time."""
+    """A kill, and how many tokens the run had and how long it had run at that moment."""
 
     kind: Kind
     victim: str
@@ -162,7 +162,7 @@ class DisturbedRun:
         return None
 
     def _is_running(self) -> bool:
-        """Restart a driver that gave up."""
+        """Return whether the run goes on; restart a driver that gave up."""
         self._troubles.tend()
         if self._driver.has_given_up and self._troubles.may_end_a_driver():
             self._show("the driver gave up; resuming")
@@ -209,7 +209,7 @@ class DisturbedRun:
         return f"process {first.pid}, then {second.pid}"
 
     def _one_of(self, first: DisturbedDriver, second: DisturbedDriver) -> DisturbedDriver:
-        """Return the driver that stays.
+        """Return the one of two drivers that still holds the run, after the other has ended.
 
         Raises ChaosError.
         """

@@ -38,7 +38,7 @@ from swiftbatch.scheduler.display.progress_line import duration
 
 
 class JobComparison(Frozen):
-    """The SHA-256 of one job's tokens, undisturbed and disturbed; None without output."""
+    """The SHA-256 of one job's tokens, undisturbed and disturbed, or None if a run has no output of it."""
 
     custom_id: str
     undisturbed_sha256: str | None
@@ -58,7 +58,7 @@ class RunOutput:
         self.num_lines = Counter(line["custom_id"] for line in self._lines)
 
     def told(self, custom_id: str) -> dict[str, Any] | None:
-        """Return what a job's output says of it; None if unfinished."""
+        """Return the choice and the token usage in a job's output, or None if the job is unfinished."""
         body = self._bodies.get(custom_id)
         return None if body is None else body["choices"][0] | {"usage": body["usage"]}
 
@@ -74,7 +74,7 @@ class RunOutput:
 
 
 def compare(custom_ids: Sequence[str], undisturbed: RunOutput, disturbed: RunOutput) -> tuple[JobComparison, ...]:
-    """Compare job by job; each needs exactly one output."""
+    """Compare both runs job by job; each job must have exactly one output."""
     return tuple(_compare_job(custom_id, undisturbed, disturbed) for custom_id in custom_ids)
 
 
@@ -91,7 +91,7 @@ def _compare_job(custom_id: str, undisturbed: RunOutput, disturbed: RunOutput) -
 
 
 class ChaosReport(Frozen):
-    """The result; times in seconds."""
+    """The result of a chaos run; times in seconds."""
 
     seed: int
     jobs: tuple[JobComparison, ...]
@@ -128,7 +128,7 @@ class ChaosReport(Frozen):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def max_recomputed_tokens(self) -> int:
-        """Return the most tokens that may be lost: a checkpoint interval per kill."""
+        """Return the largest allowed number of lost tokens: one checkpoint interval per kill."""
         return len(self.kills) * self.tokens_per_checkpoint
 
     @computed_field  # type: ignore[prop-decorator]

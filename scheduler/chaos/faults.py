@@ -40,7 +40,7 @@ class PlannedKill:
 
 
 def plan_kills(num_kills: int, kinds: Sequence[Kind], num_tokens: int, random: Random) -> list[PlannedKill]:
-    """Plan one kill per equal stretch, all kinds equally often."""
+    """Plan one kill in each of `num_kills` equal parts of the run, with all kinds equally often."""
     drawn = [kinds[index % len(kinds)] for index in range(num_kills)]
     random.shuffle(drawn)
     stretch = num_tokens * (1 - QUIET_END) / max(1, num_kills)
@@ -101,7 +101,7 @@ class LocalVictims:
 
 
 def signal_worker(pid: int, number: signal.Signals) -> bool:
-    """Signal a Ray worker here; return False if it is none."""
+    """Send a signal to a Ray worker on this machine; return False if `pid` is not a running Ray worker."""
     try:
         if not Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
             return False
@@ -124,7 +124,7 @@ def _signal_worker_on(address: str, node_id: str, pid: int, number: signal.Signa
             return False
 
 
-# Faults of nodes that pass or are announced: hang, cut and notice.
+# Faults of nodes that are temporary or announced: hang, cut and notice.
 
 
 LONGEST_SECONDS = 2.5 * WORKER_TIMEOUT  # some end unnoticed, others after the jobs moved
@@ -181,11 +181,11 @@ class NodeFaults:
         self._cluster.replace_ended()
 
     def may_end_a_driver(self) -> bool:
-        """Return whether the head was recently unreachable."""
+        """Return whether a driver may end because the head was recently unreachable."""
         return self._clock() < self._is_head_troubled_until + AFTERWARDS_SECONDS
 
     def driver_prefix(self) -> tuple[str, ...]:
-        """Return the command prefix of the next driver's host, preferably another one."""
+        """Return the command prefix of the next driver's host, preferably another host than before."""
         head_host = self._cluster.head_host
         host = self._driver_hosts[0] if self._driver_hosts[0] not in self._troubled else head_host
         self._driver_hosts.remove(host)
@@ -201,7 +201,7 @@ class NodeFaults:
         return f"{node.host.address} for {seconds:.0f} s"
 
     def _cut(self, _workers: Sequence[WorkerStatus]) -> str | None:
-        """Cut a node off for a while; its workers continue."""
+        """Cut a node off from the network for a while; its workers continue."""
         node = self._choose()
         if node is None:
             return None
@@ -221,7 +221,7 @@ class NodeFaults:
         return f"{node.host.address}, {seconds:.0f} s of notice{', cut off' if is_cut else ''}"
 
     def _freeze_head(self, _workers: Sequence[WorkerStatus]) -> str | None:
-        """Stop the head's processes for a while."""
+        """Suspend the head's processes for a while."""
         head = self._cluster.head
         if head is None or head in self._troubled:
             return None
@@ -244,7 +244,7 @@ class NodeFaults:
         self._is_head_troubled_until = max(self._is_head_troubled_until, self._clock() + seconds)
 
     def _begin(self, longest: float, end: Callable[[], object], troubled: Node | Host) -> float:
-        """End within `longest` seconds; return in how many."""
+        """Schedule a fault's end within `longest` seconds; return after how many seconds it ends."""
         seconds = self._random.uniform(1, longest)
 
         def end_it() -> None:

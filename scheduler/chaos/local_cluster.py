@@ -46,7 +46,7 @@ class OneHost:
 
 
 class NamespaceHosts:
-    """A switch, and a network namespace for each host."""
+    """A virtual switch, and a network namespace for each host."""
 
     num_failed_checks = 8  # ten seconds: a node that is cut off for less stays
 
@@ -55,7 +55,7 @@ class NamespaceHosts:
         self._names = [self._switch]
 
     def open(self) -> None:
-        """Make the switch. Raises ChaosError without the rights or the commands."""
+        """Make the switch. Raises ChaosError if the rights or the commands for it are missing."""
         for program, package in (("ip", "iproute2"), ("unshare", "util-linux"), ("hostname", "hostname")):
             if shutil.which(program) is None:
                 raise ChaosError(f"nodes with networks of their own need `{program}`; install the package {package}")
@@ -211,7 +211,7 @@ class LocalCluster:
             self.add_raylet()
 
     def node_of(self, pid: int) -> Node | None:
-        """Return the raylet of a worker process."""
+        """Return the node whose raylet started a worker process, if any."""
         try:
             session = os.getsid(pid)
         except ProcessLookupError:
@@ -219,7 +219,7 @@ class LocalCluster:
         return next((node for node in self.raylets if node.process.pid == session), None)
 
     def stop(self) -> None:
-        """End all nodes, and stopped workers that could not notice."""
+        """End all nodes, and suspended workers, which could not notice the end of their node."""
         for node in self.raylets:
             node.stop()
         if self.head is not None:
@@ -267,7 +267,7 @@ def local_cluster(num_cpus: int, num_raylets: int = NUM_RAYLETS, hosts: Hosts | 
 
 
 def cluster_environment(num_failed_checks: int) -> dict[str, str]:
-    """Return a cluster's environment."""
+    """Return the environment variables of a cluster whose head declares nodes dead after `num_failed_checks`."""
     environment = {name: value for name, value in environment_of_code().items() if name != "RAY_ADDRESS"}
     secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}

@@ -10,7 +10,7 @@ LONGEST_TICK = 2.0
 
 
 class AwakeClock:
-    """A clock of others' silence that skips times when this process was stopped."""
+    """A clock to measure how long others are silent; it skips times when this process itself was stopped."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
@@ -63,7 +63,7 @@ class ClusterWatch:
             raise ClusterLostError(f"the head of the Ray cluster has not answered for {silence:.0f} s")
 
     def draining(self) -> dict[str, float]:
-        """Return the seconds left to leaving nodes."""
+        """Return the seconds left for each node that will leave."""
         now = time.time()
         return {node_id: deadline - now for node_id, deadline in self._draining.items()}
 
@@ -88,5 +88,5 @@ class ClusterWatch:
             self._has_answered.set()
             if not is_alive:
                 self._problem = "the Ray node of this machine has died, and the run's workers with it"
-            # 0 means no deadline; clocks differ, so it may have passed
+            # 0 means no deadline; because clocks differ, the deadline may already have passed
             self._draining = {node_id: ms / 1000 if ms else float("inf") for node_id, ms in deadlines.items()}

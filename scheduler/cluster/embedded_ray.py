@@ -1,7 +1,7 @@
 """The folder and processes of an embedded Ray, both removed with the run.
 
-They are in sessions of their own, because workers must write checkpoints after Ctrl-C. If the driver dies, the kernel
-ends them.
+The processes run in sessions of their own, so that Ctrl-C does not end workers before they write checkpoints. If the
+driver dies, the kernel ends the processes.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class EmbeddedRay:
         return self.folder
 
     def end(self) -> None:
-        """Kill remaining processes, stopped ones too, and remove the folder."""
+        """Kill remaining processes, also those stopped by a signal, and remove the folder."""
         self._has_ended.set()
         signal_sessions(self._sessions, signal.SIGKILL)
         if not self._keeps_folder:

@@ -89,7 +89,7 @@ def kill(actor: Any) -> None:
 
 
 def _explain(error: RayError) -> tuple[str, str]:
-    """Return reason and message."""
+    """Return the loss's reason, a label for metrics, and a message for people."""
     from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayTaskError
 
     if isinstance(error, RayTaskError):
@@ -120,7 +120,7 @@ def _explain_cause(cause: Exception) -> tuple[str, str]:
 
 
 def last_words(log_folder: str | None, worker_id: str) -> str:
-    """Return the last log lines since the process began."""
+    """Return the last lines of a worker's log that are from its current process."""
     if log_folder is None:
         return ""
     try:

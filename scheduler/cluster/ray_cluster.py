@@ -31,12 +31,12 @@ CONNECT_SECONDS = 10.0
 
 
 class ClusterError(UserError):
-    """Ray that cannot be started or reached."""
+    """A Ray cluster that cannot be started or reached."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster's facts for placing and keeping workers."""
+    """What the driver needs to know of a cluster to place and watch workers."""
 
     is_embedded: bool
     num_gpus: int
@@ -129,7 +129,7 @@ def _init(address: str | None, num_workers: int, embedded: EmbeddedRay | None, l
 def _job_on_its_own_path() -> JobConfig:
     """Return a job whose workers do not import from the driver's current folder.
 
-    It uses a private part of Ray; without it `bootstrap` removes the folder after Ray's imports.
+    This uses a private part of Ray. If that part is missing, `bootstrap` removes the folder after Ray's imports.
     """
     from ray.job_config import JobConfig
 
@@ -169,7 +169,7 @@ def _join(address: str | None) -> None:
 
 
 def _open_watch() -> ClusterWatch | None:
-    """Use private parts of Ray; return None without them."""
+    """Return a watch that uses private parts of Ray, or None if this Ray lacks these parts."""
     import ray
 
     context = ray.get_runtime_context()
@@ -207,7 +207,7 @@ def _end_without_ray(code: int) -> None:
 
 
 def _silence_ray() -> None:
-    """Make stderr Python's own, because Ray's threads write to its descriptor."""
+    """Give Python a stderr of its own, because Ray's threads write to the original file descriptor."""
     threading.excepthook = lambda _failed: None
     sys.stderr.flush()
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
@@ -222,7 +222,7 @@ def _end_process(code: int) -> None:
 
 
 def _refuse_unreachable(address: str) -> None:
-    """Ray would try for minutes.
+    """Check that the address can be reached, because Ray would try for minutes.
 
     Raises ClusterError.
     """
@@ -236,7 +236,7 @@ def _refuse_unreachable(address: str) -> None:
 
 
 def _protect() -> None:
-    """Set a secret for our own Ray, whose callers can run code."""
+    """Set an authentication token for the embedded Ray, because whoever can call it can run code."""
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 

@@ -32,7 +32,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """A started worker's place and resources; `node_id` is Ray's."""
+    """A started worker's place and resources; `node_id` is Ray's id of its node."""
 
     host: str
     pid: int

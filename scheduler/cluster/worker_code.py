@@ -79,7 +79,7 @@ def own_code(is_sent: bool) -> Code:
 def use_code_of_driver(code: Code) -> None:
     """Import the package from the driver's folder or the sent copy.
 
-    Raises OtherCodeError before any code of another one runs.
+    Raises OtherCodeError before any code of a different package runs.
     """
     sys.path[:] = [place for place in sys.path if place and os.path.abspath(place) not in code.added]
     if not code.is_sent and _place_of_package() != Path(code.folder):

@@ -46,7 +46,7 @@ class Display(Protocol):
 
 
 class PlainDisplay:
-    """Lines for a log file; errors on another stream."""
+    """Lines for a log file; errors go to another stream."""
 
     def __init__(self, output: Lines, errors: Lines) -> None:
         self._output = output
@@ -97,7 +97,7 @@ class JsonDisplay:
 def open_display(mode: OutputMode = "auto") -> Iterator[Display]:
     """Open the display for `mode`.
 
-    It keeps the present streams, because Ray's output is redirected later.
+    The display keeps the present stdout and stderr, because Ray's output is redirected later.
     """
     output, errors = Lines(sys.stdout), Lines(sys.stderr)
     if mode == "json":
@@ -221,12 +221,12 @@ def _text(text: str) -> Text:
 
 
 class LiveDisplay(AbstractContextManager["LiveDisplay"]):
-    """Draws from the first `update` on; errors also go to `errors`."""
+    """Redraws a picture from the first `update` on; errors also go to `errors`."""
 
     def __init__(self, stream: TextIO, errors: Lines | None) -> None:
         self._console = Console(file=cast("IO[str]", SteadyStream(stream)), force_terminal=True)
         self._errors = errors
-        # it must not wrap the stdout that Ray's redirection installs
+        # the console must not wrap the stdout that Ray's redirection installs
         self._live = Live(
             console=self._console,
             refresh_per_second=REDRAWS_PER_SECOND,

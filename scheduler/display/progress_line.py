@@ -14,7 +14,7 @@ SUBMIT_AGAIN = "submit the job file again"
 
 
 def summary_line(progress: Progress) -> str:
-    """Return one line: jobs, tokens, speed, time left, and what keeps them safe."""
+    """Return one line: jobs, tokens, speed, time left, and checkpoints, preemptions and resumes."""
     line = f"{progress.state}; jobs: {job_counts(progress.jobs)}; {progress.num_generated_tokens:,} tokens"
     if progress.num_copied_tokens:
         line += f", {progress.num_read_tokens:,} read and {progress.num_copied_tokens:,} shared"
@@ -46,9 +46,9 @@ def safety(progress: Progress) -> list[str]:
 
 
 def checkpoint_age(progress: Progress) -> float | None:
-    """Return the oldest last checkpoint's age over busy workers.
+    """Return the age of the last checkpoint of the busy worker whose last checkpoint is oldest.
 
-    Across machines it depends on their clocks.
+    If workers run on several machines, the age depends on their clocks.
     """
     busy = [worker for worker in progress.workers if worker.jobs]
     times = [worker.last_checkpoint for worker in busy if worker.last_checkpoint is not None]
@@ -111,7 +111,7 @@ def damage_lines(run: Run) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """Escape all characters that steer a terminal or break a line."""
+    """Escape all characters that control a terminal or break a line."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

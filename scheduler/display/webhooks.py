@@ -52,9 +52,9 @@ class ReceiverError(UserError):
 
 @dataclass
 class Receiver:
-    """A receiver of messages, signed with `key` if it has one.
+    """A receiver of messages, which are signed with `key` unless it is None.
 
-    `patience` is the total seconds to wait for it.
+    `patience` is how many seconds deliveries may wait for the receiver in total.
     """
 
     url: SplitResult = field(repr=False)
@@ -141,7 +141,7 @@ class WebhookMessage:
         return json.dumps({"type": self.kind, "timestamp": moment, "data": self.data}).encode()
 
     def headers(self, body: bytes, key: bytes | None) -> dict[str, str]:
-        """Return the headers of an attempt made now."""
+        """Return the HTTP headers of a delivery attempt that is made now."""
         timestamp = str(int(time.time()))
         headers = {
             "Content-Type": "application/json",
@@ -173,11 +173,11 @@ class DialledEncryptedConnection(http.client.HTTPSConnection, DialledConnection)
 
 
 class PostError(Exception):
-    """A message that was not taken; the text omits the address."""
+    """A message that the receiver did not accept; the text omits the address."""
 
 
 class PostRefusedError(PostError):
-    """A message that will never be taken."""
+    """A message that the receiver will never accept, so that retries are useless."""
 
 
 def post(receiver: Receiver, message: WebhookMessage, seconds: float, dial: Dial | None = None) -> None:
@@ -258,7 +258,7 @@ STATES: dict[type[Event], str] = {JobFinished: "finished", JobGivenUp: "failed",
 
 
 class WebhookSender:
-    """Delivers each queued message at most once; `failure` explains the first loss."""
+    """Delivers each queued message at most once; `failure` explains the first message that was not delivered."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -281,7 +281,7 @@ class WebhookSender:
     def finish(self, message: WebhookMessage, seconds: float) -> None:
         """Deliver a last message first, then the pending ones.
 
-        Time spent in vain reduces the receiver's patience.
+        Time spent on failed deliveries reduces the receiver's patience.
         """
         started = time.monotonic()
         with self._has_news:
@@ -331,7 +331,7 @@ class WebhookSender:
         return (state.seconds_since_start or 0.0) >= MESSAGE_SECONDS
 
     def _sleep(self, seconds: float) -> None:
-        """Wait in short pauses near the end."""
+        """Wait `seconds`, but only until `finish` is called, and after that no longer than until its end is due."""
         if self._is_ending.is_set():
             time.sleep(min(seconds, max(0.0, self._end_by - time.monotonic())))
         else:
@@ -342,7 +342,7 @@ class WebhookSender:
 
 
 class PostingDisplay:
-    """Shows all on another display and posts important events."""
+    """Passes everything to another display, and posts important events."""
 
     def __init__(self, display: Display, receiver: Receiver, with_jobs: bool) -> None:
         self._display = display

@@ -32,7 +32,7 @@ class AttemptCounts(Strict):
 
 
 class Attempts:
-    """The attempts at a run's jobs; a thread does slow writes.
+    """The attempts at a run's jobs; a thread does the slow writes.
 
     After a kill, an attempt that left no file may go uncounted, but its number is never reused.
     """
@@ -40,7 +40,7 @@ class Attempts:
     def __init__(
         self, store: Store, epoch: int, counts: dict[str, int], strikes: dict[str, Strikes] | None = None
     ) -> None:
-        """`counts` and `strikes` are those of earlier drivers."""
+        """Begin with the `counts` and `strikes` that earlier drivers wrote."""
         self._store, self._epoch, self._counts = store, epoch, counts
         self._strikes = strikes or {}
         self._newest: dict[str, int] = {}  # by job
@@ -85,7 +85,7 @@ class Attempts:
         self._newest[job_id] -= 1
 
     def newest(self, job_id: str) -> int:
-        """Return the newest attempt's number, or the one before the first."""
+        """Return the newest attempt's number, or the number before the first attempt's."""
         return self._newest.get(job_id, self._base(0))
 
     def count(self, job_id: str) -> int:
@@ -96,7 +96,7 @@ class Attempts:
         return self._strikes.get(job_id)
 
     def note_strikes(self, job_id: str, strikes: Strikes | None) -> None:
-        """Set a job's losses without progress; None resets them."""
+        """Set a job's losses without progress; `strikes` of None resets the losses."""
         if strikes is None:
             self._has_changed |= self._strikes.pop(job_id, None) is not None
         else:
@@ -130,7 +130,8 @@ class Attempts:
     def _base(self, newest: int) -> int:
         """Return the number before the first attempt.
 
-        If `newest` is of no earlier epoch, files were copied or `drivers/` was deleted; a later driver adds more.
+        If `newest` does not belong to an earlier epoch, files were copied or `drivers/` was deleted; the sum of both
+        epochs then keeps new numbers above `newest`.
         """
         epoch_there = newest // NUMBERS_PER_EPOCH
         epoch = self._epoch if epoch_there < self._epoch else epoch_there + self._epoch
@@ -140,7 +141,7 @@ class Attempts:
 def forget_strikes(store: Store, epoch: int, job_ids: Collection[str]) -> None:
     """Reset the strikes of retried jobs. Raises StoreError.
 
-    The driver that gave them up may have been killed before it did so.
+    The driver that gave the jobs up may have been killed before it reset their strikes.
     """
     found = _read_counts(store)
     if forgotten := found.strikes.keys() & job_ids:
@@ -149,7 +150,7 @@ def forget_strikes(store: Store, epoch: int, job_ids: Collection[str]) -> None:
 
 
 def _write_counts(store: Store, epoch: int, content: AttemptCounts) -> None:
-    """Write a driver's file and delete older ones; without counts delete all."""
+    """Write a driver's file and delete older files; if there are no counts, delete all files."""
     if content.attempts:
         store.write(f"{FOLDER}/{epoch:04d}.json", sealed(content.model_dump_json().encode()))
     for name in store.list(FOLDER):

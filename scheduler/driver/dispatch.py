@@ -29,16 +29,17 @@ MEMORY_SHARE = 0.8  # share of free memory for caches; drafts and pending checkp
 class WorkerCapacity:
     """Decides whether a worker takes another job.
 
-    It may be wrong: a worker without memory returns its youngest jobs, and gets no new ones until a kept job leaves.
+    The decision may be wrong: a worker that runs out of memory returns its youngest jobs, and gets no new ones until
+    one of its other jobs leaves.
     """
 
     def __init__(self, num_slots: int | None, fleet: Fleet, most_positions: int | None = None) -> None:
-        """Use these limits; None leaves one to the worker."""
+        """Use these limits; a limit of None is left to the worker."""
         self._num_slots, self._most_positions = num_slots, most_positions
         self._fleet = fleet
 
     def most_anywhere(self) -> int:
-        """Return the most jobs of any worker."""
+        """Return the largest number of jobs that any worker can run."""
         started = [self.most_jobs(worker) for worker in self._fleet.workers if worker.info]
         return max(1, max(started, default=self._num_slots or MOST_SLOTS))
 
@@ -51,9 +52,9 @@ class WorkerCapacity:
         return min(bound for bound in (wanted, of_gpu, worker.num_fitting) if bound is not None)
 
     def num_for_backlog(self, held: Sequence[Growth], mean_length: float, seconds: float) -> int:
-        """Return the jobs that a worker begins within `seconds`.
+        """Return how many jobs a worker will begin within `seconds`.
 
-        Each is assumed to follow a job that ends, and to be `mean_length` long.
+        Each new job is assumed to replace a job that ends, and to be `mean_length` long.
         """
         seconds_per_token = self._fleet.pace.seconds_per_token(len(held))
         if not held or seconds_per_token == 0.0:
@@ -64,7 +65,7 @@ class WorkerCapacity:
         return min(MAX_BACKLOG, round(sum(ends)))
 
     def has_room(self, worker: Worker, held: list[Growth], job: Growth) -> bool:
-        """Return whether a job fits beside the worker's jobs for a while."""
+        """Return whether a job fits together with the worker's jobs for a while."""
         num_pages = self.num_pages(worker)
         if not held or worker.info is None or num_pages is None:
             return not held or num_pages is None
@@ -75,9 +76,9 @@ class WorkerCapacity:
         return fit(jobs, pool, worker.info.held_positions)
 
     def num_pages(self, worker: Worker) -> int | None:
-        """Return the worker's share of its machine's memory, starting workers included.
+        """Return the worker's share of its machine's memory in pages; starting workers get a share, too.
 
-        None if a GPU is divided into slots.
+        Returns None if a GPU is divided into slots.
         """
         if worker.info is None:
             return 0
@@ -133,7 +134,7 @@ class Dispatcher:
             self._order_move(now)
 
     def _order_relief(self) -> None:
-        """Let the last-ending worker return jobs if the run then ends sooner."""
+        """Let the worker that will end last return jobs if the run then ends sooner."""
         if self._last is not None and not self._last.worker.orders.released:
             for job_id in self._balance.too_many(self._last):
                 self._last.worker.ask_back(job_id)
@@ -168,7 +169,10 @@ class Dispatcher:
             self._fleet.retire(worker)
 
     def _deal(self, workers: Sequence[Worker], now: float) -> dict[str, list[QueuedJob]]:
-        """Assign to the worker with the least left; the last-ending worker only gets what lets its job end in time."""
+        """Assign jobs to the worker with the least work left.
+
+        The worker that will end last gets only jobs beside which its longest job still ends in time.
+        """
         takers = [(self._turn_of(worker), number) for number, worker in enumerate(workers)]
         heapify(takers)
         dealt: defaultdict[str, list[QueuedJob]] = defaultdict(list)  # by worker
@@ -184,11 +188,11 @@ class Dispatcher:
         return dealt
 
     def _turn_of(self, worker: Worker) -> int:
-        """Return the worker's load; with a plan 0, so that workers are filled one after the other."""
+        """Return the worker's load, or 0 if there is a plan, so that workers are filled one after the other."""
         return self._queue.of(worker.id).num_left if self._plan is None else 0
 
     def _is_spared(self, worker: Worker) -> bool:
-        """Return whether the last-ending job should get no neighbour."""
+        """Return whether this is the worker that will end last and it should get no more jobs."""
         last = self._last
         if last is None or last.worker is not worker or not self._queue.num_waiting:
             return False
@@ -209,7 +213,7 @@ class Dispatcher:
     def _refill(self, worker: Worker, now: float) -> list[QueuedJob]:
         """Take jobs for a worker's reserve.
 
-        A job that fits after earlier ones end may wait in it.
+        The reserve may hold a job that fits only after earlier jobs end.
         """
         queue, jobs = self._queue, list[QueuedJob]()
         if not queue.num_waiting or self._is_spared(worker):
@@ -265,7 +269,7 @@ class Dispatcher:
 
 
 def _num_left_to_move(job: QueuedJob) -> int:
-    """Return 0 if a move would not pay."""
+    """Return how many tokens the job has left, or 0 if moving it would cost more than it gains."""
     num_done = job.num_generated_tokens
     num_left = job.entry.max_tokens - num_done
     return num_left if num_left >= MIN_SHARE_LEFT * (job.entry.num_prompt_tokens + num_done) else 0

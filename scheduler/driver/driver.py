@@ -1,6 +1,6 @@
 """The driver's loop.
 
-The run folder holds all it knows, so another driver can continue at any moment.
+The run folder holds all that the driver knows, so another driver can continue at any moment.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Driver:
         self._is_stopping = True
 
     def run(self) -> RunState:
-        """Run until no job is left, a stop request or a limit; write the output files.
+        """Run until no job is left, a stop is requested or a limit is reached; then write the output files.
 
         Raises DriverError, RunTakenError, ClusterLostError, ModelError and StoreError.
         """
@@ -79,7 +79,7 @@ class Driver:
             self._context.attempts.end()
             state = self._write_output()
         except ClusterLostError:
-            # calls reach workers without the cluster's head
+            # calls reach workers even without the cluster's head
             self._drain_all("cluster_lost", LOST_CLUSTER_SECONDS)
             raise
         except StoreError:
@@ -102,7 +102,7 @@ class Driver:
 
     def _step(self) -> None:
         now = self._clock()
-        # first, because it fails if the run was taken
+        # comes first, because it fails if another driver took the run
         if self._hold.is_due(now, slice_seconds(len(self._fleet.workers))):
             self._beat("running")
             self._context.attempts.keep()
@@ -158,7 +158,7 @@ class Driver:
                 raise DriverError(f"no worker starts, {most} tries: {event.message}")
 
     def _write_output(self) -> RunState:
-        """Write last shards too; return the run's state."""
+        """Write the output files and the last shards; return the run's state."""
         state = self._end_state()
         self._fleet.stop()
         with self._hold.beating():

@@ -32,7 +32,7 @@ def beat_seconds(store: Store) -> float:
 
 
 def liveness(run: Run, progress: Progress | None) -> Liveness:
-    """Return whether the heartbeat's driver works; `silent` means that it may."""
+    """Return whether the heartbeat's driver is at work; `silent` means that it may be."""
     if progress is None or progress.state != "running":
         return "gone"
     return process_liveness(
@@ -41,7 +41,7 @@ def liveness(run: Run, progress: Progress | None) -> Liveness:
 
 
 def process_liveness(store: Store, host: str, pid: int, key: ProcessKey | None, updated: float) -> Liveness:
-    """Return whether a process works; `updated` is its newest heartbeat's time."""
+    """Return whether a process is at work; `updated` is the time of its newest heartbeat."""
     if is_gone(host, pid, key):
         return "gone"
     limit = STALE_SECONDS if store.is_local else STALE_SECONDS_OBJECT_STORE
@@ -49,7 +49,7 @@ def process_liveness(store: Store, host: str, pid: int, key: ProcessKey | None, 
 
 
 def current_progress(run: Run) -> Progress:
-    """Return the newest heartbeat, with jobs from the folder if no driver counts them."""
+    """Return the newest heartbeat; if no driver is at work, its job counts come from the folder."""
     progress = run.progress()
     if progress is None:
         return _without_beat(run)
@@ -67,7 +67,7 @@ def with_counts(run: Run, progress: Progress) -> Progress:
 
 
 def stopped(progress: Progress, state: RunState, jobs: dict[str, int]) -> Progress:
-    """Return a dead driver's heartbeat with present state and jobs."""
+    """Return a dead driver's heartbeat with the present state and job counts."""
     kept = {name: getattr(progress, name) for name in KEPT}
     return Progress(state=state, jobs=jobs, **kept, **AT_REST)
 

@@ -40,7 +40,7 @@ class LengthStatistics:
     def forecast(self, living: RunningLengths) -> Forecast:
         """Forecast lengths by the Kaplan-Meier estimate.
 
-        It counts unfinished jobs too: short jobs end first and would make all look short.
+        The estimate includes unfinished jobs: short jobs end first, so ended jobs alone would make all jobs look short.
         """
         num_at_risk = (self._num_ended + living.num_jobs)[:, ::-1].cumsum(axis=1)[:, ::-1]
         others_ended, others_at_risk = (each.sum(axis=0) - each for each in (self._num_ended, num_at_risk))
@@ -55,7 +55,7 @@ class RunningLengths:
     """Counts of unfinished jobs by prompt length and share of `max_tokens`."""
 
     def __init__(self) -> None:
-        # lists: changing a number in an array takes several times as long
+        # lists, because changing one element of an array takes several times as long
         self._num_jobs = [[0] * (NUM_SHARES + 1) for _ in range(NUM_CLASSES)]
         self._limits = [[0] * (NUM_SHARES + 1) for _ in range(NUM_CLASSES)]  # sums of `max_tokens`
 
@@ -82,7 +82,7 @@ class RunningLengths:
         return np.array(self._num_jobs, np.float64)
 
     def num_unexpected(self, unexpected: NDArray[np.float64]) -> int:
-        """Sum the jobs' `unexpected` shares, in tokens."""
+        """Return the sum of the jobs' `unexpected` shares of their limits, in tokens."""
         return int((np.array(self._limits, np.float64) * unexpected).sum() / NUM_SHARES)
 
 
@@ -90,10 +90,13 @@ class Forecast:
     """The expected tokens that jobs still draw."""
 
     def __init__(self, mean_left: NDArray[np.float64], at_start: NDArray[np.float64]) -> None:
-        """`mean_left` [class, share] is the mean share to come; `at_start` uses neighbouring classes only."""
+        """`mean_left` [class, share] is the mean share still to be drawn.
+
+        `at_start` [class] is that share for jobs that begin, estimated without jobs of far classes.
+        """
         self._at_start = at_start / NUM_SHARES
         self._mean_left: list[list[float]] = mean_left.tolist()
-        # the mean share up to the limit; a job is anywhere within its own share
+        # the mean share up to the limit, as if each job were in the middle of its share
         behind = NUM_SHARES - 0.5 - np.arange(NUM_SHARES + 1)
         self._unexpected = np.maximum(0.0, behind - mean_left)
 
@@ -103,11 +106,11 @@ class Forecast:
         return num_final_tokens if num_final_tokens < max_tokens else max_tokens
 
     def num_unexpected(self, living: RunningLengths) -> int:
-        """Return the tokens that jobs may draw beyond expectation."""
+        """Return how many tokens the jobs may draw beyond their expected lengths."""
         return living.num_unexpected(self._unexpected)
 
     def of_new(self, num_prompt_tokens: Counts, max_tokens: Counts) -> NDArray[np.int64]:
-        """Return new jobs' expected tokens, their limits for unknown kinds, which so begin early."""
+        """Return new jobs' expected tokens; for an unknown class these are the limit, so that such jobs begin early."""
         return np.maximum(1, np.rint(self._at_start[_classes(num_prompt_tokens)] * max_tokens)).astype(np.int64)
 
 
@@ -123,7 +126,7 @@ def _with_neighbours(of_classes: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _mean_left(end_now: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the mean share to come from each share's probability of ending."""
+    """Compute the mean share still to be drawn from each share's probability of ending."""
     mean_left = np.zeros_like(end_now)
     for share in range(NUM_SHARES - 1, -1, -1):
         end = end_now[..., share]

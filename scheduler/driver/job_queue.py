@@ -55,7 +55,7 @@ class JobQueue:
     def __init__(
         self, max_attempts: int, untouched: UntouchedJobs | None = None, lengths: LengthStatistics | None = None
     ) -> None:
-        """`untouched` are jobs that no worker had; `lengths` are of ended jobs."""
+        """`untouched` has the jobs that no worker had yet, `lengths` the lengths of ended jobs."""
         self._max_attempts = max_attempts
         self._untouched = untouched or UntouchedJobs.none()
         self._num_ended = {"finished": 0, "failed": 0, "cancelled": 0}
@@ -79,7 +79,7 @@ class JobQueue:
         prompt: SharedPrompt = NOT_SHARED,
         strikes: Strikes | None = None,
     ) -> None:
-        """Add an unfinished job; `num_generated_tokens` is any attempt's most."""
+        """Add an unfinished job; `num_generated_tokens` is the largest count of any attempt."""
         self.num_generated_tokens += num_generated_tokens
         job = QueuedJob(entry, num_generated_tokens, num_generated_tokens, priority, prompt)
         if strikes is not None:
@@ -93,9 +93,9 @@ class JobQueue:
         self.num_generated_tokens += num_generated_tokens
 
     def take(self, worker_id: str, now: float, has_room: Callable[[Growth], bool] = _always) -> QueuedJob | None:
-        """Give a worker the first job that may run beside its own and fits.
+        """Give a worker the first job that fits and may run together with the worker's other jobs.
 
-        A prompt like the worker's decides between similar jobs.
+        Among jobs of similar length, a prompt like those of the worker's jobs comes first.
         """
         forecast = self._expected.forecast()
         job = self._first(worker_id, now, lambda job: has_room(job.growth(forecast)))
@@ -117,7 +117,7 @@ class JobQueue:
         return job
 
     def begin(self, job_id: str) -> QueuedJob | None:
-        """Record that a reserved job began; None if it is no longer reserved."""
+        """Record that a reserved job began; return the job, or None if it is no longer reserved."""
         if (job := self._reserved.pop(job_id, None)) is None:
             return None
         del self._workers[job.worker_id].reserve[job_id]
@@ -129,11 +129,11 @@ class JobQueue:
         return self._workers[worker_id]
 
     def growths(self, worker_id: str) -> list[Growth]:
-        """Return the growth of a worker's jobs, first to end first."""
+        """Return the growth of a worker's jobs, in the order of their expected ends."""
         return self._expected.outlook(worker_id, self._workers[worker_id].running.values()).growths
 
     def mean_length(self, worker_id: str) -> float:
-        """Return the expected final tokens of a worker's jobs on average."""
+        """Return the mean expected length of a worker's jobs, in tokens."""
         return self._expected.outlook(worker_id, self._workers[worker_id].running.values()).mean_length
 
     def forecast(self) -> Forecast:
@@ -236,7 +236,7 @@ class JobQueue:
 
     @property
     def num_tokens_left(self) -> int:
-        """Return the most tokens to come."""
+        """Return the largest number of tokens that may still be drawn."""
         return self._num_tokens_left + self._untouched.num_tokens_left
 
     @property
@@ -253,7 +253,7 @@ class JobQueue:
         return {"pending": self.num_unfinished - num_running, "running": num_running, **self._num_ended}
 
     def _first(self, worker_id: str, now: float, has_room: Callable[[QueuedJob], bool]) -> QueuedJob | None:
-        """Return None beside a job that runs alone."""
+        """Return the first job that may run and has room, or None if the worker has a job that runs alone."""
         own = self._workers[worker_id]
         if any(job.runs_alone for job in own.running.values()):
             return None

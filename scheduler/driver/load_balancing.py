@@ -1,4 +1,4 @@
-"""Spreads a run's work so that all workers end together."""
+"""Spreads a run's work so that all workers finish at the same time."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ PLAN_SLACK = 1.05  # a plan is a lower bound, and some jobs are always in transi
 
 @dataclass(frozen=True)
 class EndPlan:
-    """The least time for all jobs, and seconds per token with 1, 2, ... jobs."""
+    """The shortest time in which all jobs can end, and the seconds per token with 1, 2, ... jobs on a worker."""
 
     seconds: float
     per_token: NDArray[np.float64]
 
     def most_jobs(self, num_left: int) -> int:
-        """Return the most jobs beside which `num_left` tokens end in time."""
+        """Return the most jobs that a worker can run if a job with `num_left` tokens left must end in time."""
         return max(1, int(np.searchsorted(self.per_token, PLAN_SLACK * self.seconds / max(1, num_left), "right")))
 
 
 @dataclass(frozen=True)
 class LastJobs:
-    """The worker that ends last."""
+    """The worker that will end last, and the speed of the others."""
 
     worker: Worker
     speed_of_others: float  # tokens per second
@@ -53,9 +53,10 @@ class LoadBalancer:
         return is_share_of_jobs or (num_held > 0 and num_left >= self._queue.num_tokens_left / self._num_workers)
 
     def plan(self, most_jobs: int) -> EndPlan | None:
-        """Plan the least time for all remaining jobs, long ones beside few others.
+        """Plan the remaining jobs so that all end as early as possible; a long job shares its worker with few others.
 
-        None if filling all workers ends about as soon, for one worker and for very many jobs.
+        Returns None if fewer than two workers are ready, if there are very many jobs, or if filling all workers would
+        end about as early.
         """
         num_ready = sum(worker.state == "ready" for worker in self._fleet.workers)  # starting workers may never come
         if num_ready < 2 or self._queue.num_unfinished > MAX_PLANNED:
@@ -74,14 +75,14 @@ class LoadBalancer:
         return EndPlan(high, per_token) if unplanned > PLAN_SLACK * high else None
 
     def _seconds_per_token(self, most_jobs: int) -> NDArray[np.float64]:
-        """Return values for 1, 2, ... jobs."""
+        """Return the seconds per token of a worker with 1, 2, ... jobs."""
         pace, numbers = self._fleet.pace, range(1, most_jobs + 1)
         if pace.seconds_per_token(1) > 0:
             return np.maximum.accumulate([pace.seconds_per_token(number) for number in numbers])
         return 1 - JOB_SHARE + JOB_SHARE * np.array(numbers) / most_jobs
 
     def of_last(self, now: float) -> LastJobs | None:
-        """Return the worker whose longest job ends last, if others have speeds."""
+        """Return the worker whose longest job ends last, or None if the other workers' speeds are unknown."""
         ready = [worker for worker in self._fleet.workers if worker.state == "ready"]
         if len(ready) < 2 or self._is_far_from_end(ready, now):
             return None
@@ -92,7 +93,7 @@ class LoadBalancer:
         return LastJobs(worker, others) if others > 0 and self._fleet.pace.seconds_per_token(1) > 0 else None
 
     def _is_far_from_end(self, ready: list[Worker], now: float) -> bool:
-        """Spare a slow look at each worker."""
+        """Return whether the end is certainly far, which saves a slow look at each worker."""
         num_jobs = 1 + max(len(self._queue.of(worker.id).running) for worker in ready)
         longest = self._queue.most_tokens
         seconds = longest * self._fleet.pace.seconds_per_token(num_jobs)
@@ -107,9 +108,9 @@ class LoadBalancer:
         return seconds * last.speed_of_others <= self._queue.num_expected_left - num_jobs * lefts[-1]
 
     def too_many(self, last: LastJobs) -> list[str]:
-        """Return the jobs to hand back so that the longest ends with the others.
+        """Return the jobs to hand back so that this worker's longest job ends at the same time as all other jobs.
 
-        The jobs with the least left stay; none is returned twice.
+        Besides the longest job, the jobs with the fewest tokens left stay. No job is handed back twice.
         """
         forecast = self._queue.forecast()
         held = sorted(
@@ -132,7 +133,7 @@ class LoadBalancer:
         return [job.left for job in self._queue.growths(worker.id)]
 
     def _seconds_of(self, lefts: list[int]) -> float:
-        """Return seconds without new jobs; `lefts` ascend."""
+        """Return the seconds until jobs with `lefts` tokens (ascending) have ended, if no new job joins them."""
         pace, seconds, before = self._fleet.pace, 0.0, 0
         for num_ended, left in enumerate(lefts):
             seconds += (left - before) * pace.seconds_per_token(len(lefts) - num_ended)
@@ -141,7 +142,7 @@ class LoadBalancer:
 
 
 def _seconds_of_first(lefts: list[int], per_token: NDArray[np.float64]) -> float:
-    """Return the seconds until all jobs end if the worker always runs as many as it can."""
+    """Return the seconds until all jobs end if the worker always runs as many jobs as it can."""
     running, waiting, seconds, drawn = lefts[: len(per_token)], deque(lefts[len(per_token) :]), 0.0, 0
     heapify(running)  # keys are the tokens drawn per job when they end
     while running:
@@ -153,6 +154,6 @@ def _seconds_of_first(lefts: list[int], per_token: NDArray[np.float64]) -> float
 
 
 def _worker_seconds(lefts: NDArray[np.int64], per_token: NDArray[np.float64], seconds: float) -> float:
-    """Return worker seconds if jobs have all neighbours that `seconds` allow."""
+    """Return the worker time of all jobs if each shares its worker with as many jobs as `seconds` allow."""
     num_jobs = np.clip(np.searchsorted(per_token, seconds / lefts, "right"), 1, len(per_token))
     return float((lefts * per_token[num_jobs - 1] / num_jobs).sum())

@@ -30,7 +30,7 @@ SECONDS_OF_A_WRITE = 60  # at most
 def load_queue(run: Run, max_attempts: int, attempts: Attempts | None = None) -> JobQueue:
     """Load the queue of unfinished jobs.
 
-    A started job has the tokens of its log or of the last heartbeat: less is no progress.
+    A started job counts the tokens of its log or of the last heartbeat, whichever are more; fewer are no progress.
     """
     index = run.job_index()
     lengths = LengthStatistics()
@@ -64,7 +64,7 @@ def put_logs_in_place(run: Run, have_all_gone: bool = False) -> None:
 
 
 def _clear_finished(run: Run) -> None:
-    """Keep what `--keep-state` asks for."""
+    """Delete the checkpoints of finished jobs, except those that `--keep-state` keeps."""
     found = set(run.store.list(CHECKPOINTS)) - {WORKERS}
     if found and (finished := with_results(run, found - KeptLogs.of(run).sizes().keys())):
         checkpoints = CheckpointStore.of(run)
@@ -81,7 +81,7 @@ def with_results(run: Run, job_ids: Collection[str]) -> set[str]:
 def _ended(
     run: Run, index: JobIndex, lengths: LengthStatistics, attempts: Attempts | None
 ) -> tuple[NDArray[np.bool_], dict[str, tuple[int, int]]]:
-    """Return which jobs have not ended, and (jobs, tokens) of the others by state."""
+    """Return which jobs have not ended, and the numbers (jobs, tokens) of ended jobs by state."""
     finished, error_codes = run.ended_jobs(index)
     rows, tokens = np.asarray(finished, np.int64).reshape(-1, 2).T
     lengths.note_all(index.columns["num_prompt_tokens"][rows], tokens, index.columns["max_tokens"][rows])
@@ -113,7 +113,7 @@ def _prompts(index: JobIndex) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
 
 
 def _started(run: Run, index: JobIndex, attempts: Attempts | None) -> list[tuple[int, int]]:
-    """Return rows and tokens of jobs that earlier drivers handed out."""
+    """Return the rows and token counts of jobs that earlier drivers handed out."""
     last_beat, checkpoints = run.progress(), CheckpointStore.of(run)
     reported = {} if last_beat is None else last_beat.running
     with_checkpoint = set(run.store.list("checkpoints"))

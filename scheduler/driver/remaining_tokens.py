@@ -1,4 +1,4 @@
-"""Expected tokens to come, of the run and of each worker's jobs."""
+"""Estimates how many tokens remain, for the whole run and for each worker's jobs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RemainingTokens:
         self._next_order = FIRST_ORDER  # ended jobs until the next sort
 
     def forecast(self) -> Forecast:
-        """Return a recent forecast; it stays nearly true while few jobs move."""
+        """Return a recent forecast, which stays nearly right as long as few jobs start or end."""
         if self._known is None or self._num_moves >= max(1, len(self._running)):
             self._known = self._lengths.forecast(self._living)
             self._num_moves = 0
@@ -60,7 +60,7 @@ class RemainingTokens:
         return self.forecast().num_unexpected(self._living)
 
     def order_anew(self, untouched: UntouchedJobs) -> None:
-        """Sort the untouched jobs by expected length, once enough others ended."""
+        """Sort the untouched jobs by expected length, once enough other jobs have ended."""
         num_ended = self._lengths.num_ended
         if num_ended >= self._next_order:
             self._next_order = max(int(1.5 * num_ended), num_ended + untouched.num_left // NUM_ORDERS)
@@ -82,7 +82,7 @@ class RemainingTokens:
         self._outlooks.pop(worker_id, None)
 
     def count(self, job: QueuedJob, *, is_there: bool) -> None:
-        """Count a worker's job at its present length, or remove it."""
+        """Add a worker's job to the counts at its present length, or remove it from them."""
         entry, place = job.entry, None
         if is_there:
             place = length_bucket_of(entry.num_prompt_tokens, job.num_generated_tokens, entry.max_tokens)

@@ -50,9 +50,9 @@ class LeaseEpoch:
 
     @classmethod
     def begin(cls, run: Run, may_take_over: bool = False) -> LeaseEpoch:
-        """Claim the next epoch of a run that nobody holds, see `refuse_if_taken`. Of several at once, one gets it.
+        """Claim the next epoch of a run that nobody holds (see `refuse_if_taken`). Of several claims at once, one wins.
 
-        The run need not be there yet. Raises RunTakenError, StoreError.
+        The run need not exist yet. Raises RunTakenError, StoreError.
         """
         claim = DriverClaim(
             host=socket.gethostname(),
@@ -72,7 +72,7 @@ class LeaseEpoch:
         raise RunTakenError(f"the run at {run.store.shown_uri} is wanted by several commands at once; try again")
 
     def through(self, run: Run) -> LeaseEpoch:
-        """Return the same hold with another connection to the run's store."""
+        """Return the same hold, with the connection of `run` to the store."""
         return LeaseEpoch(run, self.number, self.claim)
 
     def check(self) -> None:
@@ -103,7 +103,7 @@ def claims(run: Run) -> list[DriverClaim]:
 
 
 def refuse_if_taken(run: Run, may_take_over: bool = False) -> None:
-    """Raise RunTakenError while another driver may be at work; with `may_take_over` only while it surely is."""
+    """Raise RunTakenError if another driver may be at work; with `may_take_over`, only if it certainly is."""
     state, who = _holder(run)
     if state == "gone" or (state == "silent" and may_take_over):
         return
@@ -115,13 +115,13 @@ def refuse_if_taken(run: Run, may_take_over: bool = False) -> None:
 
 
 def has_begun(run: Run) -> bool:
-    """Return whether the newest driver has written a beat: from then on it takes requests to cancel."""
+    """Return whether the newest driver has written a heartbeat; from then on it accepts requests to cancel."""
     progress = run.progress()
     return progress is not None and progress.epoch >= _newest(run)
 
 
 def _holder(run: Run) -> tuple[Liveness, str]:
-    """Return the newest driver and its liveness; a driver without a beat has just claimed the run."""
+    """Return the newest driver's liveness and name; a driver without a heartbeat has just claimed the run."""
     newest, progress = _newest(run), run.progress()
     if progress is not None and progress.epoch >= newest:
         return liveness(run, progress), _who(progress.driver_host, progress.driver_pid, progress)
@@ -157,7 +157,7 @@ def _path(epoch: int) -> str:
     return f"{CLAIMS_FOLDER}/{epoch:04d}.json"
 
 
-# A command's hold on a run: from before the first change that it makes there to after the last.
+# A command's hold on a run, from before the command's first change in the run folder until after its last change.
 
 
 KNOWN = ("running", "num_generated_tokens", "num_total_tokens", "worker_seconds")  # fields of the last driver's beat
@@ -173,9 +173,9 @@ class RunLease:
         forgets_cancel: bool = False,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """Claim the run as `Epoch.begin` does; with `forgets_cancel`, jobs cancelled before may run.
+        """Claim the run as `LeaseEpoch.begin` does; with `forgets_cancel`, earlier requests to cancel are dropped.
 
-        The run need not be there yet. Raises RunTakenError, StoreError.
+        The run need not exist yet. Raises RunTakenError, StoreError.
         """
         self._clock = clock
         self._run = run  # the thread needs its own: a command that ends does not wait for a driver's long retries
@@ -198,19 +198,19 @@ class RunLease:
                 self.end("interrupted")
 
     def go_on_through(self, run: Run) -> None:
-        """Take another way to the run's store from now on."""
+        """Use the connection of `run` to the store from now on."""
         self.epoch = self.epoch.through(run)
 
     def is_due(self, now: float, news_seconds: float = 0.0) -> bool:
-        """Return whether a beat's time has passed since the last one (`now` on the hold's clock).
+        """Return whether the next heartbeat is due at `now`, a time on the hold's clock.
 
-        Where there is news every `news_seconds` alone, beats come no more often, but for those that others wait for.
+        If there is news only every `news_seconds`, heartbeats come no more often, except those that others wait for.
         """
         seconds = max(beat_seconds(self.epoch.run.store), min(news_seconds, LONGEST_BEAT_SECONDS))
         return now >= self._last_beat + seconds
 
     def beat(self, **figures: Any) -> Progress:
-        """Write a beat with these figures, by the names of `Progress`, and return it. Raises StoreError."""
+        """Write a heartbeat with these figures, named as in `Progress`, and return it. Raises StoreError."""
         claim, run = self.epoch.claim, self.epoch.run
         self._last_beat = self._clock()
         beat = Progress(
@@ -227,9 +227,9 @@ class RunLease:
         return beat
 
     def end(self, state: RunState, num_tokens: int | None = None, reached_limit: str | None = None) -> None:
-        """Say that nobody is at work any more, and how the run stands. Raises RunTakenError, StoreError.
+        """Write a last heartbeat with the run's state: no driver is at work any more. Raises RunTakenError, StoreError.
 
-        `num_tokens` are those of all jobs, where they were counted.
+        `num_tokens` is the number of tokens of all jobs, or None if they were not counted.
         """
         self.stop_beating()
         self.epoch.check()
@@ -247,7 +247,7 @@ class RunLease:
 
     @contextlib.contextmanager
     def beating(self) -> Iterator[None]:
-        """Keep the heartbeat young within the block."""
+        """Write heartbeats in the background until the block ends."""
         self._begin_beating()
         try:
             yield

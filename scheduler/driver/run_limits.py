@@ -14,13 +14,13 @@ HOUR = 3600.0
 
 
 def steady_seconds() -> float:
-    """Return seconds on a clock that nobody sets."""
+    """Return seconds on a clock that no change of the system's time affects."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """A time since the epoch; a duration's end ignores clock changes."""
+    """A time since the epoch; a deadline given as a duration ignores changes of the system's time."""
 
     moment: float
     steady_moment: float | None = None  # in `steady_seconds`, for a duration
@@ -50,14 +50,14 @@ class Spending:
 
 @dataclass(frozen=True)
 class Limits:
-    """A run's limits; None is no limit."""
+    """A run's limits; None means no limit."""
 
     deadline: Deadline | None = None
     max_total_tokens: int | None = None
     max_worker_hours: float | None = None
 
     def reached(self, spent: Spending) -> str | None:
-        """Describe the reached limits for people; None if there are none."""
+        """Describe the reached limits for people, or return None if no limit is reached."""
         found = []
         if self.deadline is not None and self.deadline.has_passed():
             moment = datetime.fromtimestamp(self.deadline.moment).astimezone().isoformat(" ", "seconds")

@@ -22,7 +22,7 @@ SHOWN = (  # worker counts in a heartbeat
 
 
 class ProgressCounter:
-    """Updates the driver's counters, and makes heartbeats of them."""
+    """Updates the driver's counters, and makes heartbeats from them."""
 
     def __init__(self, context: DriverContext) -> None:
         self._context = context

@@ -39,7 +39,7 @@ class ShardWriter:
             self._writing = self._pool.submit(self._catch_up, False)
 
     def finish(self, is_end: bool) -> None:
-        """Write the remaining shards, at the end also the last incomplete one."""
+        """Write the remaining shards; with `is_end`, also the last incomplete shard."""
         if self._settings is not None:
             self._told()
             self._writing = self._pool.submit(self._catch_up, is_end)

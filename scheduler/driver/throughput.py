@@ -33,13 +33,13 @@ class Speed:
 
 
 class StepPace:
-    """A line fitted to reports: seconds per token over the number of jobs on a worker."""
+    """A linear fit to workers' reports: seconds per token as a function of the number of jobs on a worker."""
 
     def __init__(self) -> None:
         self._weight = self._num_jobs = self._seconds = self._num_jobs_squared = self._product = 0.0
 
     def add(self, num_jobs: float, num_tokens: int, seconds: float) -> None:
-        """Add a report: `num_jobs` at a time drew `num_tokens` altogether."""
+        """Add a report: `num_jobs` jobs at a time drew `num_tokens` tokens in total within `seconds`."""
         if not num_jobs or not num_tokens:
             return
         per_token = num_jobs * seconds / num_tokens
@@ -50,7 +50,7 @@ class StepPace:
         )
 
     def seconds_per_token(self, num_jobs: int) -> float:
-        """Return a job's seconds per token among `num_jobs`, 0.0 without reports."""
+        """Return a job's seconds per token on a worker with `num_jobs` jobs, or 0.0 without reports."""
         if not self._weight:
             return 0.0
         mean_jobs, mean_seconds = self._num_jobs / self._weight, self._seconds / self._weight

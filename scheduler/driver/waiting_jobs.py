@@ -24,7 +24,7 @@ LEAST_LENGTH = 0.75  # share of the longest job's length; shorter ones never go 
 
 
 class Strikes(NamedTuple):
-    """A job's losses without progress, and its tokens at the last."""
+    """A job's number of losses without progress, and its number of tokens at the last loss."""
 
     num: int
     num_tokens: int
@@ -85,7 +85,7 @@ class QueuedJob:
         return self.turn
 
     def strike(self, num_strikes: int, max_attempts: int) -> None:
-        """Set its strikes; with two, or one attempt left, it runs alone."""
+        """Set the job's strikes; a job with two strikes, or with one attempt left, runs alone."""
         self.num_strikes = num_strikes
         self.runs_alone = num_strikes >= max(1, min(2, max_attempts - 1))
 
@@ -105,7 +105,7 @@ class QueuedJob:
         return length_class(self.length)
 
     def may_precede(self, first: QueuedJob) -> bool:
-        """Return whether the job's prompt may put it before `first`."""
+        """Return whether this job may overtake `first` because of its prompt."""
         is_as_long = self.length >= LEAST_LENGTH * first.length
         return is_as_long and self.priority == first.priority
 
@@ -123,7 +123,7 @@ MAX_ENTRIES = 16 * ROWS_AT_ONCE
 
 
 class UntouchedJobs:
-    """Jobs that no worker had, by priority, the longest first; tickets are negative."""
+    """Jobs that no worker had yet, by priority, then the longest first; their tickets are negative."""
 
     def __init__(
         self, index: JobIndex, priorities: NDArray[np.int64], groups: NDArray[np.int32], shared: NDArray[np.int32]
@@ -167,7 +167,7 @@ class UntouchedJobs:
         return self._job_at(self._order, self._first)
 
     def first_fresh(self, begun: Container[int]) -> QueuedJob | None:
-        """Return the first job without a group in `begun`."""
+        """Return the first job whose prompt group is not in `begun`."""
 
         def is_passed(row: int) -> bool:
             return bool(self._is_out[row]) or int(self._groups[row]) in begun
@@ -207,7 +207,7 @@ class UntouchedJobs:
             self.num_expected_left -= int(self._lengths[row]) - int(self._index.columns["num_prompt_tokens"][row])
 
     def take_all(self, job_ids: Iterable[str]) -> list[QueuedJob]:
-        """Remove and return those of the jobs that are still here."""
+        """Remove and return those of the jobs that are still untouched."""
         rows = [int(row) for row in self._index.rows_of("job_id", job_ids) if not self._is_out[row]]
         jobs = [self._job(row, self._index.entry(row)) for row in rows]
         for row in rows:
@@ -278,8 +278,8 @@ HasRoom = Callable[[QueuedJob], bool]
 class WaitingJobs:
     """Waiting jobs by priority, then the longest first, equal ones in file order.
 
-    Among similar lengths, a worker gets a prompt like its earlier ones, else a new one. If a job has no room, a shorter
-    one may go. Heap entries with outdated turns are skipped.
+    Among jobs of similar length, a worker gets a prompt like its earlier prompts, else a prompt that no worker has. If
+    a job has no room, a shorter job may go first. Heap entries with outdated turns are skipped.
     """
 
     def __init__(self, untouched: UntouchedJobs) -> None:
@@ -314,7 +314,7 @@ class WaitingJobs:
         return next((other for other in self._shorter(job) if has_room(other)), None)
 
     def _first_for(self, has_neighbours: bool, groups: Iterable[int]) -> QueuedJob | None:
-        """Prefer a similar job that suits the worker better."""
+        """Return the first job, or a job of similar length whose prompt suits the worker better."""
         waiting = [self._sociable] if has_neighbours else [self._sociable, self._loners]
         first = _first([*map(_head, waiting), self._untouched.first()])
         if first is None or first.runs_alone:
@@ -358,7 +358,7 @@ class WaitingJobs:
 
 
 def _head(heap: Heap) -> QueuedJob | None:
-    """Drop outdated entries."""
+    """Return the first valid entry of a heap, dropping outdated entries before it."""
     while heap and heap[0][0] is not heap[0][1].turn:
         heappop(heap)
     return heap[0][1] if heap else None

@@ -40,7 +40,7 @@ def worker_patience(worker_timeout: float | None, store_retry_seconds: float) ->
 
 @dataclass(eq=False)
 class Worker:
-    """One worker and its pending orders; without a `call` it is idle."""
+    """One worker and its pending orders; a worker without a `call` is idle."""
 
     id: str
     actor: Any  # handle of a WorkerActor; Ray only types decorated classes
@@ -57,7 +57,7 @@ class Worker:
 
     @property
     def state(self) -> str:
-        """Return its state for metrics; a ready worker takes work."""
+        """Return the worker's state for metrics; only a ready worker takes work."""
         return "draining" if self.drain_reason else "ready" if self.info else "starting"
 
     def cancel(self, job_ids: Iterable[str]) -> None:
@@ -67,7 +67,7 @@ class Worker:
         self.orders = replace(self.orders, released=(*self.orders.released, job_id))
 
     def recall(self, job_ids: Iterable[str]) -> None:
-        """Order it to return reserved jobs."""
+        """Order the worker to return these reserved jobs."""
         self.orders = replace(self.orders, recalled=(*self.orders.recalled, *job_ids))
 
 
@@ -96,7 +96,7 @@ Event = Started | Reported | Lost
 
 
 def slice_seconds(num_workers: int) -> float:
-    """Return the time between reports, longer for many workers."""
+    """Return the seconds between a worker's reports, which grow with the number of workers."""
     return max(SLICE_SECONDS, SECONDS_PER_WORKER * num_workers)
 
 
@@ -204,7 +204,7 @@ class Fleet:
         return [*events, *self._silent()]
 
     def retire(self, worker: Worker) -> None:
-        """Kill a worker that is unwanted, unreachable or broken."""
+        """Kill a worker that is no longer wanted, unreachable or broken."""
         self._calls.kill(worker.actor)
         self.workers.remove(worker)
         self.idle.pop(worker, None)

@@ -83,7 +83,7 @@ class AttemptSettlement:
     def lose_backlog(self, worker: Worker, *, is_unblamed: bool) -> None:
         """Requeue the reserved jobs of a lost worker.
 
-        They are never reserved again, because one may kill its worker at once.
+        These jobs are never reserved again, because one of them may kill its worker as soon as it begins.
         """
         for job in list(self._queue.of(worker.id).reserve.values()):
             if self._still_to_do(job.job_id):
@@ -104,7 +104,7 @@ class AttemptSettlement:
         self._display.note(JobPutBack(job.name, reason, job.num_generated_tokens, is_lost=False))
 
     def take_cancel_requests(self) -> None:
-        """Cancel requested jobs; those of workers wait for the next report."""
+        """Cancel the jobs that users asked to cancel; jobs on workers are cancelled at the worker's next report."""
         is_whole_run, requested = self._run.cancel_requests()
         wanted = self._queue.unfinished() if is_whole_run else [job.job_id for job in self._queue.jobs(requested)]
         self._cancelling = set(wanted)
@@ -136,7 +136,7 @@ class AttemptSettlement:
         return with_results(self._run, job_ids)
 
     def _still_to_do(self, job_id: str) -> QueuedJob | None:
-        """Return None for a job that ends or is cancelled."""
+        """Return the job, or None if it has a result or is cancelled."""
         if job_id in self._cancelling:
             self._cancel({job_id})
         return self._queue.find(job_id)
@@ -198,7 +198,7 @@ class ReportIntake:
             self._take_in_loss(lost.worker, lost.reason, lost.message)
 
     def stop(self) -> None:
-        """Stop the thread; a resume moves the remaining logs."""
+        """Stop the thread; a later resume moves the remaining logs."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _taken(self, under_way: list[tuple[Future[Result], Lost]]) -> list[tuple[Result, Lost]]:
@@ -227,7 +227,7 @@ class ReportIntake:
             self._settlement.cancel_held(worker)
 
     def _take_in_outcome(self, worker: Worker, outcome: JobOutcome, reason: str) -> None:
-        """`reason` is that of `Lost` for a released job."""
+        """Settle one outcome; `reason` is that of `Lost` for a released job."""
         settlement, job_id, num_tokens = self._settlement, outcome.job_id, outcome.num_generated_tokens
         if outcome.kind != "unbegun":
             settlement.begin(worker, job_id)

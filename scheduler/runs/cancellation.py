@@ -59,7 +59,7 @@ def _cancel(run: Run, hold: RunLease, chosen: Sequence[JobEntry] | None, *, is_w
 
 
 def _is_asked(run: Run, job_ids: Sequence[str | None]) -> bool:
-    """Return False if the driver ended before it could cancel."""
+    """Return whether a driver received the request; False if the driver ended before it could cancel."""
     last = time.monotonic() + STALE_SECONDS
     while not has_begun(run) and time.monotonic() < last:
         time.sleep(POLL_SECONDS)  # a new driver forgets earlier requests

@@ -1,4 +1,4 @@
-"""Extends jobs from their kept tokens, and deletes what is kept."""
+"""Extends jobs from their kept tokens, and deletes kept logs and states."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Kept:
 
 
 def kept_of(run: Run) -> Kept:
-    """Find what is kept of jobs that can't continue. Raises StoreError."""
+    """Find the kept logs and states of ended jobs. Raises StoreError."""
     found = set(run.store.list(CHECKPOINTS)) - {WORKERS}
     if found:  # failed and cancelled jobs may resume from their checkpoints
         found -= set(run.job_ids()) - run.ended()[0]
@@ -54,7 +54,7 @@ def kept_of(run: Run) -> Kept:
 
 
 def prune(run: Run, *, logs: bool, state: bool) -> str:
-    """Delete what is kept; return a line for the user. Raises RunTakenError, StoreError."""
+    """Delete kept logs or states; return a line for the user. Raises RunTakenError, StoreError."""
     before = run.progress()
     with RunLease(run) as hold:
         kept = kept_of(run)
@@ -85,9 +85,9 @@ class NotExtendedError(ValueError):
 
 @dataclass
 class Extension:
-    """The extended jobs, their tokens, and (name, reason) of refused ones.
+    """The extended jobs, their tokens, and the (name, reason) of each refused job.
 
-    `already` are named jobs whose limit is large enough.
+    `already` are jobs that the user named although their limit is large enough.
     """
 
     records: list[JobRecord] = field(default_factory=list)
@@ -99,7 +99,7 @@ class Extension:
 def extend_jobs(
     hold: RunLease, max_tokens: int, custom_ids: Collection[str], files: ModelFiles, room: KVRoom | None
 ) -> Extension:
-    """Extend jobs to `max_tokens`: those named, or all that ended at a limit.
+    """Extend jobs to `max_tokens`: the named jobs, or all jobs that ended at a limit.
 
     Checkpoints are written first, then all jobs at once, so that a kill leaves either state. Raises StoreError,
     RunTakenError.
@@ -166,7 +166,7 @@ def _is_due(record: JobRecord, line: Line | None, max_tokens: int, is_named: boo
 
 
 def _kept_log(kept: KeptLogs, record: JobRecord, line: Line) -> TokenLog:
-    """Check the tokens against the result.
+    """Return a job's kept log, after a comparison of its tokens with the result.
 
     Raises NotExtendedError.
     """
@@ -182,7 +182,7 @@ def _kept_log(kept: KeptLogs, record: JobRecord, line: Line) -> TokenLog:
 
 
 def _kept_logprobs(kept: KeptLogs, record: JobRecord, log: TokenLog) -> TokenLogprobs | None:
-    """Raise NotExtendedError."""
+    """Return a job's kept log-probabilities, or None if it did not ask for any. Raises NotExtendedError."""
     if record.job.sampling.logprobs is None:
         return None
     try:
@@ -194,7 +194,8 @@ def _kept_logprobs(kept: KeptLogs, record: JobRecord, log: TokenLog) -> TokenLog
 def _longer(record: JobRecord, max_tokens: int, files: ModelFiles, bound: int | None) -> JobRecord:
     """Return the job with a larger limit.
 
-    Raises NotExtendedError beyond the model's positions, or beyond `bound`, where longrope changes all rotations.
+    Raises NotExtendedError if the limit exceeds the model's positions, or `bound`, above which longrope changes all
+    rotations.
     """
     num_positions = record.num_prompt_tokens + max_tokens
     if num_positions > files.max_positions:

@@ -1,4 +1,4 @@
-"""The hold on a folder of runs: one `nightly` and one `serve` at a time.
+"""The hold on a folder of runs: at most one `nightly` and one `serve` work there at a time.
 
 nightly.json, serve.json    the holder's heartbeat, deleted when it ends
 
@@ -30,7 +30,7 @@ POLL_SECONDS = 2.0
 
 
 class FolderHeldError(RunError):
-    """Another such command works on these runs."""
+    """The same command already works on these runs."""
 
 
 class Holder(BaseModel):
@@ -67,7 +67,7 @@ class FolderLease:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise FolderHeldError if another one took over, as after a long silence."""
+        """Raise FolderHeldError if another command took over, as after a long silence of this one."""
         holder = _read(self._runs, self._command)
         if holder is not None and holder.holder_id != self._holder.holder_id:
             who = _who(self._runs, self._command, holder)
@@ -120,7 +120,7 @@ def _other_holder(runs: Store, command: str) -> Holder | None:
 
 
 def _read(runs: Store, command: str) -> Holder | None:
-    """Return None if absent or damaged."""
+    """Return the folder's holder, or None if its file is absent or damaged."""
     try:
         return read_model(runs, file_of(command), Holder)
     except RunError:

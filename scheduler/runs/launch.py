@@ -42,7 +42,7 @@ from swiftbatch.worker.model.model_files import CONFIG_FILES, model_folder, read
 
 @dataclass(frozen=True)
 class Outcome:
-    """The state of a run when its driver ends."""
+    """The outcome of a driver: the run's state when the driver ends."""
 
     state: RunState
     jobs: dict[str, int]
@@ -160,7 +160,7 @@ def slow_on_gpu(model: str, num_gpus_per_worker: int) -> SlowOnGpu | None:
 
 
 def _engine_config(manifest: RunManifest, settings: Settings) -> EngineConfig:
-    """Raise ModelError, KVRoomError."""
+    """Return the settings of the workers' engines. Raises ModelError, KVRoomError."""
     computation = computation_of(manifest, settings)
     check_parts(computation.engine, manifest.stored_model, manifest.model_fingerprint, computation.draft_model)
     if settings.address is None:  # a cluster's workers check their own
@@ -170,7 +170,7 @@ def _engine_config(manifest: RunManifest, settings: Settings) -> EngineConfig:
 
 @contextlib.contextmanager
 def _told_how_to_go_on(run: Run) -> Iterator[None]:
-    """Append how to continue to the error that ends the run."""
+    """Append to an error that ends the run how the user can continue the run."""
     hint = f"nothing is lost, go on with: swiftbatch resume {run.store.shown_uri}"
     try:
         yield
@@ -181,6 +181,6 @@ def _told_how_to_go_on(run: Run) -> Iterator[None]:
 
 
 def _log_folder(run: Run, cluster: Cluster) -> str | None:
-    """Return the run folder's logs if workers are local."""
+    """Return the folder for workers' logs below the run folder, or None if workers are not on this machine."""
     folder = local_path(run.store.uri)
     return f"{folder}/logs" if folder is not None and cluster.is_embedded else None

@@ -93,9 +93,9 @@ def with_model(manifest: RunManifest, files: ModelFiles) -> RunManifest:
 
 
 def with_rows(manifest: RunManifest, files: ModelFiles, jobs: JobIndex, settings: Settings) -> RunManifest:
-    """Add a GPU's rows: the requested number, or the fastest.
+    """Add the number of rows in a GPU's forwards: the requested number, or the fastest one.
 
-    A cluster's GPUs are assumed to have 80 GB.
+    For a cluster, the choice assumes GPUs with 80 GB.
     """
     sizes = None if manifest.device == "cpu" or "num_rows" in settings.said else read_sizes(files, manifest.dtype)
     if sizes is None or not len(jobs):
@@ -116,7 +116,7 @@ def with_rows(manifest: RunManifest, files: ModelFiles, jobs: JobIndex, settings
 def with_markers(manifest: RunManifest, codec: TextCodec) -> RunManifest:
     """Add the thinking markers, if any, and whether the template reads the clock.
 
-    Another version may know other markers and split texts differently.
+    They are kept because another version of swiftbatch may know other markers and split texts differently.
     """
     manifest = manifest.model_copy(update={"reads_clock": codec.chat.reads_clock})
     if manifest.thinking_markers is not None:

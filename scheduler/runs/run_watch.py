@@ -24,14 +24,14 @@ TAKEN_BACK = "\n[a loop was taken back, this is in its place:]\n"
 
 
 def patient(run: Run) -> Run:
-    """Return the run with a driver's retries."""
+    """Return the run with a store that retries as long as a driver's does."""
     return Run(Store(run.store.uri, Retries(CheckpointSettings.store_retry_seconds)), run.manifest)
 
 
 def watch(run: Run, display: Display) -> Progress:
     """Show heartbeats until no driver works; return the final progress.
 
-    It waits for a first driver, and for a silent one on another host.
+    The watch waits for a first driver, and for a silent driver on another host.
     """
     is_awaited, was_silent = _is_awaited(run, display), False
     while (state := liveness(run, progress := run.progress())) != "gone" or (progress is None and is_awaited):
@@ -75,7 +75,7 @@ def follow_text(run: Run, custom_id: str, follow: bool, choice: int = 0) -> Iter
     settled = TextCodec(locate_model(run.manifest.stored_model)).output_text.settled
     shown = ""
     while True:
-        # checked before the text, to miss nothing written between
+        # checked before the text is read, to miss nothing that is written in between
         goes_on = follow and current_progress(run).state == "running" and run.error(record.job_id) is None
         text = _result_text(run, record.job_id)
         is_whole = text is not None
@@ -91,7 +91,7 @@ def follow_text(run: Run, custom_id: str, follow: bool, choice: int = 0) -> Iter
 
 
 def _newest_log(run: Run, checkpoints: CheckpointStore, packed: PackedLogs, job: JobEntry) -> TokenLog:
-    """Return a job's newest log, its own or a packed one."""
+    """Return a job's newest log, from its own folder or from a worker's packed file."""
     progress = current_progress(run)
     holders = [worker.id for worker in progress.workers if job.name in worker.jobs]
     running = packed.read(holders if progress.state == "running" else None).get(job.job_id)

@@ -86,8 +86,8 @@ def make_records(
 ) -> Iterator[JobRecord]:
     """Yield the jobs of lines, with tokenized prompts.
 
-    Rejects lines beyond the model's positions or the caches' room, or with unknown tokens. `max_tokens`, `loop_guard`
-    and `thinking_end` are defaults.
+    Rejects lines that exceed the model's positions or the caches' room, or that have unknown tokens. `max_tokens`,
+    `loop_guard` and `thinking_end` are defaults for lines that do not set these fields.
     """
     longest = 0  # length known to fit: looking up free memory is the most expensive step
     for line_number, line, encoded in _encoded(lines, codec):
@@ -133,7 +133,7 @@ def _start_tokenizing_threads() -> None:
 
 
 def _some(lines: Iterator[tuple[int, JobLine]]) -> Iterator[tuple[int, JobLine]]:
-    """Take fewer lines if they are long."""
+    """Take the next lines to tokenize together: fewer if the lines are long."""
     num_letters = 0
     for line_number, line in islice(lines, LINES_AT_ONCE):
         yield line_number, line
@@ -163,7 +163,7 @@ def _prompts(
 
 
 def _limit(line: JobLine, num_prompt_tokens: int, max_tokens: int | None, files: ModelFiles) -> int:
-    """Raise ValueError beyond the model's positions."""
+    """Return a prompt's token limit. Raises ValueError if prompt and limit exceed the model's positions."""
     num_left = files.max_positions - num_prompt_tokens
     if line.max_tokens is None:
         if num_left < 1:
@@ -234,7 +234,7 @@ class StrictError(UserError):
 
 @dataclass(frozen=True)
 class Submission:
-    """A held run with the files' jobs and rejects."""
+    """A held run, with the jobs and rejects of the submitted files."""
 
     run: Run
     hold: RunLease
@@ -298,13 +298,13 @@ def _bounded(
 
 
 def _in_order(reader: JobReader, notes: LineNotes, changed: Iterable[Reject] = ()) -> Rejects:
-    """Return all rejects by line, with their places."""
+    """Return all rejects with their places, sorted by line number."""
     some = heapq.merge(reader.rejects, notes.rejects, changed, key=lambda reject: reject.line_number)
     return Rejects(map(reader.placed, some))
 
 
 def _made(planned: Run, manifest: RunManifest) -> Run:
-    """Raise RunError if another run was made."""
+    """Write the planned run and return it. Raises RunError if another run was made in its folder meanwhile."""
     run = planned.made()
     if run.manifest.run_id != manifest.run_id:
         raise RunError(f"the run at {run.store.shown_uri} was made by another command just now; submit once more")
@@ -312,7 +312,7 @@ def _made(planned: Run, manifest: RunManifest) -> Run:
 
 
 def kv_room(manifest: RunManifest, files: ModelFiles, settings: Settings) -> KVRoom | None:
-    """Return the place of this machine's caches; None if unknown. Raises KVRoomError."""
+    """Return the room for caches on this machine, or None if it is unknown. Raises KVRoomError."""
     if settings.address is not None:
         return None
     computation = computation_of(manifest, settings)
@@ -328,9 +328,9 @@ def kv_room(manifest: RunManifest, files: ModelFiles, settings: Settings) -> KVR
 
 
 def add_new(run: Run, table: BinaryIO) -> tuple[JobIndex, list[Reject]]:
-    """Add a table's new jobs; return its present jobs and refused lines.
+    """Add a table's new jobs; return the table's jobs that are now in the run, and the refused lines.
 
-    A known `custom_id` with another prompt or sampling is ambiguous, hence refused.
+    A line is refused if the run has its `custom_id` with another prompt or sampling, because the id would be ambiguous.
     """
     found = JobIndex.of(parts_of(table, COLUMNS))
     known = run.job_index()

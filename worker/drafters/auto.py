@@ -31,7 +31,7 @@ NUM_BEST = ENGINES["auto"].scanned_best  # keys that a query of a round sees exa
 
 
 def auto(target: TargetModel, costs: Costs, parts_folder: Path | None) -> ChoosingDrafter:
-    """Make the drafter. It draws chains if our kernels scan keys and all layers see the whole text."""
+    """Make the drafter. It draws chains only if our kernels scan keys and all layers see the whole text."""
     trees, rounds = TreeWay(TokenRecyclingDrafter(target), costs()), round_costs(target)
     chains = None if rounds is None else ChainWay(target, RoundsPlanner(costs(), rounds), trees, NUM_BEST)
     predicting = _predicting(target, costs, parts_folder)
@@ -56,9 +56,9 @@ def _predicting(target: TargetModel, costs: Costs, parts_folder: Path | None) ->
 
 
 def round_costs(target: TargetModel) -> RoundCosts | None:
-    """Return the costs of rounds; None if no kernel scans all keys that layers see, or if texts stay short.
+    """Return the costs of rounds, or None if no kernel scans all keys that layers see, or if texts stay short.
 
-    A recurrent layer's state covers the whole text: no part of it would do for drafts.
+    Recurrent layers also rule rounds out: their state covers the whole text and cannot be read in part.
     """
     if target.forwards.has_windows or target.cache_shape.recurrent is not None:
         return None

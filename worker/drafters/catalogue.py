@@ -48,7 +48,7 @@ class TrainedPart:
     name: str  # the file's or folder's name
 
     def find(self, model: str, model_path: Path, fingerprint: str, parts_folder: Path | None) -> Path:
-        """Find the file. Raises ModelError if it is absent or another model's."""
+        """Find the file. Raises ModelError if it is absent or belongs to another model."""
         path = (parts_folder or model_path / PARTS_FOLDER) / self.name
         if not path.is_file():
             raise ModelError(f"engine {self.engine}: no file {path}; {self._moved(model_path) or self.advice(model)}")
@@ -102,7 +102,7 @@ class PredictorPart(TrainedPart):
     reads_cache = False
 
     def find(self, model: str, model_path: Path, fingerprint: str, parts_folder: Path | None) -> Path:
-        """Find the file; without one, return the model's folder if its weights have the layer."""
+        """Find the file; if there is none, return the model's folder if its weights include the layer."""
         if not ((parts_folder or model_path / PARTS_FOLDER) / self.name).exists():
             try:
                 predictor_in(model_path, read_config(model, model_path))
@@ -116,7 +116,7 @@ class PredictorPart(TrainedPart):
 
 
 def _tokens(folder: Path) -> object:
-    """Return tokens and ids of `tokenizer.json`, None without it. Raises ModelError."""
+    """Return the tokens and ids of `tokenizer.json`, or None without this file. Raises ModelError if unreadable."""
     path = folder / "tokenizer.json"
     try:
         return json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"] if path.is_file() else None
@@ -148,7 +148,7 @@ class EngineEntry:
         return _function(self.place)  # type: ignore[no-any-return]
 
     def memory_of(self, path: Path, files: ModelFiles) -> DraftMemoryOf | None:
-        """Return the function of its GPU memory beyond the part; None without any."""
+        """Return the function that counts the engine's GPU memory beyond the part, or None if it takes none."""
         return None if self.memory is None else functools.partial(_function(self.memory), path, files)
 
 
@@ -222,7 +222,7 @@ def engine_entry(name: str) -> EngineEntry:
 
 
 def check_parts(engine: str, model: str, model_fingerprint: str, parts_folder: str | Path | None) -> None:
-    """Raise ModelError for an unknown engine, or a missing or unfit part."""
+    """Raise ModelError for an unknown engine, or a part that is missing or does not fit the model."""
     if part := engine_entry(engine).part:
         part.find(model, model_folder(model), model_fingerprint, None if parts_folder is None else Path(parts_folder))
 
@@ -230,7 +230,8 @@ def check_parts(engine: str, model: str, model_fingerprint: str, parts_folder: s
 def create_drafter(name: str, target: TargetModel, costs: Costs, parts_folder: str | Path | None = None) -> Drafter:
     """Make an engine's drafter; `parts_folder` None means the target's own.
 
-    Raises ModelError for an unknown engine, a missing or unfit part, or layers whose states it would need to read.
+    Raises ModelError for an unknown engine, a part that is missing or does not fit, or layers whose states the drafter
+    would need to read.
     """
     entry = engine_entry(name)
     if entry.part is not None and entry.part.reads_cache and target.cache_shape.recurrent is not None:

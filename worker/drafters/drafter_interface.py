@@ -42,7 +42,7 @@ class DraftCounters:
 
 
 class ReadRows(NamedTuple):
-    """Tokens of a prompt or a replayed output, and the target's candidates behind them."""
+    """Tokens of a prompt or a replayed output, and the target's candidates to follow each of them."""
 
     previous_ids: np.ndarray  # [num_rows] int64, the tokens before them
     token_ids: np.ndarray  # [num_rows] int64
@@ -61,7 +61,7 @@ class Learner:
     needs_hidden: bool = False  # it reads `Verification.hidden`
 
     def learn(self, rows: ReadRows) -> None:
-        """Learn the target's candidates behind read tokens. Called if `needs_top_k`."""
+        """Learn the target's candidates to follow read tokens. Called if `needs_top_k`."""
 
     def read(self, sequence: Sequence, position: int, hidden: torch.Tensor) -> None:
         """Take the target's final hidden states `[num_rows, hidden]` of read tokens from `position` on.
@@ -84,7 +84,10 @@ class Learner:
         return {}
 
     def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:
-        """Take back the result of `state`, after `start`. Raises ValueError, unchanged, for unfit arrays."""
+        """Restore a result of `state`, after `start`.
+
+        Raises ValueError for arrays that do not fit, and then changes nothing.
+        """
 
 
 class Drafter(Learner, ABC):
@@ -96,17 +99,17 @@ class Drafter(Learner, ABC):
 
     @property
     def draft_kind(self) -> str:
-        """Return the last proposal's kind, of `metrics.worker_counters.DRAFT_KINDS`."""
+        """Return the last proposal's kind, one of `metrics.counters.DRAFT_KINDS`."""
         return "tree"
 
     @property
     def wants_candidates(self) -> bool:
-        """Return whether it learns candidates of this step; only if `needs_top_k`."""
+        """Return whether the drafter wants this step's candidates; may be True only if `needs_top_k`."""
         return self.needs_top_k
 
     @property
     def wants_hidden(self) -> bool:
-        """Return whether it takes this step's hidden states; only if `needs_hidden`."""
+        """Return whether the drafter wants this step's hidden states; may be True only if `needs_hidden`."""
         return self.needs_hidden
 
     @functools.cached_property
@@ -119,7 +122,7 @@ class Drafter(Learner, ABC):
     def pass_plain(self, most: int) -> int:
         """Return how many plain steps, up to `most`, may follow at once; 0 if the next one has drafts.
 
-        They are not proposed for; `update_all` gets them as one step.
+        `propose` is not called for these steps, and `update_all` gets them as one step.
         """
         return 0
 

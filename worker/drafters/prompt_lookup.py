@@ -17,7 +17,7 @@ MATCH_LENGTHS = (3, 2, 1)  # matching tokens, longest first
 
 
 class NGramIndex:
-    """Index of the position behind each n-gram's latest occurrence."""
+    """Index of the position after each n-gram's latest occurrence."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -37,7 +37,7 @@ class NGramIndex:
         self._num_indexed = len(sequence)
 
     def match(self, sequence: Sequence) -> int | None:
-        """Return the position behind the latest earlier match of the longest of the last n-grams."""
+        """Return the position after the latest earlier occurrence of the longest final n-gram that occurred earlier."""
         for n in MATCH_LENGTHS:
             if len(sequence) > n:
                 position = self._followers[n].get(self._key(sequence.token_ids[-n:].tolist()))
@@ -46,7 +46,7 @@ class NGramIndex:
         return None
 
     def _key(self, token_ids: list[int]) -> int:
-        """Return an n-gram as one integer, smaller than a tuple."""
+        """Return an n-gram as one integer, which takes less memory than a tuple."""
         key = 0
         for token_id in token_ids:
             key = key * self._vocab_size + token_id
@@ -58,7 +58,7 @@ def prompt_lookup(target: TargetModel, costs: Costs, parts_folder: Path | None) 
 
 
 class PromptLookupDrafter(TreeDrafter):
-    """Proposer of the tokens behind the latest match of the last three tokens, else two, else one."""
+    """Proposes the tokens after the latest match of the last three tokens, else of the last two, else of the last."""
 
     def __init__(self, target: TargetModel) -> None:
         self._vocab_size = target.vocab_size

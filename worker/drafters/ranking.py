@@ -1,8 +1,8 @@
 """Ranks candidates by their chance to be drawn and grows draft trees of the best.
 
 The target draws argmax(logit / T + G) with known G. A drafter's log-probabilities are guessed logits, so the confidence
-is softmax((log-probability + T * G) / spread). The spread, the guess's error, had the best acceptance of those tried
-(0.25 to 2, at T = 0 and 1).
+is softmax((log-probability + T * G) / spread). The spread is the typical error of a guess. Of the values tried (0.25 to
+2, at T = 0 and 1), the default had the best acceptance rate.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ class RankingRule(NamedTuple):
 
 
 def ranking_rule(sampling: SamplingParams, with_noise: bool = True, spread: float | None = None) -> RankingRule:
-    """Return the rule for sampling parameters; `spread` is the guesses' error in logits, if known."""
+    """Return the rule for sampling parameters.
+
+    `spread` is the typical error, in logits, of the drafter's guessed logits; None uses the default.
+    """
     return _rule(sampling.temperature, sampling.top_k, sampling.min_p, with_noise, spread)
 
 
@@ -75,13 +78,13 @@ def ranking_rule(sampling: SamplingParams, with_noise: bool = True, spread: floa
 def _rule(temperature: float, top_k: int, min_p: float, with_noise: bool, spread: float | None) -> RankingRule:
     if temperature == 0 or top_k == 1:
         return RankingRule(0.0, spread or MIN_SPREAD, -math.inf)
-    # the highest logit is never cut, whichever token the guess has there
+    # the highest logit is never cut off, whichever token the drafter guesses to have it
     floor = temperature * math.log(min_p) if min_p > 0 else -math.inf
     return RankingRule(temperature if with_noise else 0.0, spread or max(MIN_SPREAD, temperature), floor)
 
 
 class CandidateRanker:
-    """Ranking of one sequence's candidates behind its end, for one proposal."""
+    """Ranks the candidate tokens that may follow one sequence, for a single proposal."""
 
     def __init__(self, sequence: Sequence, with_noise: bool = True, spread: float | None = None) -> None:
         self._sequence = sequence
@@ -91,7 +94,7 @@ class CandidateRanker:
     def rank(self, depth: int, token_ids: list[int], logprobs: list[float]) -> list[tuple[float, int]]:
         """Rank distinct candidates for a node at `depth` (root: 0): (log-confidence, token), best first.
 
-        `logprobs` falls from left to right. Sampling parameters may cut candidates off.
+        `logprobs` must be in descending order. Sampling parameters may cut candidates off.
         """
         if not logprobs:
             return []
@@ -123,7 +126,7 @@ class CandidateRanker:
         return [[entry for entry in zip(*pair, strict=True) if entry[0] > -math.inf] for pair in pairs]
 
     def _shifts(self, depth: int, token_ids: list[int]) -> list[float]:
-        """Return T * G of the candidates at one depth."""
+        """Return the scaled noise T * G of the candidates at one depth."""
         if not self._rule.noise_scale:
             return [0.0] * len(token_ids)
         if depth not in self._noise_rows:

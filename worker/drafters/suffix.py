@@ -46,7 +46,7 @@ class SuffixAutomaton:
         return self._length[self._last]
 
     def longest_repeated_suffix(self) -> int:
-        """Return the state of the longest suffix that also ends earlier, else `ROOT_STATE`."""
+        """Return the state of the longest suffix that also occurs earlier, or `ROOT_STATE` if none does."""
         return max(self._link[self._last], ROOT_STATE)
 
     def link(self, state: int) -> int:
@@ -57,11 +57,11 @@ class SuffixAutomaton:
         return self._length[state]
 
     def count(self, state: int) -> int:
-        """Return a lower bound of the state's occurrences: times as the longest repeated suffix, plus one."""
+        """Return how often the state was the longest repeated suffix, plus one: a lower bound of its occurrences."""
         return self._count[state]
 
     def step(self, state: int, token: int) -> int:
-        """Return the state after one more token, -1 if it never followed."""
+        """Return the state after one more token, or -1 if this token never followed `state`."""
         if self._only_token[state] == token:
             return self._only_target[state]
         edges = self._branches.get(state)
@@ -75,7 +75,7 @@ class SuffixAutomaton:
         return iter(((self._only_token[state], self._only_target[state]),) if self._only_token[state] >= 0 else ())
 
     def extend(self, token: int) -> None:
-        """Take the next token (an integer from 0 up)."""
+        """Append the next token (an integer of at least 0)."""
         new = self._new_state(self._length[self._last] + 1, ROOT_STATE, 1)
         state = self._last
         while state != _NONE and (target := self.step(state, token)) == _NONE:

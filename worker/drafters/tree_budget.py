@@ -1,6 +1,6 @@
-"""Finds the tree size that pays most, from measured step costs and running acceptance.
+"""Finds the tree size with the most tokens per second, from measured step costs and running acceptance rates.
 
-Nodes come best first, so the acceptance of node i predicts the tokens of every tree size.
+A tree lists its nodes best first, so the acceptance rates by node index predict the tokens of every tree size.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ PROMISING = 3  # accepted tokens of a trial that shorten the interval again
 
 
 def together(forward_seconds: float, beside: float) -> float:
-    """Return a step's seconds: at least half its forward, however early such steps were done."""
+    """Return a step's seconds: `beside` may be negative, but a step takes at least half the forward's estimate."""
     return max(forward_seconds + beside, forward_seconds / 2)
 
 
 @dataclass
 class ProbeSchedule:
-    """Schedule of trial drafts for a sequence without drafts; trials that bring nothing get rarer."""
+    """Schedule of trial drafts for a sequence without drafts; after each failed trial, the interval doubles."""
 
     shortest: int  # steps between two trials
     interval: int = 0  # steps until the next trial
@@ -47,7 +47,7 @@ class ProbeSchedule:
         return self.num_waited >= self.interval
 
     def observe(self, is_drafted: bool, num_accepted: int = 0) -> None:
-        """Count a step. A trial with an empty tree brought nothing."""
+        """Count a step. A trial with an empty tree counts as failed."""
         if not is_drafted and not self.is_due:
             self.num_waited += 1
         elif self.num_waited and num_accepted >= PROMISING:  # that was a trial
@@ -72,8 +72,8 @@ class NodeAcceptance:
     """Running acceptance of the first `TILE_ROWS` nodes."""
 
     def __init__(self, prior: np.ndarray = PRIOR_ACCEPTANCE, before: NodeAcceptance | None = None) -> None:
-        """`before`: a sequence that left; its schedule and evidence go on."""
-        # plain numbers take a tenth of an array's time for so few
+        """Continue the schedule and part of the step count of `before`, which belonged to a finished sequence."""
+        # for so few values, a list takes a tenth of an array's time
         self.shares: list[float] = prior.tolist()
         self.num_steps: int = min(before.num_steps, MOST_PRIOR_STEPS) if before else 0  # steps with drafts
         self._probes: ProbeSchedule = replace(before._probes) if before else ProbeSchedule(PROBE_EVERY)
@@ -95,20 +95,20 @@ class NodeAcceptance:
             shares[node] = share + rate * ((node in path) - share)
 
     def looked_at(self, choice: int, num_choices: int, can_be_none: bool = True) -> int:
-        """Return the choice to draft with if `choice` pays most: sometimes a larger one, to learn its gain.
+        """Return the index of the size to draft with: `choice`, the best, or sometimes a larger one to learn its gain.
 
-        `can_be_none`: the first choice is no draft, which teaches nothing.
+        With `can_be_none`, index 0 means no draft; since such steps teach nothing, a trial draft replaces some of them.
         """
         if choice == 0 and can_be_none:
             return min(PROBE_CHOICE, num_choices - 1) if self._probes.is_due else 0
         return min(choice + (self.num_steps % EXPLORE_EVERY == EXPLORE_EVERY - 1), num_choices - 1)
 
     def state(self) -> np.ndarray:
-        """Return shares, then numbers of steps, `[TILE_ROWS + 3] float64`."""
+        """Return the acceptance rates, then the step counts, `[TILE_ROWS + 3] float64`."""
         return np.array([*self.shares, self.num_steps, *self._probes.state()])
 
     def restore(self, state: np.ndarray) -> None:
-        """Take back the result of `state`. Raises ValueError for unfit arrays."""
+        """Restore a result of `state`. Raises ValueError for an array of another shape, dtype or value range."""
         size = TILE_ROWS + 3
         if state.shape != (size,) or state.dtype != np.float64 or not np.isfinite(state).all():
             raise ValueError(f"node budget: found {state.dtype} {state.shape}, expected float64 ({size},)")
@@ -120,7 +120,7 @@ class NodeAcceptance:
     def tokens(self, choices: tuple[int, ...]) -> list[float]:
         """Return the expected tokens of a step for trees of each size, the bonus token included.
 
-        No node counts as accepted more often than those in front of it.
+        A node's acceptance rate is capped at the rates of the nodes before it.
         """
         accepted = list(accumulate(accumulate(self.shares, min), initial=1.0))
         return [accepted[nodes] for nodes in choices]
@@ -150,7 +150,7 @@ class NodeBudget:
         self._acceptance.restore(state)
 
     def observe(self, num_draft_tokens: int, path: list[int]) -> None:
-        """Learn from one verified tree; all since `best` share a step."""
+        """Learn from one verified tree; all trees since the last call of `best` belong to one step."""
         if self._is_step_new:
             self._acceptance.went_by(num_draft_tokens > 0)
         self._is_step_new = False
@@ -159,9 +159,9 @@ class NodeBudget:
     def best(
         self, length: int, num_sequences: int, proposing: float, node_seconds: float = 0.0, max_nodes: int = TILE_ROWS
     ) -> BudgetChoice:
-        """Choose the best number of nodes per sequence of a forward, at `length` cached tokens.
+        """Choose the number of nodes per sequence with the most tokens per second, at `length` cached tokens.
 
-        `proposing`: seconds to propose anything; `node_seconds`: for every node of every sequence.
+        A proposal takes `proposing` seconds, and `node_seconds` more for every node of every sequence.
         """
         costs = self._costs.as_routed()
         num_rows = max(TILE_ROWS, costs.rows_per_forward)

@@ -65,7 +65,7 @@ class DraftModel:
         del self._contexts[sequence_id]
 
     def logits(self, requests: dict[str, np.ndarray]) -> list[torch.Tensor]:
-        """Return logits `[vocab] float32` behind each sequence's `window_of` tokens, in shared forwards."""
+        """Return the logits `[vocab] float32` after each sequence's `window_of` tokens, in shared forwards."""
         for sequence_id, token_ids in requests.items():
             self._roll_back(self._contexts[sequence_id], token_ids)
         found: dict[str, torch.Tensor] = {}
@@ -94,7 +94,7 @@ class DraftModel:
 
     @staticmethod
     def _roll_back(context: _Context, token_ids: np.ndarray) -> None:
-        """Forget cached tokens beyond the wanted ones; the last row is always run."""
+        """Forget cached tokens after the common prefix with `token_ids`; the last token's row is always run again."""
         num_common = min(len(context.token_ids), len(token_ids) - 1)
         differs = np.nonzero(context.token_ids[:num_common] != token_ids[:num_common])[0]
         context.cache.roll_back(int(differs[0]) if len(differs) else num_common)
@@ -135,7 +135,7 @@ def triforce(
 
 
 def hierarchy(gamma_1: int, gamma_2: int, width: int) -> RoundPlan:
-    """Plan algorithm 1: `gamma_1` draft tokens per middle verification, until there are at least `gamma_2`.
+    """Plan as in algorithm 1: `gamma_1` draft tokens per middle verification, until the chain has `gamma_2` or more.
 
     gamma_1 = 0 is self-speculation with the partial cache alone.
     """

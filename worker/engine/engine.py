@@ -33,7 +33,7 @@ FEW_POSITIONS = 1024  # fewer take little time beside all else in a step
 
 
 class PlainRuns:
-    """Runs several plain steps at once if the kernels can."""
+    """Runs several plain steps in one call if the kernels support this."""
 
     def __init__(self, target: TargetModel, counters: EngineCounters) -> None:
         forwards = target.forwards
@@ -43,7 +43,7 @@ class PlainRuns:
         self._newest = _Newest()
 
     def most_steps(self, slots: list[Slot]) -> int:
-        """Return the steps that all sequences can take at once."""
+        """Return how many plain steps all sequences can take in one call."""
         if self._draw_chains is None or any(_needs_a_look(slot) for slot in slots):
             return 1
         step_seconds = self._newest.step_seconds(self._counters, len(slots), sum(slot.cache.length for slot in slots))
@@ -52,7 +52,7 @@ class PlainRuns:
         return max(1, min(most, room, int(MOST_SECONDS / max(step_seconds, MOST_SECONDS / most))))
 
     def walks(self, slots: list[Slot], num_steps: int) -> list[Walk]:
-        """Draw up to `num_steps` tokens of each sequence; none of any if one has none to draw."""
+        """Draw up to `num_steps` tokens of each sequence, or none for all if one sequence cannot draw any."""
         assert self._draw_chains is not None
         rows = [row_ahead(slot.cache, slot.sequence.last_token_id) for slot in slots]
         ends = [ending_tokens(slot.sequence) for slot in slots]
@@ -61,7 +61,7 @@ class PlainRuns:
 
 
 class _Newest:
-    """The newest steps' seconds, rows and positions: a mean of all would lag behind growing jobs."""
+    """Seconds, rows and positions of the latest steps; a mean over all steps would lag behind growing jobs."""
 
     def __init__(self) -> None:
         self._num_steps, self._seconds = 0, 0.0  # values at the last call of `step_seconds`
@@ -80,7 +80,7 @@ class _Newest:
 
 
 def _needs_a_look(slot: Slot) -> bool:
-    """Return whether logits or tokens of each step are needed before the next."""
+    """Return whether each step's logits or tokens are needed before the next step."""
     return slot.sequence.logprobs is not None or bool(slot.sequence.rules)
 
 
@@ -99,9 +99,7 @@ class Engine:
         logprobs_mode: LogprobsMode = "raw_logprobs",
         sharing: PrefixSharing | None = None,
     ) -> None:
-        """`output_text` is needed for stop strings alone; `logprobs_mode` says which logits log-probabilities come
-        from.
-        """
+        """Only stop strings need `output_text`; `logprobs_mode` says which logits give the log-probabilities."""
         self.target = target
         self.drafter = drafter
         self.counters = counters or EngineCounters()
@@ -118,7 +116,7 @@ class Engine:
         return [slot.sequence for slot in self._slots.values()]
 
     def new_cache(self, max_length: int) -> FullKVCache:
-        """Make a cache for the target; if there is no room, drop kept prefixes."""
+        """Make a cache for the target; if there is no room, drop kept prefixes and try again."""
         self.sharing.kept.trim()
         num_held, forgets = sum(slot.cache.num_held for slot in self._slots.values()), not self.drafter.reads_caches
         try:
@@ -135,9 +133,10 @@ class Engine:
         num_shared_tokens: int = 0,
         thinking: Thinking | None = None,
     ) -> Slot:
-        """Take a sequence in; the next steps read what its `cache` lacks.
+        """Add a sequence; the next steps prefill the tokens that its `cache` lacks.
 
-        Its first `num_shared_tokens` are kept for later sequences. `thinking`: no stop string counts in a thought.
+        The first `num_shared_tokens` are kept for later sequences. With `thinking`, stop strings in a thought do not
+        count.
         """
         sequence.eos_token_ids = self.target.eos_token_ids
         slot = Slot(
@@ -176,7 +175,7 @@ class Engine:
     def step(self) -> list[tuple[Sequence, Verification]]:
         """Advance every unfinished sequence; return those that received tokens.
 
-        Afterwards `finish_reason` is set on a finished sequence and `error` on a failed one; `stop` either.
+        Afterwards a finished sequence has a `finish_reason` and a failed one an `error`; call `stop` for both.
         """
         unfinished = [slot for slot in self._slots.values() if slot.sequence.finish_reason is None]
         unread = [slot for slot in unfinished if slot.num_to_prefill]
@@ -220,7 +219,7 @@ class Engine:
     def _verify(
         self, ready: list[Slot], trees: list[ConstrainedTree], prefill_chunks: list[PrefillChunk]
     ) -> tuple[StepOutputs, list[Walk]]:
-        """Run all rows and draw; the drawn tokens end the wait for the device."""
+        """Run all rows and draw tokens; the device has finished once the drawn tokens are on the host."""
         with timed(self.counters.step_seconds, "verify"):
             proposed = [each.tree for each in trees]
             rows = rows_of_trees(
@@ -238,7 +237,7 @@ class Engine:
         return outputs, [walk if each.masks is None else each.in_front_of_the_dead(walk) for each, walk in found]
 
     def _run_plain(self, ready: list[Slot]) -> list[Walk]:
-        """Take several plain steps at once; none if only one is due or it has drafts."""
+        """Take several plain steps in one call; return an empty list if only one is due or the next has drafts."""
         num_steps = self._plain.most_steps(ready)
         if num_steps == 1 or (num_more := self.drafter.pass_plain(num_steps - 1)) == 0:
             return []
@@ -275,7 +274,7 @@ class Engine:
     ) -> Verification:
         """Commit an accepted path and its bonus token.
 
-        Raises NotFiniteError or ConstraintError if one could not be drawn.
+        Raises NotFiniteError or ConstraintError if a token could not be drawn.
         """
         sequence, tree = slot.sequence, given.tree
         if walk.failed_row is not None:
@@ -328,7 +327,7 @@ def _request(slot: Slot, overhead: float) -> DraftRequest:
 
 
 def rows_of_path(hidden: torch.Tensor, path: list[int]) -> torch.Tensor:
-    """Return hidden states of root and accepted nodes, `[1 + num_accepted, hidden]`, without a wait for the GPU."""
+    """Return hidden states of root and accepted nodes, `[1 + num_accepted, hidden]`, without waiting for the GPU."""
     if not path or path[-1] == len(path) - 1:  # nodes increase
         return hidden[: 1 + len(path)]
     return torch.stack([hidden[0], *(hidden[node + 1] for node in path)])

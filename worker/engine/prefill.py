@@ -1,7 +1,7 @@
-"""Reads known tokens into caches: prompts, and outputs that a resume replays.
+"""Prefills caches with known tokens: prompts, and outputs that a resume replays.
 
-Tiles of one sequence are read before a step, for a bounded time. If all forwards have the same number of rows, as on a
-GPU, known tokens fill the unused ones.
+Before a step, tiles of one sequence are prefilled for a bounded time. If all forwards have the same number of rows, as
+on a GPU, known tokens also fill the unused rows of a step's forward.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PrefillChunk:
 
 
 class Prefiller:
-    """Reads the tokens in front of sequences' last ones."""
+    """Prefills all tokens of sequences except each sequence's last token."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Prefiller:
         self._rows_per_forward = target.forwards.rows_per_forward
 
     def prefill_ahead(self, slots: list[Slot]) -> None:
-        """Read in front of a step, as long as others may wait; on a GPU one forward, if none would wait."""
+        """Prefill before a step for as long as decoding may wait; on a GPU, run one forward if nothing is decoding."""
         for slot in slots:
             if slot.num_to_prefill and not self._sharing.waits(slot):
                 self._counters.num_copied_tokens += self._sharing.take_over(slot)
@@ -67,9 +67,9 @@ class Prefiller:
             )
 
     def prefill_chunks(self, slots: list[Slot], num_rows: int, num_decoding: int) -> list[PrefillChunk]:
-        """Choose which of `slots` ride beside `num_rows` rows of `num_decoding` sequences, and with how many rows.
+        """Choose which of `slots` are prefilled beside `num_rows` rows of `num_decoding` sequences, with how many rows.
 
-        They get one more forward if a waiting sequence would lose more than all others.
+        The chunks get one more forward if waiting would cost a prefilling sequence more than all decoding ones.
         """
         if self._rows_per_forward == 1:
             return []
@@ -80,7 +80,7 @@ class Prefiller:
         for slot in slots:
             if not (num_free and slot.num_to_prefill) or self._sharing.waits(slot):
                 continue
-            # the sequence that it waited for may have ended now
+            # the sequence that this slot waited for may have ended meanwhile
             self._counters.num_copied_tokens += self._sharing.take_over(slot)
             if num_read := slot.cache.num_readable(min(num_free, slot.num_to_prefill)):
                 start = slot.cache.length
@@ -90,7 +90,7 @@ class Prefiller:
         return prefill_chunks
 
     def take(self, prefill_chunks: list[PrefillChunk], outputs: StepOutputs) -> None:
-        """Keep what a forward wrote for chunks; drafters learn from `outputs`."""
+        """Commit the cache entries that a forward wrote for chunks; drafters learn from `outputs`."""
         if prefill_chunks and self._drafter.needs_top_k:
             self._drafter.learn(self._prefilled_rows(prefill_chunks, outputs))
         given = iter(outputs.hidden)
@@ -113,7 +113,7 @@ class Prefiller:
         return ReadRows(np.concatenate(previous), np.concatenate(ids), *candidates)
 
     def _prefill_slot(self, slot: Slot) -> None:
-        """Read tiles for a bounded time, so that one long prompt does not hold up the others."""
+        """Prefill tiles for a bounded time, so that one long prompt does not hold up the other sequences."""
         deadline, num_before = time.perf_counter() + PREFILL_SECONDS, slot.cache.length
         while slot.num_to_prefill and time.perf_counter() < deadline:
             start, known = slot.cache.length, slot.sequence.token_ids[:-1]
@@ -127,7 +127,7 @@ class Prefiller:
 def prefill_tile(
     target: TargetModel, cache: FullKVCache, token_ids: np.ndarray, drafters: list[Drafter], drawing: BatchSampler
 ) -> torch.Tensor:
-    """Read the next tile of known tokens; drafters learn from it.
+    """Prefill the next tile of known tokens; drafters learn from it.
 
     Returns the target's final hidden states, `[num_read, hidden]`.
     """

@@ -1,4 +1,4 @@
-"""Shared prefixes: one of a worker's sequences reads them, the others copy its keys and values, bit for bit.
+"""Shared prefixes: one of a worker's sequences prefills them, and the others copy its keys and values, bit for bit.
 
 The newest prompts' prefixes are kept in the host's memory for later jobs.
 """
@@ -56,7 +56,7 @@ class PrefixSharing:
             other.num_alike.pop(slot.sequence.sequence_id, None)
 
     def keep(self, slot: Slot) -> None:
-        """Keep a leaving sequence's shared prefix if no other sequence here has it."""
+        """Keep a leaving sequence's shared prefix if no other sequence of the engine has it."""
         own = self._members[slot.sequence.sequence_id]
         num_shared = min(slot.num_shared_tokens, slot.cache.length, len(own.token_ids))
         if num_shared < SHORTEST:
@@ -68,7 +68,7 @@ class PrefixSharing:
             self.kept.keep(own.token_ids[:end], min(num_shared, end), slot.cache)
 
     def waits(self, slot: Slot) -> bool:
-        """Return whether an earlier sequence is still reading tokens that the slot lacks."""
+        """Return whether an earlier sequence is still prefilling tokens that the slot lacks."""
         own, length = self._members[slot.sequence.sequence_id], slot.cache.length
         for name, other in self._members.items():
             if other is own:
@@ -80,7 +80,7 @@ class PrefixSharing:
         return False
 
     def take_over(self, slot: Slot) -> int:
-        """Copy what others have of the tokens that the slot lacks; return how many."""
+        """Copy positions that the slot lacks from another sequence or a kept prefix; return how many were copied."""
         start = slot.cache.length
         if slot.num_to_prefill < SHORTEST:
             return 0
@@ -93,7 +93,7 @@ class PrefixSharing:
         return slot.cache.length - start
 
     def _sources(self, slot: Slot) -> Iterator[tuple[CacheSource | None, int]]:
-        """Yield each source of a sequence's first tokens, and how many it has."""
+        """Yield each source of a sequence's first tokens, and how many of these tokens the source has."""
         own = self._members[slot.sequence.sequence_id]
         yield self.kept.longest(own.token_ids, slot.cache.first_angle)
         for name, num_tokens in own.num_alike.items():
@@ -101,7 +101,7 @@ class PrefixSharing:
             yield cache, cache.copyable_end(num_tokens)
 
     def _holds(self, own: _Member, name: str, num_tokens: int) -> bool:
-        """Return whether another sequence's cache has and keeps this many first tokens of `own`."""
+        """Return whether another sequence's cache has and retains the first `num_tokens` tokens of `own`."""
         other = self._members[name].slot
         return min(own.num_alike[name], other.num_shared_tokens, other.cache.length) >= num_tokens
 
@@ -127,17 +127,17 @@ class KeptPrefix:
         return self.states
 
     def copyable_end(self, limit: int) -> int:
-        """Return the last position up to `limit` that can be copied: states hold only behind all tokens."""
+        """Return the last position up to `limit` that can be copied: recurrent states are kept only for the end."""
         if self.states is None:
             return limit
         return len(self.token_ids) if limit >= len(self.token_ids) else 0
 
 
 class KeptPrefixes:
-    """A few prefixes within an eighth of the memory free without them; the least recently used goes first."""
+    """A few prefixes, in at most an eighth of the otherwise free memory; the least recently used is evicted first."""
 
     def __init__(self, bytes_per_position: int, free_bytes: Callable[[], float] | None = None) -> None:
-        """`free_bytes`: the free memory; None measures this machine's."""
+        """`free_bytes` returns the free memory; if None, this machine's free memory is measured."""
         self._bytes_per_position = bytes_per_position
         self._free_bytes = free_bytes or KVRoom(MEMORY, bytes_per_position).free_bytes
         self._prefixes: list[KeptPrefix] = []  # the newest use last
@@ -147,7 +147,7 @@ class KeptPrefixes:
         return sum(prefix.num_bytes for prefix in self._prefixes)
 
     def longest(self, token_ids: NDArray[np.int64], first_angle: int = 0) -> tuple[KeptPrefix | None, int]:
-        """Return the prefix with the most of these first tokens at these angles, and how many."""
+        """Return the prefix with the most of these first tokens at these rotary angles, and how many it has."""
         alike = (prefix for prefix in self._prefixes if prefix.first_angle == first_angle)
         found = [(prefix.copyable_end(num_alike(prefix.token_ids, token_ids)), prefix) for prefix in alike]
         num_tokens, best = max(found, key=lambda pair: pair[0], default=(0, None))
@@ -158,7 +158,7 @@ class KeptPrefixes:
         self._prefixes.append(prefix)
 
     def keep(self, token_ids: NDArray[np.int64], num_shared: int, cache: FullKVCache) -> None:
-        """Keep a cache's entries of some first tokens if they fit and no kept prefix has the shared ones."""
+        """Keep a cache's entries of `token_ids` if they fit and no kept prefix has the first `num_shared` of them."""
         best, num_known = self.longest(token_ids, cache.first_angle)
         if best is not None and num_known >= num_shared:
             self.use(best)
@@ -172,7 +172,7 @@ class KeptPrefixes:
             self._prefixes.append(KeptPrefix(token_ids.copy(), num_shared, rows, cache.first_angle, states))
 
     def trim(self) -> None:
-        """Drop prefixes that exceed the memory free by now."""
+        """Drop prefixes until the others fit into the memory that is free now."""
         self._drop_down_to(self._limit())
 
     def clear(self) -> bool:
@@ -190,12 +190,12 @@ class KeptPrefixes:
 
 
 def _is_within(prefix: KeptPrefix, token_ids: NDArray[np.int64], first_angle: int) -> bool:
-    """Return whether these tokens, at these angles, begin with the shared part of a kept prefix."""
+    """Return whether `token_ids`, at the same rotary angles, begin with the shared part of a kept prefix."""
     return prefix.first_angle == first_angle and num_alike(prefix.token_ids, token_ids) >= prefix.num_shared
 
 
 def num_alike(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
-    """Count the equal tokens from the first on."""
+    """Return the length of the common prefix of both token arrays."""
     num_tokens = min(len(one), len(other))
     differs = one[:num_tokens] != other[:num_tokens]
     first = int(differs.argmax()) if num_tokens else 0

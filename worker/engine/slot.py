@@ -1,4 +1,4 @@
-"""A sequence on the device, as the engine has it."""
+"""A running sequence with its cache on the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swiftbatch.worker.sampling.verification import Walk
 
 @dataclass
 class Slot:
-    """A sequence and its cache of every token but the last; the next step's root row adds that one."""
+    """A sequence and its cache of every token but the last, which the next step's root row adds."""
 
     sequence: Sequence
     cache: FullKVCache
@@ -25,7 +25,7 @@ class Slot:
 
     @property
     def num_to_prefill(self) -> int:
-        """Return the number of tokens in front of the last one that the cache lacks."""
+        """Return how many tokens before the last one the cache lacks."""
         return len(self.sequence) - 1 - self.cache.length
 
     def up_to_its_end(self, walk: Walk) -> Walk:

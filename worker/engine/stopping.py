@@ -16,7 +16,7 @@ ROOM = 4096  # tokens between two moves of a loop detector's window
 
 
 class StopRule:
-    """Decides after each committed token, so the end depends on the output alone, not on steps or resumes."""
+    """Decides after each committed token, so that the end depends on the output alone, not on steps or resumes."""
 
     def __init__(
         self, sequence: Sequence, output_text: OutputText | None = None, thinking: Thinking | None = None
@@ -39,7 +39,7 @@ class StopRule:
 
     @property
     def looks_back(self) -> bool:
-        """Return whether more than the newest token may end the sequence: a stop string, or a loop."""
+        """Return whether the end may depend on more than the newest token: on a stop string or a loop."""
         return self._search is not None or self._loops is not None
 
     def after(self, token_id: int) -> str | None:
@@ -67,7 +67,7 @@ class StopRule:
 
 
 class _StopStrings:
-    """Search for stop strings in an output. The answer's own are ignored within a thought."""
+    """Search for stop strings in an output. Within a thought, stop strings for the answer alone are ignored."""
 
     def __init__(
         self, params: SamplingParams, output_text: OutputText, thinking: Thinking | None, output_ids: list[int]
@@ -80,7 +80,7 @@ class _StopStrings:
             self._in_answer = output_text.search(in_answer, params.min_tokens, output_ids, num_skipped)
 
     def push(self, token_id: int) -> bool:
-        """Go on behind one more token; return whether a stop string ends with it."""
+        """Append one token to the searched text; return whether a stop string ends with this token."""
         is_found = self._anywhere is not None and self._anywhere.push(token_id)
         if self._thought is None:
             return is_found
@@ -92,7 +92,7 @@ class _StopStrings:
 
 
 def _stop_strings(params: SamplingParams, thinking: Thinking | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the stop strings that count anywhere (those with a marker in them), and those of the answer alone."""
+    """Return the stop strings that count anywhere (those that contain a marker), and those for the answer alone."""
     if thinking is None or params.stop_in_reasoning:
         return params.stop, ()
     markers = [marker for marker in thinking.markers.texts if marker]
@@ -101,7 +101,7 @@ def _stop_strings(params: SamplingParams, thinking: Thinking | None) -> tuple[tu
 
 
 def may_rewind(sequence: Sequence) -> bool:
-    """Return whether it ended in a loop and is to go back. At temperature 0 the same tokens would come again."""
+    """Return whether a sequence ended in a loop and may rewind; at temperature 0 the same loop would come again."""
     detection = sequence.sampling.repetition_detection
     if sequence.finish_reason != REPETITION or detection is None or sequence.sampling.temperature == 0.0:
         return False
@@ -109,7 +109,7 @@ def may_rewind(sequence: Sequence) -> bool:
 
 
 def rewind_distance(sequence: Sequence) -> int:
-    """Return about the most tokens that a loop takes back; 0 if it takes none."""
+    """Return roughly the largest number of tokens that a rewind drops, or 0 if the job does not rewind."""
     detection = sequence.sampling.repetition_detection
     if detection is None or not detection.is_on or detection.action != "rewind":
         return 0
@@ -149,8 +149,8 @@ def text_of(sequence: Sequence, output_text: OutputText, thinking: Thinking | No
 class LoopDetector:
     """For every pattern size, the last output token that differed from the one `size` tokens before it.
 
-    A pattern stands `min_count` times at the end once `size * (min_count - 1)` tokens follow that one. Sizes fall in
-    all arrays `[num_sizes]`.
+    The output ends with `min_count` repetitions of a pattern once `size * (min_count - 1)` tokens follow that token.
+    All arrays `[num_sizes]` have the sizes in descending order.
     """
 
     def __init__(self, detection: RepetitionDetection, output_ids: np.ndarray) -> None:
@@ -183,7 +183,7 @@ class LoopDetector:
 
 
 def first_repetition(detection: RepetitionDetection, output_ids: np.ndarray) -> int:
-    """Count the tokens of `output_ids [num_generated] int64` in front of its final loop's repetitions.
+    """Count the tokens of `output_ids [num_generated] int64` before the repetitions of its final loop.
 
     The pattern is the loop's shortest, even one shorter than those searched for.
     """
@@ -195,15 +195,16 @@ def first_repetition(detection: RepetitionDetection, output_ids: np.ndarray) -> 
 
 
 def _num_alike(token_ids: np.ndarray, size: int) -> int:
-    """Count the last tokens that equal those `size` tokens before them."""
+    """Count the final tokens that each equal the token `size` positions earlier."""
     differs = token_ids[size:] != token_ids[:-size]
     return int(differs[::-1].argmax()) if differs.any() else len(differs)
 
 
 def closed(sequence: Sequence, thinking: Thinking | None) -> Sequence | None:
-    """Return an ended sequence with its thought closed, which goes on; None if it stays ended.
+    """Return an ended sequence with its thought closed, so that it continues, or None if it stays ended.
 
-    The marker replaces the end-of-sequence token or follows the loop, and is not drawn. It and one more token must fit.
+    The marker is not drawn: it replaces the end-of-sequence token or follows the loop. There must be room for the
+    marker and one more token.
     """
     output_ids = _with_marker(sequence, thinking)
     if output_ids is None or len(output_ids) >= sequence.sampling.max_tokens:
@@ -220,7 +221,7 @@ def may_be_extended(sequence: Sequence, thinking: Thinking | None) -> bool:
 
 
 def _with_marker(sequence: Sequence, thinking: Thinking | None) -> list[int] | None:
-    """Return the output with its thought closed; None if there is nothing to close."""
+    """Return the output with its thought closed, or None if there is nothing to close."""
     if thinking is None or not _is_to_close(sequence):
         return None
     output_ids = sequence.output_ids[:-1] if sequence.finish_reason == STOP else sequence.output_ids

@@ -79,7 +79,7 @@ class CacheShape:
         return numbers_of(rows, self.dtype, self.head_dim)
 
     def first_angle(self, max_length: int) -> int:
-        """Return a sequence's first row in the table of rotary angles."""
+        """Return the index of a sequence's first row in the table of rotary angles."""
         return self.short_length if self.short_length is not None and max_length > self.short_length else 0
 
     def state_bytes(self) -> int:
@@ -91,7 +91,7 @@ class CacheShape:
         return self.recurrent.checkpoint_bytes(self.dtype.itemsize)
 
     def held_positions(self, num_unwritten: int = NUM_UNWRITTEN) -> HeldPositions | None:
-        """Return the positions that caches keep for checkpoints that lag by `num_unwritten`; None: all."""
+        """Return the positions that caches keep if checkpoints lag by `num_unwritten`, or None if they keep all."""
         return held_positions(self.windows, num_unwritten)
 
     def new_buffer(self, max_length: int) -> torch.Tensor:
@@ -111,7 +111,7 @@ class HasRecurrentSizes(Protocol):
 
 
 def states_of(mixers: Iterable[HasRecurrentSizes | None]) -> RecurrentShape | None:
-    """Return the common sizes of recurrent layers; None for a model without any."""
+    """Return the common sizes of recurrent layers, or None for a model without recurrent layers."""
     found = [mixer.sizes for mixer in mixers if mixer is not None]
     if not found:
         return None
@@ -128,7 +128,7 @@ class CacheRows:
     slot = NO_SLOT  # number in the shared buffer
 
     def __init__(self, shape: CacheShape, buffer: torch.Tensor, is_own: bool = False) -> None:
-        """`is_own`: the rows are the buffer's only ones, filled in order."""
+        """`is_own`: the buffer has no other rows, and they are filled in order."""
         self.shape, self.buffer = shape, buffer
         self._filled = FilledPages(buffer) if is_own else None
 
@@ -200,13 +200,13 @@ class CacheRows:
         rows.copy_(torch.from_numpy(kv if kv.flags.writeable else kv.copy()))
 
     def parts(self, start: int, end: int) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield contiguous pieces of entries: their numbers, and the bits of their rows."""
+        """Yield contiguous pieces of entries: their indices, and the bits of their rows."""
         bits = bits_of(self.buffer)
         for number, own in self._pieces(start, end):
             yield number, bits[..., own, :]
 
     def _pieces(self, start: int, end: int) -> Iterator[tuple[slice, slice]]:
-        """Yield contiguous pieces of entries: their numbers, and their places in the buffer."""
+        """Yield contiguous pieces of entries: their indices, and their offsets in the buffer."""
         yield slice(0, end - start), slice(start, end)
 
     def _put(self, layer: int, first_entry: int, key: torch.Tensor, value: torch.Tensor) -> None:

@@ -1,6 +1,6 @@
 """KV caches of a CPU in a file: one layer is read while the model computes with another.
 
-The file is written through a map and read by direct I/O, with an eighth of the CPU time of copying (measured).
+The file is written through a memory map and read by direct I/O, which took an eighth of the CPU time of copying.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLOCK_POSITIONS = 1024  # so many rows fill whole memory pages for any head size
 
 
 class FileHost:
-    """Nameless file, so a killed process leaves nothing; its space is allocated at once."""
+    """Nameless file, so that a killed process leaves nothing; all its space is allocated at the start."""
 
     def __init__(self, shape: CacheShape, capacity: int, folder: str) -> None:
         """`capacity` is in whole blocks. Raises KVRoomError if the folder lacks space."""
@@ -56,7 +56,7 @@ class FileHost:
         return aligned.view(layer.dtype).view(layer.shape)
 
     def flush(self, end: int) -> None:
-        """Make positions below `end` readable, and drop them from the page cache."""
+        """Write positions below `end` to disk, so that direct reads find them, and drop them from the page cache."""
         os.fdatasync(self._fd)
         for layer in range(len(self.rows)):
             self.give_back(layer, end)
@@ -72,7 +72,7 @@ class FileHost:
         self.give_back(layer, end)
 
     def give_back(self, layer: int, end: int) -> None:
-        """Drop a layer's positions below `end` from memory, except the newest."""
+        """Drop a layer's positions below `end` from memory, except the newest block of them."""
         num_bytes = (end - BLOCK_POSITIONS) * self._row_bytes  # checkpoints and partial caches read the newest rows
         for offset in self._offsets(layer) if num_bytes > 0 else ():
             self._map.madvise(mmap.MADV_DONTNEED, offset, num_bytes)
@@ -86,7 +86,7 @@ class FileHost:
 
 @dataclass
 class _LoadedLayer:
-    """One of two layers in memory: positions below `end` of `layer`, once `arrival` is done."""
+    """One of two layers in memory: it has positions below `end` of `layer` once `arrival` is done."""
 
     rows: torch.Tensor  # [num_parts, num_kv_heads, capacity, row_width]
     layer: int = -1
@@ -94,7 +94,7 @@ class _LoadedLayer:
     arrival: Future[None] | None = None
 
     def holds(self, layer: int, length: int) -> bool:
-        """Return whether nearly all of a layer's first `length` positions are there or on their way."""
+        """Return whether nearly all of a layer's first `length` positions are in memory or being read."""
         return self.layer == layer and length - self.end < 2 * BLOCK_POSITIONS
 
 
@@ -115,7 +115,7 @@ class FileRows(CacheRows):
         return self._taken(index, length, length, length)
 
     def stored(self, index: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        # frees the layer before, since callers read layer by layer
+        # since callers read layer by layer, this frees the layer before
         self.host.give_back((index - 1) % len(self.buffer), _whole_blocks(length))
         return super().stored(index, length)
 
@@ -142,7 +142,7 @@ class FileRows(CacheRows):
         self._forget(0)
 
     def _taken(self, layer: int, length: int, first_entry: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a layer's keys and values in memory, below `end`; those from `first_entry` on are copied again."""
+        """Return a layer's keys and values below `end`, in memory; rows from `first_entry` on are copied again."""
         if not self._used.holds(layer, length):
             if not self._coming.holds(layer, length):
                 self._fetch(layer, length)
@@ -158,7 +158,7 @@ class FileRows(CacheRows):
         return used.rows[0], used.rows[-1]
 
     def _forget(self, length: int) -> None:
-        """Forget loaded positions from `length` on, which will change."""
+        """Forget loaded positions from `length` on, because they will change."""
         self._flushed = min(self._flushed, length)
         for side in (self._used, self._coming):
             if side.end > length:

@@ -35,7 +35,7 @@ def check_folder(kv_offload: str | None) -> None:
 
 
 def place_of_caches(device: str, kv_offload: str | None) -> str | None:
-    """Return a folder, or `MEMORY`; None for a GPU's own memory."""
+    """Return the folder of the caches, or `MEMORY` for the host's memory, or None for a GPU's own memory."""
     if device == "cpu":
         return kv_offload or MEMORY
     return MEMORY if kv_offload else None
@@ -43,7 +43,7 @@ def place_of_caches(device: str, kv_offload: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class KVRoom:
-    """Place of caches, and the bytes that they take there."""
+    """Place of the caches, and how many bytes a cache takes there."""
 
     place: str
     bytes_per_position: int
@@ -51,7 +51,7 @@ class KVRoom:
     held: HeldPositions | None = None  # None: caches forget nothing
 
     def refuse_too_long(self, num_positions: int, num_held: int = 0) -> None:
-        """Raise KVRoomError if a cache needs more than the free bytes and those of `num_held` positions."""
+        """Raise KVRoomError if a cache needs more than the free bytes plus those that `num_held` positions take."""
         num_kept = num_positions if self.held is None else self.held.of(num_positions)
         needed = num_kept * self.bytes_per_position + self.state_bytes
         free = self.free_bytes() + num_held * self.bytes_per_position
@@ -72,7 +72,7 @@ class KVRoom:
 
 
 def _left_in_group(folder: Path) -> float:
-    """Return the bytes left in a control group (version 2); infinity without a limit."""
+    """Return the bytes left in a control group (version 2), or infinity if the group has no limit."""
     try:
         limit = int((folder / "memory.max").read_text(encoding="ascii"))  # the word "max" raises ValueError
         used = int((folder / "memory.current").read_text(encoding="ascii"))

@@ -25,7 +25,7 @@ from swiftbatch.worker.kv.slot_rows import PagedRows
 
 
 class CacheSource(Protocol):
-    """Cache, or checkpoint, that has keys and values of a text's first positions."""
+    """A cache or stored copy that has keys and values of a text's first positions."""
 
     def kv(self, start: int, end: int) -> NDArray[Any]:
         """Return keys and values of positions `[start, end)`, as `FullKVCache.kv` does."""
@@ -126,7 +126,7 @@ class FullKVCache:
 
     @property
     def page_table(self) -> PageTable | None:
-        """Return the first store's pages on the device; None if its rows lie in order."""
+        """Return the first store's pages on the device, or None if the store's rows lie in order."""
         return None if self._stores[0].pages is None else self._stores[0].pages.table
 
     def reserve(self, end: int) -> None:
@@ -216,31 +216,31 @@ class FullKVCache:
         return most if self.layer_states is None else self.layer_states.num_readable(self.length, most)
 
     def states(self) -> LayerStates | None:
-        """Return the newest states for a checkpoint; None without any."""
+        """Return the newest states for a checkpoint, or None for a model without recurrent layers."""
         return self.states_at(self.boundary) if self.boundary else None
 
     def states_at(self, end: int) -> LayerStates | None:
-        """Return the recurrent states after `end`, a result of `copyable_end`; None without any."""
+        """Return the recurrent states after `end`, a result of `copyable_end`; None without recurrent layers."""
         return None if self.layer_states is None else self.layer_states.at(end)
 
     def set_states(self, states: LayerStates) -> None:
-        """Continue from states, with keys and values loaded. Raises ValueError for unfit states."""
+        """Continue from states, after keys and values were loaded. Raises ValueError for states that do not fit."""
         if self.layer_states is None:
             raise ValueError("found states of layers, expected none: all layers of the model attend")
         self.layer_states.load(states, self.length)
         self.roll_back(states.num_positions)
 
     def copyable_end(self, limit: int) -> int:
-        """Return the last position, up to `limit`, to which others can copy this cache."""
+        """Return the last position, up to `limit`, up to which other sequences can copy this cache."""
         end, states = min(limit, self.length), self.layer_states
         end = end if states is None else states.copyable_end(limit, self.length)
         return min([end, *(window.lost.start for window in self._windows() if window.lost)])
 
     def retain(self, from_: int, until: int | None = None) -> None:
-        """Keep positions, counted as in a slice, that layers would otherwise forget.
+        """Keep positions that layers would otherwise forget; `from_` and `until` count as in a slice.
 
-        The first `until` are for copies, the newest (`from_` = -n) for a rollback, those from `from_` on for `kv`,
-        until `release`.
+        Copies need the first `until` positions, a rollback the newest n (`from_` = -n), and `kv` the positions from
+        `from_` on, until `release`.
         """
         if self.layer_states is not None:
             self.layer_states.retain(from_, until)
@@ -250,14 +250,14 @@ class FullKVCache:
                 self.roll_back(window.lost.start)
 
     def release(self, until: int | None = None) -> None:
-        """Stop keeping positions before `until` for `kv`; None: keep none, also for copies and rollbacks."""
+        """Stop keeping positions before `until` for `kv`; if None, stop keeping any, also for copies and rollbacks."""
         for store in self._stores:
             if store.window is not None:
                 store.window.release(until, self.length)
 
     @property
     def num_held(self) -> int:
-        """Return the number of positions of equal memory in a cache that forgets nothing."""
+        """Return how many positions would take the same memory in a cache that forgets nothing."""
         num_lost = (int(each.num_layers / self.shape.num_layers * len(each.lost)) for each in self._windows())
         return self.length - sum(num_lost)
 
@@ -275,12 +275,12 @@ class FullKVCache:
         return self.num_window_pages + max(0, -(-end // store.pages.page) - len(store.pages.numbers))
 
     def copy_from(self, source: CacheSource, end: int) -> None:
-        """Commit positions from `length` to `end`, or a part, from a source with the same tokens."""
+        """Commit positions from `length` to `end`, or fewer, by copying from a source with the same tokens."""
         theirs = source if isinstance(source, FullKVCache) else None
         if theirs is not None and self.rows.holds_all and theirs.rows.holds_all:
             self._copy_rows(theirs, end)
         else:
-            # Unshared positions need new pages, and a job with windows is planned with those of one forward.
+            # Unshared positions need new pages; for a job with windows, the plan has pages for one forward only.
             end = end if len(self._stores) == 1 else min(end, self.length + ROW_CHOICES[-1])
             self.load(source.kv(self.length, end))
         known = None if theirs is None else theirs.layer_states
@@ -322,9 +322,9 @@ class FullKVCache:
             self.layer_states.clear()
 
     def roll_back(self, length: int) -> None:
-        """Forget positions from `length` on, and earlier ones if later rows see forgotten ones.
+        """Forget positions from `length` on, and earlier ones if later rows would see forgotten positions.
 
-        It also goes further back if no state is near, or no page is free for a copy.
+        The rollback also goes further back to reach a stored state, or if no page is free for a copy.
         """
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot roll back to {length}: {self.length} positions are committed")
@@ -371,7 +371,7 @@ class FullKVCache:
 
 
 def new_cache_of(shape: CacheShape, max_length: int, buffer: torch.Tensor | None = None) -> FullKVCache:
-    """Return an empty cache on the device, in `buffer` if given."""
+    """Return an empty cache on the device, in `buffer` or in new memory."""
     states = None if shape.recurrent is None else RecurrentStates(shape, shape.recurrent)
     if states is None and any(shape.windows) and buffer is None:
         rows = WindowedRows(shape, shape.new_buffer(max_length))

@@ -30,9 +30,9 @@ LATENT_TILE_HEADS = 64  # a program with so many heads takes a whole multiproces
 
 
 def splits_of(num_multiprocessors: int, sizes: ModelSizes, num_rows: int = NUM_ROWS) -> int:
-    """Return the parts into which attention splits a prefix; bits depend on it.
+    """Return the number of parts into which attention splits a prefix; the result's bits depend on this number.
 
-    Forwards of more rows have fewer parts, so partial sums keep their size.
+    Forwards of more rows have fewer parts, so that the partial sums take the same memory.
     """
     if sizes.latent is None:
         num_splits = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // sizes.num_kv_heads
@@ -45,7 +45,7 @@ def slot_capacity(max_length: int) -> int:
     return -(-(max_length + MAX_TREE_NODES) // CAPACITY_BLOCK) * CAPACITY_BLOCK
 
 
-# Rows of tiles that a slot may leave empty (its rows are in up to two blocks), by query heads per KV head.
+# The most rows of tiles that one slot leaves empty (its rows are in up to two blocks), by query heads per KV head.
 PADDED_ROWS: dict[AttentionName, Callable[[int], int]] = {
     "triton": lambda heads_per_kv: 0,
     "flash": lambda heads_per_kv: 2 * (NUM_ROWS // heads_per_kv - 1),
@@ -54,7 +54,7 @@ PADDED_ROWS: dict[AttentionName, Callable[[int], int]] = {
 
 @dataclass(frozen=True)
 class GPUMemory:
-    """GPU as a plan sees it."""
+    """Properties of a GPU that a plan needs."""
 
     free_bytes: int  # measured after the GPU's context is created
     num_splits: int  # see `splits_of`
@@ -79,7 +79,7 @@ class GPUMemory:
 
 @dataclass(frozen=True)
 class DraftMemory:
-    """Bytes of an engine's drafts."""
+    """Bytes that an engine takes for drafts."""
 
     part_bytes: int = 0
     slot_bytes: int = 0
@@ -94,7 +94,7 @@ DraftMemoryOf = Callable[["ModelSizes"], DraftMemory]
 
 @dataclass(frozen=True)
 class SlotsWanted:
-    """Requirements of a GPU's plan."""
+    """What a run requires of a GPU's memory plan."""
 
     longest_job: int
     partial_budget: int = 0  # entries of a draft's partial cache per slot; 0: no such cache
@@ -259,7 +259,7 @@ def _row_bytes(sizes: ModelSizes, num_rows: int, logit_bytes: int = LOGIT_BYTES)
 
 
 def _mixed_numbers(shape: RecurrentShape) -> int:
-    """Return the numbers per row around a recurrent state, with its path weights."""
+    """Count the activations per row of a recurrent layer, with its path weights."""
     values = shape.num_heads * shape.value_dim
     return 3 * shape.num_channels + 6 * values + 2 * shape.num_heads * (CAPACITY_BLOCK + 2)
 
@@ -331,9 +331,10 @@ def most_of_a_job(longest_job: int) -> int:
 
 
 def _divided(plan: MemoryPlan, windows: WindowPages) -> MemoryPlan:
-    """Divide the free bytes between the pools of a plan, which both have the longest job's pages.
+    """Divide the free bytes between a plan's two pools; each has at least the longest job's pages.
 
-    Both are full at once for jobs of the geometric mean of window and longest job.
+    The division is such that both pools fill up together if jobs have the geometric mean length of window and longest
+    job.
     """
     whole_bytes, window_bytes, longest, most_held = (
         *(plan.page_bytes, plan.window_page_bytes),
@@ -349,7 +350,7 @@ def _divided(plan: MemoryPlan, windows: WindowPages) -> MemoryPlan:
 
 
 def _slots_that_pay(pool: MemoryPlan, most: int) -> int:
-    """Return the number of slots, `most` if their drafts leave most of the memory to pages."""
+    """Return the number of slots: `most`, or fewer if their drafts would take too much memory from pages."""
     if not pool.bytes_per_slot:
         return most
     longest = pool.pool_bytes

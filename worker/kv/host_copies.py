@@ -1,4 +1,4 @@
-"""Copies between a GPU and its host during computation, through two pinned buffers."""
+"""Copies rows between a GPU and its host while the GPU computes, through two pinned host buffers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CopyEvent(Protocol):
 
 
 class CopyComputation(Protocol):
-    """Computing stream, as `torch.cuda.Stream`. No graph may be captured on it meanwhile."""
+    """Computing stream, like `torch.cuda.Stream`. No graph may be captured on the stream during copies."""
 
     def record_event(self) -> Any:
         """Return an event after all work queued so far."""
@@ -71,7 +71,7 @@ class CudaLane:
 
 @dataclass
 class _Side:
-    """Pair of buffers; `is_done` is the event after which it is free."""
+    """Pair of buffers; `is_done` is the event after which the pair is free again."""
 
     host: torch.Tensor  # [STAGING_BYTES] uint8
     device: torch.Tensor
@@ -169,7 +169,7 @@ class ComputingStream:
 
 @dataclass(frozen=True)
 class HostStream:
-    """Computing stream without a GPU, where all queued work is done."""
+    """Computing stream without a GPU, where work is done as soon as it is queued."""
 
     def record_event(self) -> HostStream:
         return self

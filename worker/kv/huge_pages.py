@@ -1,4 +1,4 @@
-"""Huge memory pages of a CPU's caches, which read 100,000 positions a sixth faster."""
+"""Huge memory pages for a CPU's caches; reading 100,000 positions is a sixth faster with them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ask_for_small_pages(buffer: torch.Tensor) -> None:
 
 
 def give_back(buffer: torch.Tensor) -> None:
-    """Return whole pages to the system; they then read as zeros."""
+    """Return the buffer's whole pages to the system; the returned memory reads as zeros."""
     _advise_within(buffer, getattr(mmap, "MADV_DONTNEED", None))
 
 

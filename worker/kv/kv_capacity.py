@@ -17,7 +17,7 @@ from swiftbatch.worker.model.decoder_config import kernel_windows, latent_sizes
 
 GB = 1e9
 MAX_TREE_NODES = 127  # a full cache has room for one after its positions
-# a recurrent layer has so many steps after a boundary: two blocks, a root and a tree
+# this many steps of a recurrent layer may follow a boundary: two blocks, a root and a tree
 NUM_STEPS = 2 * BLOCK + MAX_TREE_NODES + 1
 FIRST_STEPS = 2 * BLOCK + 32  # a CPU's sequence has room for these at first
 FORGETS_EVERY = 256  # layers with a window forget so many positions at a time
@@ -40,7 +40,7 @@ class PagesError(KVRoomError):
 
 
 def bytes_per_position(config: dict[str, Any], dtype: str, kv_dtype: KVDtype | None = None) -> int | None:
-    """Return the bytes of one position in a text model's cache; None if unknown."""
+    """Return the bytes of one position in a text model's cache, or None if the config does not tell."""
     if (latent := latent_sizes(config)) is not None:
         return int(config["num_hidden_layers"] * latent.entry_dim * ITEM_SIZES[dtype])
     num_heads, hidden_size = config.get("num_attention_heads"), config.get("hidden_size")
@@ -61,7 +61,7 @@ def state_bytes(config: Mapping[str, Any], dtype: str) -> int:
 
 
 def state_bytes_of(shape: RecurrentShape, item_size: int) -> int:
-    """Return the bytes of the newest states, those at the boundary, and all steps."""
+    """Return the bytes of the newest states, the states at the boundary, and all steps."""
     return 2 * shape.state_bytes + NUM_STEPS * shape.step_bytes(item_size)
 
 
@@ -73,14 +73,14 @@ class HeldPositions:
     share: float  # other layers keep this share of an older position's bytes
 
     def of(self, num_positions: int, num_shared: int = 0) -> int:
-        """Return the number of positions of equal memory if no layer forgot; `num_shared` are all kept."""
+        """Return how many positions would take the same memory if no layer forgot; `num_shared` are kept in full."""
         num_own = max(0, num_positions - num_shared)
         behind = max(0, num_own - self.num_whole)
         return num_positions - behind + math.ceil(self.share * behind)
 
 
 def held_positions(windows: Windows, num_unwritten: int = NUM_UNWRITTEN) -> HeldPositions | None:
-    """Return the positions that caches of these layers keep; None if no layer has a window."""
+    """Return the positions that caches of these layers keep, or None if no layer has a window."""
     sizes = [size for size in windows if size is not None]
     if not sizes:
         return None
@@ -134,7 +134,7 @@ def pages_of(num_positions: int, page: int = PAGE) -> int:
 
 
 def held_in_windows(windows: Windows, num_unwritten: int) -> HeldPositions | None:
-    """Return the positions whose window pages a job keeps; None if all layers have a window, or none."""
+    """Return the positions whose window pages a job keeps; None if all layers have a window, or if no layer has one."""
     sizes = [size for size in windows if size is not None]
     if not sizes or len(sizes) == len(windows):
         return None
@@ -143,7 +143,7 @@ def held_in_windows(windows: Windows, num_unwritten: int) -> HeldPositions | Non
 
 
 def most_pages(jobs: Iterable[Growth], page: int = PAGE, held: HeldPositions | None = None) -> int:
-    """Return the most pages that jobs take within `HORIZON` if they grow alike and leave at their expected ends.
+    """Return the most pages that jobs take within `HORIZON` if all grow equally fast and leave at their expected ends.
 
     The maximum is at one of the ends or at the horizon, since until a job leaves, all others grow.
     """

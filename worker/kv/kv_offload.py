@@ -64,7 +64,7 @@ class Visit:
 
 @dataclass
 class _Held:
-    """Unchanging positions below `end` of a slot, there once the side's newest arrival is done."""
+    """Final positions below `end` of a slot, on the device once the side's newest copy is done."""
 
     layer: int = NO_LAYER
     end: int = 0
@@ -108,7 +108,7 @@ class LayerRing:
         self._streams.computation.wait_event(self._side(layer).arrival)
 
     def leave(self, layer: int) -> None:
-        """Copy a layer's new rows to the host, and start to copy the side's next layer."""
+        """Copy a layer's new rows to the host, and start to copy the next layer into this side of the ring."""
         side, going = self._side(layer), self._streams.going
         going.follow(self._streams.computation.record_event())
         for visit in self._visits:
@@ -122,7 +122,7 @@ class LayerRing:
             self._bring(layer % len(self._sides), self._visits)
 
     def show(self, layer: int, visit: Visit) -> torch.Tensor:
-        """Return a slot's layer `[num_parts, num_kv_heads, capacity, row_width]`, valid until the next is shown."""
+        """Return a slot's layer `[num_parts, num_kv_heads, capacity, row_width]`, valid until the next call."""
         self._streams.coming.follow(self._streams.computation.record_event())
         self._bring(layer, [visit])
         following = (layer + 1) % self._num_layers
@@ -190,7 +190,7 @@ class PinnedMemory:
     """Pinned memory of exact size; torch's own tensors round up to a power of two."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """Raises KVRoomError if the system refuses."""
+        """Allocate the memory. Raises KVRoomError if the system refuses."""
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.bytes = torch.frombuffer(memory, dtype=torch.uint8)  # [num_bytes]
         ask_for_huge_pages(self.bytes)
@@ -223,7 +223,7 @@ def _release(memory: PinnedMemory, streams: Streams) -> None:
 
 
 class RingRows(SlotRows):
-    """Rows on the host; forwards copy their layers to their slot of the ring.
+    """Rows on the host; forwards copy each layer of them to their slot in the ring.
 
     Reads wait for new rows to reach the host, writes for all copies.
     """

@@ -30,7 +30,7 @@ from swiftbatch.worker.model.model_files import ModelFiles, read_config, stored_
 from swiftbatch.worker.model.text_config import EMBEDDING, HEAD, is_of_text
 
 PRODUCT = re.compile(r"^(model\.layers\.\d+\.(?:self_attn|mlp)\.)(\w+)_proj(?:_with_mqa)?\.weight$")
-# maps parts to the name of their product
+# maps the parts of a stacked matrix to its name
 STACKED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
 STACKED |= {"q_a": "qkv", "kv_a": "qkv"}  # these lead into latent vectors
 OF_HEADS = "kv_b"  # is never packed
@@ -39,7 +39,7 @@ FACTOR_BYTES = 4
 
 @dataclass(frozen=True)
 class PackedPart:
-    """Packed weights on a device: codes, with float32 scales and perhaps offsets of groups."""
+    """Packed weights on a device: codes, with a float32 scale and perhaps an offset per group."""
 
     num_parameters: int
     bits: int
@@ -58,9 +58,9 @@ def packed_parts(
     experts: MoEConfig | None = None,
     mixer: RecurrentConfig | None = None,
 ) -> tuple[PackedPart, ...]:
-    """Return the products whose parts share one packed form, as `stacked_weights` stores them.
+    """Return the stacked weight matrices whose parts share one packed form, as `stacked_weights` stores them.
 
-    Matrices whose form only their numbers show count as dequantized.
+    If a matrix's packed form can be told only from its values, the matrix counts as dequantized.
     """
     last = EMBEDDING if config.get("tie_word_embeddings") else HEAD
     products = defaultdict[str, list[StoredTensor]](list)
@@ -99,7 +99,7 @@ def _in_a_layer(name: str) -> re.Pattern[str]:
 
 
 def num_floats(heads: Mapping[str, StoredTensor], experts: MoEConfig, sinks: str | None) -> int:
-    """Return the numbers of routers and sinks, which are float32 in every dtype."""
+    """Count the elements of routers and sinks, which are float32 in every dtype."""
     own = experts.names
     names = (own.router, own.router_bias, own.choice_bias, own.shared_gate, sinks)
     patterns = [_in_a_layer(name) for name in names if name is not None]
@@ -107,7 +107,7 @@ def num_floats(heads: Mapping[str, StoredTensor], experts: MoEConfig, sinks: str
 
 
 def num_beside(heads: Mapping[str, StoredTensor], config: dict[str, Any]) -> int:
-    """Return the numbers of a packed tied head, which is stored beside the plain embedding."""
+    """Count the elements of a packed tied head, which is stored in addition to the plain embedding."""
     embedding = heads.get(EMBEDDING)
     if embedding is None or _kind(embedding) is None or not config.get("tie_word_embeddings"):
         return 0
@@ -190,14 +190,14 @@ class ModelSizes:
 
     @property
     def window_bytes_per_position(self) -> int:
-        """Return the bytes of layers with a window, if these forget."""
+        """Return the bytes per position of layers with a window, if these layers forget positions."""
         if self.held is None:
             return 0
         num_windowed = sum(size is not None for size in self.windows)
         return self.kept_bytes_per_position // len(self.windows) * num_windowed
 
     def kept_bytes(self, num_positions: int) -> int:
-        """Return the bytes of `num_positions`, without forgotten ones."""
+        """Return the bytes of `num_positions`, without forgotten positions."""
         num_bytes = num_positions * self.kept_bytes_per_position
         if self.held is None:
             return num_bytes
@@ -211,7 +211,7 @@ class ModelSizes:
 
 
 def read_sizes(files: ModelFiles, dtype: str) -> ModelSizes | None:
-    """Return the sizes of a model folder; None if the config lacks some."""
+    """Return the sizes of a model folder, or None if the config lacks some of them."""
     config = read_config(files.name, files.path)
     return sizes_of_stored(config, stored_layout(files.name, files.path).heads, dtype)
 
@@ -231,7 +231,7 @@ def sizes_of_stored(config: dict[str, Any], heads: Mapping[str, StoredTensor], d
 
 
 def _run_by_kernels(config: dict[str, Any]) -> DecoderConfig | None:
-    """Return the config if our GPU kernels run the model."""
+    """Return the decoder's config if our GPU kernels run the model, else None."""
     try:
         return read_decoder_config(config)
     except OtherDecoderError:
@@ -239,13 +239,13 @@ def _run_by_kernels(config: dict[str, Any]) -> DecoderConfig | None:
 
 
 def _hides(dense: DecoderConfig) -> bool:
-    """Return whether rows see less than all unchanged positions: by windows, sinks, capped scores or states."""
+    """Return whether rows do not simply attend to all positions: by windows, sinks, capped scores or states."""
     hides = any(dense.windows) or dense.form.sinks is not None or dense.latent is not None or dense.mixer is not None
     return hides or bool(dense.caps.get("scores"))
 
 
 def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[PackedPart, ...] = ()) -> ModelSizes | None:
-    """Return the sizes of a text model; None if the config lacks some.
+    """Return the sizes of a text model, or None if the config lacks some of them.
 
     `packed` parameters are dequantized in dtypes other than bfloat16.
     """

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class KVArena(SlotBuffer):
     """Memory of all caches on a GPU, with one capacity for the whole run.
 
-    Layers with a window have a pool of their own if these forget. Entries are the same in both, so kernels read the
-    same blocks in the same order.
+    Layers with a window have a pool of their own if they forget positions. Both pools number entries alike, so kernels
+    read the same blocks in the same order.
     """
 
     holds_all = True  # rows can move between entries
@@ -67,7 +67,7 @@ class KVArena(SlotBuffer):
         return None if self._states is None else self._states.states
 
     def num_pages_for(self, caches: Iterable[FullKVCache]) -> tuple[int | None, int | None]:
-        """Return the pages, and the window pages, that these caches may take; None without such a pool."""
+        """Return how many pages and window pages these caches may take, or None for a pool that does not exist."""
         held = list(caches)
         whole = None if self.pages is None else self.num_free_pages + sum(len(cache.pages) for cache in held)
         if self.windowed is None:

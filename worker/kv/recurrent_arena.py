@@ -1,6 +1,6 @@
 """Recurrent states in the slots of a GPU worker: at the last two boundaries, with the steps after them.
 
-So a failed draft needs no undo, and the last block can be rolled back.
+A rejected draft therefore needs no undo, and the last block can be rolled back.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SlotStates(StateStore[LayerStates]):
         self._due: list[int] = []  # the next forward has the states of these boundaries
 
     def fold_to(self, boundary: int) -> None:
-        """Note a forward with rows after `boundary`, which stores the state at it."""
+        """Note that a forward has rows after `boundary` and therefore stores the state at `boundary`."""
         if boundary > self.boundary:
             passed = range(self.boundary + BLOCK, boundary + 1, BLOCK)
             self._due += [each for each in passed if self._kept.wants(each)]
@@ -152,7 +152,7 @@ class SlotStates(StateStore[LayerStates]):
 
 
 def _in_ring(start: int, end: int, ring: int) -> Iterator[tuple[slice, slice]]:
-    """Yield contiguous pieces of a ring's entries: their numbers, and their places."""
+    """Yield contiguous pieces of a ring's entries: their indices, and their offsets in the ring."""
     place = start
     while place < end:
         stop = min(end, (place // ring + 1) * ring)

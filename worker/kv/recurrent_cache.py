@@ -1,4 +1,4 @@
-"""States of a sequence's recurrent layers: the newest, and those stored at boundaries."""
+"""States of a sequence's recurrent layers: the current states, and states stored at block boundaries."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class RecurrentLayer:
         return keys.repeat_interleave(self._group, dim=0)
 
     def folded(self, state: Tensor, steps: list[int]) -> Tensor:
-        """Return a state after `steps`, in new memory unless there are none."""
+        """Return a state after `steps`; it is in new memory unless `steps` is empty."""
         if steps and self._team is not None:
             return native_fold(self._team, state, self.keys[steps], self.updates[steps], self.decays[steps])
         for step in steps:
@@ -135,7 +135,7 @@ NUM_RETURNS = 2  # one of them is a whole distance back
 
 
 class KeptStates(Generic[Kept]):
-    """States at boundaries that others copy from, and at the last ones for rollbacks."""
+    """Stored states: at boundaries that other sequences copy from, and at the last boundaries for rollbacks."""
 
     def __init__(self) -> None:
         self._kept: dict[int, Kept] = {}  # ordered by passing
@@ -167,7 +167,7 @@ class KeptStates(Generic[Kept]):
         return self._kept.get(position)
 
     def nearest(self, limit: int) -> tuple[int, Kept] | None:
-        """Return the last position up to `limit` with stored states, and these."""
+        """Return the last position up to `limit` that has stored states, and these states."""
         position = max((each for each in self._kept if each <= limit), default=None)
         return None if position is None else (position, self._kept[position])
 
@@ -198,7 +198,7 @@ class StateStore(ABC, Generic[Kept]):
 
     @abstractmethod
     def move(self, root: int, path: list[int]) -> None:
-        """Move the steps of a tree's nodes `path` next to its root, which is an entry."""
+        """Move the steps of a tree's nodes `path` next to the tree's root, which is at entry `root`."""
 
     @abstractmethod
     def advance(self, start: int, end: int) -> None:
@@ -206,11 +206,11 @@ class StateStore(ABC, Generic[Kept]):
 
     @abstractmethod
     def cut(self, length: int) -> int:
-        """Forget all after `length` positions; return how many are left."""
+        """Forget all states after `length` positions; return how many positions are left."""
 
     @abstractmethod
     def copyable_end(self, limit: int, length: int) -> int:
-        """Return the last of `length` positions, up to `limit`, whose states others can copy."""
+        """Return the last position, up to `limit` and `length`, whose states other sequences can copy."""
 
     @abstractmethod
     def at(self, end: int) -> LayerStates:
@@ -218,11 +218,11 @@ class StateStore(ABC, Generic[Kept]):
 
     @abstractmethod
     def load(self, states: LayerStates, length: int) -> None:
-        """Continue from states at a boundary up to `length`. Raises ValueError for unfit states."""
+        """Continue from states at a boundary up to `length`. Raises ValueError for states that do not fit."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Set the states before all positions."""
+        """Reset to the states before the first position."""
 
     def copy(self, theirs: StateStore[Kept] | None, end: int) -> bool:
         """Copy states from the same device; return False if that is impossible."""
@@ -252,7 +252,7 @@ class RecurrentStates(StateStore[list[LayerState]]):
         self._steps = self._step_buffers()
 
     def _step_buffers(self) -> StepBuffers | None:
-        """Return None if the kernels do not support the sizes."""
+        """Return buffers for the kernels, or None if the kernels do not support the sizes."""
         team, recurrent = folding_team() if self._is_on_cpu else None, self._recurrent
         has_known = not recurrent.num_heads or are_known_states(recurrent.num_heads, recurrent.value_dim)
         return StepBuffers(team, [layer.steps() for layer in self.layers]) if team and has_known else None
@@ -269,7 +269,7 @@ class RecurrentStates(StateStore[list[LayerState]]):
         self._steps = self._step_buffers()
 
     def num_readable(self, length: int, most: int) -> int:
-        """Return the tokens that fit, or up to a boundary if these are at least half."""
+        """Return how many tokens fit, or how many end at a boundary if these are at least half as many."""
         room = min(most, self.num_steps - (length - self.boundary))
         to_boundary = (length + room) // BLOCK * BLOCK - length
         return to_boundary if 2 * to_boundary >= room else room
@@ -292,7 +292,7 @@ class RecurrentStates(StateStore[list[LayerState]]):
             layer.keep_path(step, path)
 
     def advance(self, start: int, end: int) -> None:
-        """Move the states to the end of the committed positions, and the boundary near it."""
+        """Move the states to the end of the committed positions, and the boundary to at most two blocks before it."""
         if end - self.boundary > self.num_steps:  # true only in benchmarks of forwards, over unwritten positions
             self.boundary = end // BLOCK * BLOCK
             return
@@ -305,7 +305,7 @@ class RecurrentStates(StateStore[list[LayerState]]):
                 self._kept.keep(self.boundary, [layer.at(0) for layer in self.layers])
 
     def cut(self, length: int) -> int:
-        """Forget as `StateStore.cut` does; with `length` before the boundary, go back to a stored state."""
+        """Forget as `StateStore.cut` does; if `length` is before the boundary, go back to a stored state."""
         self._kept.roll_back(length)
         if length and length >= self.boundary:
             for layer in self.layers:
@@ -355,6 +355,6 @@ class RecurrentStates(StateStore[list[LayerState]]):
 
 
 def _arrays(layer: LayerState) -> list[tuple[str, np.ndarray]]:
-    """Return float states, with 16-bit floats as their bits; on a CPU as views."""
+    """Return the state's named arrays; 16-bit floats become integers of the same bits, and a CPU returns views."""
     inputs = layer.inputs.view(torch.int16) if layer.inputs.element_size() == 2 else layer.inputs
     return [("state", layer.state.cpu().numpy()), ("inputs", inputs.cpu().numpy())]

@@ -44,7 +44,7 @@ class SlotKeys:
         return self._texts.sizes.first + self._num_chunks * SCAN_CHUNK
 
     def extend(self, length: int) -> None:
-        """Code all whole chunks before position `length`, which are in the cache."""
+        """Encode every complete chunk that ends at or before position `length`; the cache must hold these positions."""
         sizes = self._texts.sizes
         while self.end + SCAN_CHUNK <= length and self._num_chunks < sizes.most_chunks:
             for layer in range(sizes.num_layers):  # keeps temporary memory small

@@ -1,4 +1,4 @@
-"""Scanned key-value cache: each query reads the first, the newest and its own best positions, and a sum of the rest.
+"""Scanned KV cache: each query reads the first and newest positions and its own best ones, and an estimate of the rest.
 
 The rest is estimated from the moments of keys and values (`worker/kernels/source/scan.c`).
 """
@@ -86,14 +86,14 @@ class CScannedKeys(ctypes.Structure):
 class ScannedKeys:
     """Coded keys of one sequence's cache.
 
-    Each query reads its `num_best` best keys exactly, by codes of two bits per dimension. The others count as jointly
-    normal keys and values without their upper tail.
+    Codes of two bits per dimension find each query's `num_best` best keys, which are read exactly. The contribution of
+    the others is estimated as if keys and values were jointly normal, without the upper tail.
     """
 
     def __init__(
         self, layers: Layers, first: int, length: int, num_best: int, dtype: torch.dtype | None = None
     ) -> None:
-        """Raises ValueError for layers that do not fit together."""
+        """Make room for `length` positions. Raises ValueError for layers that do not fit together."""
         (keys, _), num_layers = layers[0], len(layers)
         num_kv_heads, head_dim = len(keys), keys.shape[-1] - (KV_SCALE_BYTES if keys.dtype in KV_CODES else 0)
         self._team = shared_team(load_library(chosen_variant() or "portable"), torch.get_num_threads())
@@ -138,7 +138,7 @@ class ScannedKeys:
         return self._first + num_chunks * SCAN_CHUNK
 
     def extend(self, length: int) -> None:
-        """Code all whole chunks before position `length`, which are in the cache."""
+        """Encode every complete chunk that ends at or before position `length`; the cache must hold these positions."""
         while self.end + SCAN_CHUNK <= min(length, self._first + self._most_chunks * SCAN_CHUNK):
             self._add_chunk(self._struct.num_chunks)
             self._struct.num_chunks += 1

@@ -1,6 +1,6 @@
 """Layers with a window forget positions that no row sees any more.
 
-Entries keep their places; forgotten memory is returned and reads as zeros.
+Entries keep their offsets; the memory of forgotten entries is returned to the system and reads as zeros.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GiveBack = Callable[[int, int, int], None]
 
 
 class Window:
-    """Run of forgotten positions of layers with a window, and the positions that they keep."""
+    """The run of positions that layers with a window have forgotten, and the positions that these layers must keep."""
 
     def __init__(self, size: int, num_layers: int, give_back: GiveBack, page: int | None = None) -> None:
         """`page` None: forget many positions at a time, not whole pages."""
@@ -70,14 +70,14 @@ class Window:
             self.lost = range(first, end)
 
     def end_of_cut(self, length: int) -> int:
-        """Return the end of a rollback to `length`: earlier, if rows there see forgotten positions."""
+        """Return where a rollback to `length` ends: earlier if rows after `length` would see forgotten positions."""
         end = length if self.has_all_behind(length) else self.lost.start
         if end <= self.lost.start:
             self.lost = range(0)
         return end
 
     def has_all_behind(self, length: int) -> bool:
-        """Return whether rows after the first `length` positions see no forgotten ones."""
+        """Return whether rows after the first `length` positions see no forgotten positions."""
         return not self.lost or length <= self.lost.start or length - self._size >= self.lost.stop
 
     def refuse_lost(self, start: int, end: int) -> None:

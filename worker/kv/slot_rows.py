@@ -37,7 +37,7 @@ class PagePool:
     def __init__(self, num_pages: int) -> None:
         self._free = list(reversed(range(num_pages)))
         self._num_holders = [0] * num_pages
-        # must be reentrant, since taking pages may collect a lost cache, which gives pages back
+        # must be reentrant: taking pages may trigger garbage collection of a cache, which gives its pages back
         self._lock = threading.RLock()
 
     def take(self, count: int) -> list[int]:
@@ -68,7 +68,7 @@ class PagePool:
                 self._num_holders[page] += 1
 
     def give_back(self, pages: list[int], num_kept: int = 0) -> None:
-        """Take all but the first `num_kept` pages from a sequence's list, which is shortened."""
+        """Remove all but the first `num_kept` pages from a sequence's list `pages`, and free them."""
         with self._lock:
             for page in pages[num_kept:]:
                 if page == NO_PAGE:
@@ -206,7 +206,7 @@ class PagedRows(SlotRows):
             self._append(self._slots.pool.take(num_missing))
 
     def cut(self, length: int) -> int:
-        """Give back the pages after `length`, and copy the last page if it is shared; return how many entries are left.
+        """Free the pages after `length`, and copy the last page if it is shared; return how many entries are left.
 
         If no page is free for the copy, forget the last page's positions as well.
         """
@@ -225,7 +225,7 @@ class PagedRows(SlotRows):
         return length
 
     def give_back(self, start: int, end: int, first: int) -> None:
-        """Give back the pages of which all positions are lost."""
+        """Free the pages of which all positions are forgotten."""
         self.numbers.extend([NO_PAGE] * (end // self.page - len(self.numbers)))
         numbers = slice(-(-start // self.page), end // self.page)
         lost = self.numbers[numbers]
@@ -261,7 +261,7 @@ class PagedRows(SlotRows):
         return start + len(shared) * self.page
 
     def clear(self) -> None:
-        """Fill the whole capacity with zeros; window pools already are."""
+        """Fill the whole capacity with zeros; the pages of window pools already are zero."""
         if self._slots.is_zero:
             return
         self.reserve(self.capacity)

@@ -32,7 +32,7 @@ from swiftbatch.worker.sampling.sequence import Sequence
 
 
 class RowMover:
-    """Moves rows of an arena's buffer; its graph is captured at once, before other threads copy."""
+    """Moves rows of an arena's buffer; captures its CUDA graph at the start, before other threads copy."""
 
     def __init__(self, buffer: torch.Tensor, capture: Capture = capture) -> None:
         """Move rows of `buffer [num_layers, 2, num_slots, num_kv_heads, capacity, head_dim]`."""
@@ -75,7 +75,7 @@ class SparseArena:
     """Fixed buffers `[num_layers, num_parts, num_slots, num_kv_heads, capacity, head_dim]` and `bias [num_slots,
     capacity]`.
 
-    `means` are as `buffer`, with `num_chunks` in place of entries.
+    `means` has the shape of `buffer`, with `num_chunks` in place of `capacity`.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class SlotEntries(Entries):
 
 
 class _Asked(Entries):
-    """Entries of a device without memory, which count the means that a cache asks for."""
+    """Entries on a device without memory; records the largest number of chunk means that a cache asks for."""
 
     num_chunks = 0
 

@@ -27,10 +27,10 @@ class Keys(Protocol):
 
     @property
     def end(self) -> int:
-        """Return the position after the scanned ones."""
+        """Return the position after the last scanned position."""
 
     def extend(self, length: int) -> None:
-        """Code all whole chunks before position `length`, which are in the cache."""
+        """Encode every complete chunk that ends at or before position `length`; the cache must hold these positions."""
 
 
 class Entries:
@@ -51,7 +51,7 @@ class Entries:
         return torch.empty(size, dtype=self.shape.dtype, device=self.shape.device)
 
     def new_keys(self, full: FullKVCache) -> Keys | None:
-        """Return empty scanned keys; None if there is no room here."""
+        """Return empty scanned keys, or None if the entries' place has no room for scanned keys."""
         return None
 
     def copy(self, full: FullKVCache, positions: slice, first_entry: int) -> None:
@@ -71,13 +71,13 @@ class Entries:
                 self.buffer[layer, part, :, entries] = self.shape.numbers(gathered)
 
     def gather_values(self, means: torch.Tensor, chunks: torch.Tensor, first_entry: int) -> None:
-        """Copy the means of each head's own `chunks [num_layers, num_kv_heads, num_rows]` to the values of entries."""
+        """Copy the value means of each head's own `chunks [num_layers, num_kv_heads, num_rows]` to entries."""
         for layer, own in enumerate(chunks):
             rows = own[..., None].expand(-1, -1, self.shape.head_dim)
             self.buffer[layer, 1, :, first_entry : first_entry + own.shape[1]] = means[layer].gather(1, rows)
 
     def average(self, full: FullKVCache, part: int, positions: slice, means: torch.Tensor) -> None:
-        """Fill `means [num_layers, num_kv_heads, num_chunks, head_dim]` with those of chunks of positions."""
+        """Fill `means [num_layers, num_kv_heads, num_chunks, head_dim]` with the means over chunks of positions."""
         for layer, own in enumerate(means):
             rows = self.shape.numbers(full.stored_between(layer, positions)[part]).to(means.device)
             chunks = rows.unflatten(1, (own.shape[1], -1))  # [num_kv_heads, num_chunks, chunk_size, head_dim]
@@ -109,7 +109,7 @@ class Scanned(Protocol):
 
 
 class KeysToScan(NamedTuple):
-    """Keys that a partial cache will scan: `num_keys` from position `first` on, for `num_best` per query."""
+    """Keys that a partial cache will scan: `num_keys` from position `first` on, of which a query reads `num_best`."""
 
     first: int
     num_keys: int
@@ -119,7 +119,7 @@ class KeysToScan(NamedTuple):
 class SparseCache(ABC):
     """Buffer of chosen entries, the same number in every layer and head.
 
-    They steer drafts and never change the output. The choice depends on tokens alone, so resumed jobs have the same.
+    The entries affect drafts and never the output. Their choice depends on tokens alone, so resumed jobs choose alike.
     """
 
     comes_by_layer = False
@@ -152,7 +152,7 @@ class SparseCache(ABC):
         self._take_in(full, queries)
 
     def catch_up(self, full: FullKVCache, num_chunks: int) -> bool:
-        """Add some committed chunks, to shorten `follow`; return whether none is left."""
+        """Add some committed chunks now, so that `follow` has less to do; return whether no chunk is left."""
         return True
 
     @abstractmethod
@@ -184,7 +184,7 @@ class SparseCache(ABC):
 
 
 def capacity_for(num_entries: int) -> int:
-    """Return entries for `num_entries` and a chain, in whole blocks."""
+    """Return the capacity for `num_entries` and a chain, in whole blocks."""
     return -(-(num_entries + CHAIN_ROOM) // BLOCK) * BLOCK
 
 
@@ -211,7 +211,7 @@ class SummaryKVCache(SparseCache):
     def __init__(
         self, shape: CacheShape, budget: int, sequence: Sequence, new_entries: NewEntries = Entries, /
     ) -> None:
-        """`budget` counts entries of whole positions; each other chunk takes one more."""
+        """`budget` counts entries for single positions; each summarised chunk takes one more entry."""
         max_length = sequence.max_length
         self._num_chosen = _num_chosen(budget)
         self._first_build = NUM_PINNED + NUM_RECENT + 2 * self._num_chosen * CHUNK_SIZE
@@ -244,7 +244,7 @@ class SummaryKVCache(SparseCache):
         self._built_at = length
 
     def _fill(self, full: FullKVCache, order: torch.Tensor, mean_values: torch.Tensor) -> None:
-        """Write all entries from chunks by falling importance, `[num_layers, num_kv_heads, num_chunks]`."""
+        """Write all entries; `order [num_layers, num_kv_heads, num_chunks]` has the chunks, most important first."""
         chosen, others = order[..., : self._num_chosen], order[..., self._num_chosen :]
         first = torch.arange(NUM_PINNED, device=self.shape.device).expand(*order.shape[:2], -1)
         inside = torch.arange(CHUNK_SIZE, device=self.shape.device)

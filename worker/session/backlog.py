@@ -52,12 +52,12 @@ class CacheRoom:
         return PAGE if self.pool is None else self.pool.page
 
     def follow(self, orders: Orders) -> None:
-        """Set the pages of a CPU; a GPU has its own."""
+        """Set the number of pages from the orders on a CPU; a GPU's arena fixes its own number."""
         if self.arena is None:
             self.pool = None if orders.num_pages is None else PoolSize(orders.num_pages, PAGE)
 
     def can_fit(self, jobs: Collection[RunningJob]) -> bool:
-        """Return whether jobs have room for another step; a single job always has."""
+        """Return whether jobs have room for another step; a single job always has room."""
         (most, num_taken), _ = self._pools(jobs)
         return self._fits_windows(jobs) and (most is None or len(jobs) < 2 or num_taken(jobs) <= most)
 
@@ -82,7 +82,7 @@ class CacheRoom:
         return sum(pages_of(self._held(job) + self.num_beside, self._page) for job in jobs)
 
     def has_room(self, jobs: Collection[RunningJob], assignment: Assignment) -> bool:
-        """Return whether a job is expected to fit beside others for a while."""
+        """Return whether a job is expected to fit together with the running jobs for a while."""
         if self.pool is None or not jobs:
             return True
         growths = [self._growth_of(job) for job in jobs]
@@ -90,7 +90,7 @@ class CacheRoom:
         return fit(growths, self.pool, self.held)
 
     def _pools(self, jobs: Collection[RunningJob]) -> tuple[Pool, Pool]:
-        """Return the pages, then the window pages, each with a function of jobs' need."""
+        """Return the pool of pages and the pool of window pages, each with a function that counts what jobs need."""
         found = (self.num_pages, None) if self.arena is None else self.arena.num_pages_for(job.cache for job in jobs)
         return (found[0], self.num_taken), (found[1], self._num_in_windows)
 
@@ -110,7 +110,7 @@ class CacheRoom:
         return num_pages
 
     def _held(self, job: RunningJob) -> int:
-        """Return the number of positions of equal memory; those of a shared prompt are all kept."""
+        """Return how many unforgotten positions take the same memory; a shared prompt is kept in full."""
         num_positions = len(job.sequence)
         return num_positions if self.held is None else self.held.of(num_positions, job.assignment.num_shared_tokens)
 
@@ -125,7 +125,7 @@ class CacheRoom:
 
 
 class Backlog:
-    """Jobs of a worker that have not begun, in the driver's order."""
+    """Jobs of a worker that have not begun, in the order that the driver chose."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, Assignment] = {}
@@ -144,7 +144,7 @@ class Backlog:
         return recalled
 
     def keep_to(self, num_jobs: int) -> None:
-        """Limit the running jobs until the next orders."""
+        """Limit the number of running jobs until the next orders."""
         self._num_slots = num_jobs
 
     def next(self, jobs: Collection[RunningJob], room: CacheRoom) -> Assignment | None:

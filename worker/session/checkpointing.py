@@ -32,7 +32,7 @@ class Checkpointing:
         self._writer = CheckpointWriter(checkpoints, max(1, most), engine.counters.count_checkpoint, logs)
 
     def open(self, job: RunningJob) -> None:
-        """Start a job's checkpoints behind the segments that its resume loaded."""
+        """Start a job's checkpoints after the segments that its resume loaded."""
         segments = job.recovery.segments if job.recovery else ()
         num_rewinds = len(job.sequence.rewinds)
         self._writer.open(
@@ -52,7 +52,7 @@ class Checkpointing:
         self._expect_reads(job)
 
     def put_due(self, jobs: Collection[RunningJob]) -> None:
-        """Queue all due writes; one job's due token log takes those of all along."""
+        """Queue all due writes; as soon as one job's token log is due, the logs of all jobs are queued."""
         config = self._config
         if any(job.is_log_due(config.checkpoint_seconds, config.checkpoint_tokens) for job in jobs):
             with self._writer.together():
@@ -68,7 +68,7 @@ class Checkpointing:
             job.cache.release(self._writer.num_written_positions(job.job_id, kept_end))
 
     def catch_up(self, jobs: Collection[RunningJob], seconds: float) -> bool:
-        """Write positions that caches keep for checkpoints, for at most `seconds`; return whether all are written."""
+        """Write positions that caches retain for checkpoints, for at most `seconds`; return whether all are written."""
         for job in jobs:
             if self._config.checkpoint == "state" and self._num_new_positions(job) > 0:
                 self._put_state(job)
@@ -89,7 +89,7 @@ class Checkpointing:
         self._writer.check()
 
     def keep(self, job: RunningJob, seconds: float) -> None:
-        """Write all of an ended job that may be extended, for at most `seconds`."""
+        """Write log and state of an ended job that may be extended, for at most `seconds`."""
         self._put_tokens(job, is_released=True)
         if self._num_new_positions(job) > 0:
             self._put_state(job, is_released=True)
@@ -99,7 +99,7 @@ class Checkpointing:
     def close(self, job: RunningJob) -> None:
         """Stop writing a job's files.
 
-        An ended job's token log stays until `forget`; another's moves to the job's own folder.
+        An ended job's token log stays until `forget`; an unfinished job's log moves to the job's own folder.
         """
         has_ended = job.sequence.finish_reason is not None and job.sequence.error is None
         job.has_files = self._writer.close(job.job_id, has_ended)
@@ -116,7 +116,7 @@ class Checkpointing:
             job.cache.retain(self._writer.num_written_positions(job.job_id, len(job.sequence)))
 
     def _num_new_positions(self, job: RunningJob) -> int:
-        """Return the positions after the last state, without copied ones."""
+        """Return the number of positions after the last state, without positions copied from other caches."""
         return job.cache.length - max(self._writer.num_state_positions(job.job_id), job.cache.num_copied)
 
     def _put_tokens(self, job: RunningJob, is_released: bool = False) -> None:
@@ -133,19 +133,19 @@ class Checkpointing:
         self._writer.put_state(job.job_id, token_ids, self._drafter.state(job.sequence), layers)
 
     def _are_states_due(self, job: RunningJob, is_released: bool) -> bool:
-        """Return whether recurrent states are due: they wait until they at most double a checkpoint."""
+        """Return whether recurrent states are due: not before they are at most as large as the rest of a checkpoint."""
         num_new = job.cache.boundary - self._writer.num_positions_of_states(job.job_id)
         shape = job.cache.shape
         return num_new > 0 and (is_released or num_new * shape.bytes_per_position() >= shape.checkpointed_state_bytes())
 
 
 def state_interval(job: RunningJob, num_tokens: int) -> int:
-    """Return the new positions that make a state due, more for older jobs because each state costs requests."""
+    """Return how many new positions make a state due: more for longer texts, because each state costs requests."""
     return num_tokens if job.cache.shape.windows else max(num_tokens, int(REPLAYED_SHARE * job.cache.length))
 
 
 def num_unwritten(config: EngineConfig) -> int | None:
-    """Return the positions by which checkpoints lag; None: caches forget nothing."""
+    """Return by how many positions checkpoints may lag, or None if caches forget nothing."""
     are_written = config.checkpoint == "state"
     if engine_entry(config.engine).reads_caches or (config.keep_state and not are_written):
         return None

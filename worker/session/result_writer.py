@@ -20,7 +20,7 @@ MOST_RESULTS, MOST_BYTES, MOST_SECONDS = 1000, 16 * 2**20, 30.0  # waiting resul
 
 @dataclass(frozen=True)
 class SealingRule:
-    """Most work that a lost worker may lose with unwritten results."""
+    """Limits on the work that is lost with a worker's unwritten results."""
 
     seconds: float
     num_tokens: int
@@ -39,7 +39,7 @@ class Sealing:
         self._under_way: deque[Future[list[JobOutcome]]] = deque()
 
     def add(self, result: SealedResult, *, clears: bool) -> None:
-        """Add an ended job's result; with `clears`, its checkpoints are deleted once it is written."""
+        """Add an ended job's result; with `clears`, delete the job's checkpoints once the result is written."""
         if not self._waiting:
             self._since = time.monotonic()
         self._waiting.append((result, clears))
@@ -47,7 +47,7 @@ class Sealing:
         self._has_long |= result.num_tokens >= self._rule.num_tokens
 
     def seal_due(self) -> None:
-        """Start to write if the waiting results are many, old, or have a long job."""
+        """Start to write if the waiting results are many, are old, or include a long job's."""
         is_much = len(self._waiting) >= MOST_RESULTS or self._num_bytes >= MOST_BYTES or self._has_long
         if self._waiting and (is_much or time.monotonic() - self._since >= min(MOST_SECONDS, self._rule.seconds)):
             self.seal()

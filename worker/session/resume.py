@@ -1,6 +1,6 @@
 """Resumes a preempted job: tokens from its log, its cache from segments (`kv`) or by running the tokens again.
 
-Both give the same bits, so the faster is used, by the load rate of the first segment and measured forwards.
+Both ways give the same bits. The faster one is chosen by the load rate of the first segment and measured forwards.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Resumer:
     """Resumes sequences of one run from its checkpoints."""
 
     def __init__(self, checkpoints: CheckpointStore, costs: Costs, numerics: str) -> None:
-        """Load only caches with these numerics, because others have other bits."""
+        """Load only caches computed with these `numerics`, because other numerics give other bits."""
         self._checkpoints = checkpoints
         self._costs = costs
         self._numerics = numerics
@@ -62,7 +62,7 @@ class Resumer:
         )
 
     def _take_log(self, sequence: Sequence) -> None:
-        """Append the log's tokens; those without requested log-probabilities are drawn again."""
+        """Append the log's tokens up to the first one without requested log-probabilities; the rest is drawn again."""
         if sequence.logprobs is None:
             log, logprobs = self._checkpoints.read_log(sequence.sequence_id), None
         else:
@@ -97,7 +97,7 @@ class Resumer:
     def _load(
         self, sequence: Sequence, cache: FullKVCache, manifests: Items[StateManifest]
     ) -> tuple[SegmentEntry, ...]:
-        """Load segments as far as they are intact; return those that the job continues."""
+        """Load the segments before the first damaged one; return the segments that the job's next state continues."""
         entries = {entry.file: entry for manifest in manifests for entry in manifest.segments}
         loaded: list[SegmentEntry] = []
         started = time.perf_counter()
@@ -111,7 +111,7 @@ class Resumer:
         return tuple(loaded)
 
     def _load_states(self, sequence: Sequence, cache: FullKVCache, manifests: Items[StateManifest]) -> None:
-        """Load the newest intact recurrent states within the loaded positions, or else empty the cache."""
+        """Load the newest intact recurrent states within the loaded positions; if there are none, empty the cache."""
         end = min(cache.length, len(sequence) - 1)
         entries = {each.file: each for manifest in manifests if (each := manifest.states) and each.num_positions <= end}
         for entry in sorted(entries.values(), key=lambda entry: entry.num_positions, reverse=True):
@@ -127,7 +127,7 @@ class Resumer:
     def _load_next(
         self, entries: Collection[SegmentEntry], sequence: Sequence, cache: FullKVCache
     ) -> SegmentEntry | None:
-        """Load the longest intact segment that starts at the cache's end; None if there is none."""
+        """Load and return the longest intact segment that starts at the cache's end, or None if there is none."""
         candidates = [entry for entry in entries if entry.start == cache.length]
         for entry in sorted(candidates, key=lambda entry: entry.end, reverse=True):
             segment = self._checkpoints.read_segment(sequence.sequence_id, entry)
@@ -145,7 +145,7 @@ class Resumer:
         return None
 
     def _replay_is_faster(self, manifest: StateManifest, length: int, bytes_per_second: float) -> bool:
-        """Return whether replaying is faster; tokens that only segments have must be loaded."""
+        """Return whether replaying is faster than loading; tokens that the log lacks must be loaded."""
         if manifest.num_positions > length:
             return False
         num_bytes = sum(entry.size for entry in (*manifest.segments, manifest.states) if entry)
@@ -156,7 +156,7 @@ class Resumer:
 def _still_valid(manifests: Items[StateManifest], sequence: Sequence) -> list[StateManifest]:
     """Return the parts of manifests that are valid after the sequence's rewinds, longest first.
 
-    A manifest with more rewinds than the log is dropped, because its tokens may differ.
+    A manifest with more rewinds than the log is dropped, because its tokens may differ from the log's.
     """
     valid = []
     for manifest in manifests:
@@ -183,7 +183,7 @@ def _without(manifest: StateManifest, attempts: Collection[int]) -> StateManifes
 
 
 def _up_to(manifest: StateManifest, end: int) -> StateManifest:
-    """Return a manifest up to position `end`, without the drafter, which has seen more."""
+    """Return a manifest up to position `end`, without the drafter's state, which includes later tokens."""
     kept = tuple(entry for entry in manifest.segments if entry.end <= end)
     states = manifest.states if manifest.states is None or manifest.states.num_positions <= end else None
     return manifest.model_copy(update={"segments": kept, "drafter": None, "states": states})
@@ -195,7 +195,7 @@ def _refuse_strangers(sequence: Sequence, token_ids: np.ndarray) -> None:
 
 
 def _num_agreeing(sequence: Sequence, start: int, token_ids: np.ndarray) -> int:
-    """Return how many of a segment's tokens the sequence has. Raises ValueError if one differs."""
+    """Return how many of a segment's tokens the sequence has already. Raises ValueError if a token differs."""
     known = sequence.token_ids[start : start + len(token_ids)]
     differs = known != token_ids[: len(known)]
     if differs[: max(0, sequence.num_prompt_tokens - start)].any():

@@ -78,7 +78,7 @@ class RunningJob:
 
     @property
     def num_recomputed_tokens(self) -> int:
-        """Return the tokens that were reported and must be drawn again."""
+        """Return the number of tokens that an earlier attempt reported and that must be drawn again."""
         return max(0, self.assignment.num_reported_tokens - self.num_recovered_tokens)
 
     def resume_record(self) -> ResumeRecord:
@@ -103,12 +103,12 @@ class RunningJob:
         self.recorder.note(time.monotonic(), time.time(), *counts)
 
     def is_log_due(self, seconds: float, num_tokens: int) -> bool:
-        """Return whether the token log is older than `seconds` or `num_tokens` behind."""
+        """Return whether the token log is older than `seconds`, or lacks `num_tokens` tokens or more."""
         num_new = self.sequence.num_generated_tokens - self.num_logged_tokens
         return num_new >= num_tokens or (num_new > 0 and time.monotonic() - self.logged >= seconds)
 
     def metrics(self, attempts: Sequence[AttemptRecord], exactness: str) -> dict[str, Any]:
-        """Return the numbers of a result line; drafts and times are the last attempt's."""
+        """Return the metrics of a result line; the counts of drafts and the times are those of the last attempt."""
         seconds = time.monotonic() - self.started
         num_new_tokens = sum(self.num_tokens_by_draft.values())
         rewinds = self.sequence.rewinds
@@ -132,7 +132,7 @@ class RunningJob:
         }
 
     def history(self, found: Sequence[AttemptRecord]) -> list[AttemptRecord]:
-        """Return the attempts found in files, with this one as it is now."""
+        """Return the attempts found in files, with the current attempt brought up to date."""
         number = self.assignment.attempt
         resume = next((each.resume for each in found if each.number == number), None)
         known = {**self.start.model_dump(), "number": number, "resume": resume, "timeline": self.recorder.take()}

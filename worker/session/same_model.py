@@ -1,4 +1,4 @@
-"""Loading of the run's model, and of no other."""
+"""Loads the run's model, and refuses a model whose files differ."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def loaded_target(config: EngineConfig, files: ModelFiles, run: Run, textless_id
 
 
 def _slots(config: EngineConfig, files: ModelFiles, run: Run) -> SlotsWanted | None:
-    """Return the slots for the run's longest job on a GPU; None on a CPU."""
+    """Return the slots for the run's longest job on a GPU, or None on a CPU."""
     longest_job = 0 if resolve_device(config.device).type == "cpu" else run.longest_job()
     if not longest_job:
         return None

@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerSession:
-    """Model on this machine, and the jobs that run on it.
+    """The model on this machine, and the jobs that it runs.
 
     `work` and `drain` raise StoreError when the store has failed for good.
     """
@@ -158,7 +158,7 @@ class WorkerSession:
         return report
 
     def _due_counters(self) -> EngineCounters | None:
-        """Return all counters when due, since they are the largest part of a report."""
+        """Return all counters at intervals, else None, because they are the largest part of a report."""
         now = time.monotonic()
         if self._has_jobs() and now - self._counted < COUNTERS_SECONDS:
             return None
@@ -244,7 +244,7 @@ class WorkerSession:
             logger.warning("drafter state of job %s not used: %s", sequence.sequence_id, error)
 
     def _make_room(self) -> None:
-        """Hand back jobs without room for another step, and let checkpoints of the others catch up."""
+        """Hand back jobs without room for another step, and let the checkpoints of the other jobs catch up."""
         running = self._running.values()
         jobs = self._room.without_room(running)
         if jobs and gc.collect():  # frees caches in reference cycles
@@ -281,8 +281,8 @@ class WorkerSession:
     def _finish(self, job: RunningJob, may_go_on: bool, is_kept: bool) -> JobOutcome:
         """Queue an ended job's result, unless a newer attempt exists.
 
-        A job that ends before its first write reads no files. So a job given up with its worker may have two equal
-        results.
+        To save reads, a job that ends before its first write does not look for newer attempts. If its worker was given
+        up meanwhile, such a job may get two equal results.
         """
         sequence = job.sequence
         if sequence.error is not None:

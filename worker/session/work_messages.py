@@ -12,7 +12,7 @@ from swiftbatch.metrics.counters import EngineCounters
 
 @dataclass(frozen=True)
 class Assignment:
-    """One attempt at one job, whose number no other attempt has."""
+    """One attempt at one job; no other attempt at the job has the same number."""
 
     job_id: str
     line_number: int
@@ -36,7 +36,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Orders:
-    """Orders for a slice of work, by job ids."""
+    """Orders for a slice of work, as job ids and assignments."""
 
     assignments: tuple[Assignment, ...] = ()
     reserve: tuple[Assignment, ...] = ()  # start in this order as places become free

@@ -1,4 +1,4 @@
-"""Chains that the target draws itself, with scanned keys in place of all: a way to draft behind long texts."""
+"""Chains that the target itself draws while it scans keys instead of reading all: a way to draft after long texts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ChainWay(DraftWay):
     needs_top_k = True
 
     def __init__(self, target: TargetModel, planner: RoundsPlanner, trees: TreeWay, num_best: int) -> None:
-        """`num_best` keys are those that a query of a round sees exactly."""
+        """`num_best` is the number of keys that a query of a round reads exactly."""
         self._planner, self._trees = planner, trees
         self.chains = SelfSpeculationDrafter(target, RecycledProposer(trees.drafter), planner, ScanKVCache, num_best)
         arena = target.forwards.arena
@@ -63,7 +63,7 @@ class ChainWay(DraftWay):
         self._caches_outside[sequence.sequence_id] = cache
 
     def promise(self, requests: list[DraftRequest], beside: float) -> float:
-        """Spread the seconds that texts take until they can be scanned over all tokens to come."""
+        """Return the expected tokens per second; the time to prepare scans is spread over all future tokens."""
         lengths = lengths_of(requests)
         if lengths.max() < SHORTEST_SCANNED or len(requests) > self._most_scanned:
             return 0.0
@@ -109,7 +109,7 @@ class ChainWay(DraftWay):
         self._num_steps = 0
 
     def _are_scanned(self, requests: list[DraftRequest]) -> bool:
-        """Take some more of each text in; return False while there is more to come, so that no step waits for long."""
+        """Prepare a few more chunks of each text, so that no step waits long; return whether all texts are ready."""
         for request in requests:
             name = request.sequence.sequence_id
             if name in self._caches_outside:  # those that stay short never need room for a partial cache

@@ -38,7 +38,7 @@ MOST_BESIDE = 9  # times the seconds of a forward
 
 
 class StepCall(NamedTuple):
-    """The tokens, steps and draft tokens of one call of the target, of all sequences together."""
+    """The numbers of tokens, steps and draft tokens of one call of the target, summed over sequences."""
 
     num_tokens: int
     num_steps: int  # several where nothing was drafted
@@ -46,15 +46,15 @@ class StepCall(NamedTuple):
 
     @property
     def kind(self) -> tuple[int, int]:
-        """Calls of a kind take about as long."""
+        """A key for the call's duration: calls with the same key take about equally long."""
         return self.num_steps, self.num_draft_tokens.bit_length()
 
 
 class TokenRate:
-    """The tokens per second of the newest calls, as if nothing had held one up."""
+    """The tokens per second of the latest calls, with the time of delayed calls capped."""
 
     def __init__(self, before: TokenRate | None = None) -> None:
-        """Begin with the calls of another one."""
+        """Begin with the calls of `before`, or with none."""
         self._calls: deque[tuple[StepCall, float]] = deque(before._calls if before else (), maxlen=NUM_KEPT)
         self.num_calls = len(self._calls)
         self._value, self._num_known = 0.0, 0  # and the calls that it was found by
@@ -65,7 +65,7 @@ class TokenRate:
 
     @property
     def value(self) -> float:
-        """Return the tokens per second by all calls but the newest few; 0 before the first call."""
+        """Return the tokens per second, which may not yet include the latest few calls; 0 before the first call."""
         if self.num_calls - self._num_known > min(self._num_known // 4, MOST_UNKNOWN):
             self._num_known = self.num_calls
             by_kind = defaultdict[tuple[int, int], list[tuple[int, float]]](list)
@@ -79,28 +79,28 @@ class TokenRate:
 
 
 def _undisturbed(seconds: list[float]) -> float:
-    """Return the sum of the seconds of like calls, of which none counts for much more than the median."""
+    """Return the total seconds of calls of one kind; a call counts for at most `MOST_HELD_UP` times the median."""
     most = MOST_HELD_UP * statistics.median_low(seconds)
     return sum(min(each, most) for each in seconds)
 
 
 class StepTimes:
-    """The seconds that steps of each way take beside their forwards: drafting, learning and a busy machine."""
+    """The seconds that steps of each way take outside their forwards: drafting, learning, a busy machine."""
 
     def __init__(self) -> None:
         self._beside: dict[str, deque[float]] = {}
 
     def observe(self, way: str, seconds: float, expected: float) -> None:
-        """Take in a step of `seconds`; its forwards should have taken `expected`."""
+        """Record a step that took `seconds`, of which its forwards should have taken `expected`."""
         kept = self._beside.setdefault(way, deque(maxlen=NUM_TIMES))
         kept.append(min(seconds - expected, MOST_BESIDE * expected))
 
     def is_known(self, way: str) -> bool:
-        """Return whether enough steps have passed."""
+        """Return whether enough steps of this way were recorded."""
         return len(self._beside.get(way, ())) >= FEWEST_TIMES
 
     def beside(self, way: str, otherwise: float) -> float:
-        """Return the median seconds; a guess by those of plain steps, or by `otherwise`, where they are not known."""
+        """Return the median seconds; if the way is unknown, estimate them from plain steps or from `otherwise`."""
         if self.is_known(way):
             return statistics.median(self._beside[way])
         known = [statistics.median(self._beside[name]) for name in self._beside if self.is_known(name)]
@@ -110,7 +110,7 @@ class StepTimes:
 
 @dataclass
 class BestTurn:
-    """Calls in a row that go the best way."""
+    """Consecutive calls that go the best way."""
 
     most_tokens: int
     num_tokens: int = 0
@@ -118,7 +118,7 @@ class BestTurn:
 
 @dataclass
 class WayTrial:
-    """Blocks of calls that go another way and the best one by turns: when a machine slows down, both become slower."""
+    """Alternating blocks of calls that go another way and the best way, so that a slower machine slows both alike."""
 
     way: str
     best: str
@@ -161,7 +161,7 @@ class WayTrial:
 
 @dataclass
 class Place:
-    """Knowledge for a number of sequences, the longest of about this length."""
+    """What was measured for about `number` sequences, the longest of about `longest` positions."""
 
     number: int
     longest: int
@@ -177,7 +177,7 @@ class Place:
         return _are_alike(number, self.number) and _are_alike(longest, self.longest)
 
     def measured(self, way: str) -> float:
-        """Return the tokens per second of a way; 0 where it was not tried."""
+        """Return the tokens per second of a way, or 0 if it was not tried."""
         return self.rate.value if way == self.best else self.others.get(way, 0.0)
 
     def take(self, way: str, rate: TokenRate) -> None:
@@ -192,7 +192,7 @@ class Place:
         self.others.pop(way, None)
 
     def put_off(self, way: str, num_tokens: float) -> None:
-        """Try a way after so many tokens, within bounds that double with every lost trial."""
+        """Schedule a way's next trial after `num_tokens`, clipped; the lower bound doubles with every lost trial."""
         least = SHORTEST_INTERVAL * self.number << self.num_lost.get(way, 0)
         self.due[way] = self.num_tokens + int(min(max(least, num_tokens), LONGEST_INTERVAL * self.number))
 
@@ -224,8 +224,8 @@ class Policy:
     def choose(self, requests: list[DraftRequest], promises: Callable[[], dict[str, float | None]]) -> str:
         """Return the way of the coming call.
 
-        `promises` are expected tokens per second of each way: 0 if it can draft nothing now, None if only a trial can
-        tell.
+        `promises` returns each way's expected tokens per second: 0 if the way can draft nothing now, None if only a
+        trial can tell.
         """
         names = [request.sequence.sequence_id for request in requests]
         is_over = self._is_over
@@ -237,9 +237,9 @@ class Policy:
         return self._way
 
     def observe(self, way: str, call: StepCall, seconds: float, expected: float | None) -> None:
-        """Take in what a call brought; its forwards should take `expected` seconds a step.
+        """Record a call; its forwards should take `expected` seconds per step.
 
-        A call that went another way than the turn tells nothing of the turn.
+        A call that went another way than the turn's way does not count for the turn.
         """
         if expected is not None:
             self.times.observe(way, seconds / call.num_steps, expected)
@@ -255,19 +255,19 @@ class Policy:
 
     @property
     def rate(self) -> float:
-        """Return the tokens per second of the best way: measured, or promised before that."""
+        """Return the tokens per second of the best way: measured, or expected before it is measured."""
         return self._place.rate.value or self._promised
 
     @property
     def most_steps(self) -> int:
-        """Return the most plain steps of one call in this turn."""
+        """Return how many plain steps one call may take in this turn."""
         turn = self._turn
         if isinstance(turn, BestTurn) and self._place.rate.num_calls:
             return max(1, (turn.most_tokens - turn.num_tokens) // self._place.number)
         return STEPS_PER_TRIAL_CALL
 
     def num_tokens_to_trial(self, way: str) -> int:
-        """Return the tokens of each sequence until a way is tried."""
+        """Return how many tokens each sequence gets until the way is tried."""
         if isinstance(self._turn, WayTrial) and self._turn.way == way:
             return 0
         place = self._place
@@ -283,7 +283,7 @@ class Policy:
         return turn is None or (turn.is_over if isinstance(turn, WayTrial) else turn.num_tokens >= turn.most_tokens)
 
     def _next_turn(self, values: dict[str, float]) -> BestTurn | WayTrial:
-        """End the turn, and begin another one. `values` are the tokens per second of the ways that can be gone."""
+        """End the turn and begin another. `values` has the tokens per second of every way that can draft now."""
         place, turn = self._place, self._turn
         if isinstance(turn, WayTrial):
             self._judge(turn)
@@ -300,12 +300,12 @@ class Policy:
         return BestTurn(min(until, LOOK_EVERY * place.number))
 
     def _first(self, values: dict[str, float]) -> str:
-        """Return the way to begin with: plain decoding, unless another one surely brings more."""
+        """Return the way to begin with: plain decoding, unless another way is certainly faster."""
         way = max(values, key=values.__getitem__)
         return way if values[way] > SURELY_BETTER * values[PLAIN] or self.times.is_known(way) else PLAIN
 
     def _judge(self, trial: WayTrial) -> None:
-        """Take a way that was faster than the best one; try another one again later."""
+        """Adopt the tried way if it was faster than the best way; otherwise schedule its next trial."""
         place, way, ratio = self._place, trial.way, trial.ratio
         if trial.best != place.best:
             return
@@ -323,7 +323,7 @@ class Policy:
             self._gains |= {name: place.measured(name) / plain for name in (place.best, way)}
 
     def _values(self, promises: dict[str, float | None]) -> dict[str, float]:
-        """Return the tokens per second of all ways that can be gone: measured here, or promised."""
+        """Return the tokens per second of all ways that can draft now: measured in this place, or expected."""
         plain, place = self._place.measured(PLAIN) or promises[PLAIN] or 1.0, self._place
         values = {}
         for way, promise in promises.items():
@@ -334,7 +334,7 @@ class Policy:
         return values
 
     def _meet(self, number: int, longest: int) -> None:
-        """Continue the place for such sequences, or begin a new one."""
+        """Continue with the place for this number and length of sequences, or begin a new place."""
         if self._place.fits(number, longest):
             return
         known = [each for each in self._places if each.fits(number, longest)] or [Place(number, longest)]

@@ -26,14 +26,14 @@ PRIOR_STEPS = 8  # a prior's weight in steps
 
 
 class RepeatShares:
-    """The running shares of tokens that a repeat went on with, by how many it had matched before."""
+    """Running acceptance rates of tokens that continue a repeat, grouped by how many tokens matched before them."""
 
     def __init__(self) -> None:
         self._shares = list(PRIORS)
         self._num_seen = [0] * len(PRIORS)
 
     def observe(self, num_matched: int, goes_on: bool) -> None:
-        """Learn from one token behind `num_matched` matched ones."""
+        """Learn whether the repeat went on for one more token after `num_matched` matching tokens."""
         level = _level(num_matched)
         self._num_seen[level] += 1
         rate = max(LEARNING_RATE, 1.0 / (PRIOR_STEPS + self._num_seen[level]))
@@ -53,10 +53,10 @@ def _level(num_matched: int) -> int:
 
 
 class RepeatedText:
-    """One sequence: the newest place behind every n-gram, and the place that its end agrees with."""
+    """One sequence: the position after the latest occurrence of every n-gram, and the position it repeats from."""
 
     def __init__(self, sequence: Sequence, shares: RepeatShares) -> None:
-        """Index what is there; `shares` may belong to several sequences."""
+        """Index the sequence's tokens; `shares` may belong to several sequences."""
         self._shares = shares
         self._places = np.zeros(2 * sequence.max_length + 1, dtype=np.int32)  # bucket -> place behind n-gram; 0: none
         self._num_buckets = len(self._places)
@@ -72,7 +72,7 @@ class RepeatedText:
 
     @property
     def num_told_apart(self) -> int:
-        """Return the matched tokens as far as they make a difference."""
+        """Return the number of matched tokens, capped where more of them no longer change the acceptance rate."""
         return min(self.num_matched, MOST_TOLD_APART)
 
     def catch_up(self, sequence: Sequence) -> None:
@@ -97,7 +97,7 @@ class RepeatedText:
         return self._shares.tokens(self.num_matched, choices) if self.num_matched else [1.0] * len(choices)
 
     def chain(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """Return the tokens if the repeat goes on; one that overlaps itself goes on from its own tokens."""
+        """Return the next tokens if the repeat goes on; a repeat that reaches the end continues with its own tokens."""
         period = len(sequence) - self._source
         offsets = np.arange(num_tokens) % period
         found: list[int] = sequence.token_ids[self._source + offsets].tolist()
@@ -111,7 +111,7 @@ class RepeatedText:
             self.num_matched = 0
 
     def _begin(self, token_ids: np.ndarray, end: int, ngram: list[int], place: int) -> None:
-        """Begin a repeat where the newest earlier place of its bucket has `ngram`, the tokens up to `end`, in front."""
+        """Begin a repeat from `place` if the tokens before it are `ngram`, the last tokens before `end`."""
         if not NGRAM <= place < end or token_ids[place - NGRAM : place].tolist() != ngram:
             return  # another n-gram may have the same bucket
         most, self._source = min(place, MOST_TOLD_APART), place
@@ -121,7 +121,7 @@ class RepeatedText:
             self.num_matched += 1
 
     def _index(self, token_ids: np.ndarray) -> None:
-        """Keep the newest place of every n-gram but the last, which `_begin` looks up first."""
+        """Store the latest position of every n-gram except the last, which `_begin` must look up first."""
         if (num_ngrams := len(token_ids) - NGRAM) > 0:  # term by term: a window on each n-gram takes five times as long
             terms = (token_ids[i : i + num_ngrams] * factor for i, factor in enumerate(FACTORS))
             self._places[functools.reduce(operator.iadd, terms) % len(self._places)] = np.arange(NGRAM, len(token_ids))
@@ -140,7 +140,7 @@ FEWEST_AT_ONCE, MOST_AT_ONCE = 8, 32  # plain steps between two looks at a text:
 
 
 class RepeatWay(DraftWay):
-    """Chains of what sequences repeat; sequences that repeat nothing have the trees of another way."""
+    """Drafts chains for sequences that repeat earlier text, and trees of another way for the other sequences."""
 
     def __init__(self, trees: TreeWay) -> None:
         self._trees = trees
@@ -214,7 +214,7 @@ class RepeatWay(DraftWay):
         return text.tokens((FEW_NODES,))[0] if text.num_matched else 1.0
 
     def _planned(self, requests: list[DraftRequest], repeated: set[str], beside: float) -> float:
-        """Find the nodes of each sequence; return the tokens per second that they promise."""
+        """Choose each sequence's number of nodes; return the expected tokens per second."""
         tokens = self._trees.sizes.tokens(requests)
         for number, request in enumerate(requests):
             if _name(request) in repeated:

@@ -21,9 +21,9 @@ def best_shares(
 ) -> tuple[np.ndarray, float]:
     """Choose the index into `NODE_CHOICES` of each sequence, `[num_sequences]`, for most tokens per second of all.
 
-    `tokens [num_sequences, num_choices]` are those that trees of these sizes bring, `lengths [num_sequences]` those of
-    the caches; a step takes `beside` seconds beside its forward. Returns the rate, too. Unless `can_be_none`, one
-    sequence at least has a tree.
+    `tokens [num_sequences, num_choices]`: expected tokens by tree size; `lengths [num_sequences]`: cached positions;
+    `beside`: a step's seconds outside its forward. Also returns the rate. Unless `can_be_none`, at least one sequence
+    gets a tree.
     """
     own = costs.own_seconds(NUM_ROWS, lengths)  # [num_sequences, num_choices]
     rates = _rates_alike(costs, tokens, own, beside)
@@ -40,7 +40,7 @@ def best_shares(
 
 
 def _rates_alike(costs: StepCosts, tokens: np.ndarray, own: np.ndarray, beside: float) -> list[float]:
-    """Return the tokens per second where all sequences have the same one of `NODE_CHOICES`, for each of these."""
+    """Return, for each of `NODE_CHOICES`, the tokens per second if all sequences have trees of this size."""
     brought, seconds, number = tokens.sum(axis=0).tolist(), own.sum(axis=0).tolist(), len(tokens)
     return [
         brought[choice] / together(costs.shared_seconds(number * (num_nodes + 1)) + seconds[choice], beside)
@@ -49,9 +49,9 @@ def _rates_alike(costs: StepCosts, tokens: np.ndarray, own: np.ndarray, beside: 
 
 
 def rate_of(costs: StepCosts, tokens: np.ndarray, own: np.ndarray, chosen: np.ndarray, beside: float) -> float:
-    """Return the tokens per second where sequences have the `chosen` ones of `NODE_CHOICES`, `[num_sequences]`.
+    """Return the tokens per second if each sequence's tree has the size at index `chosen [num_sequences]`.
 
-    `tokens` and `own` seconds are `[num_sequences, num_choices]`.
+    `chosen` indexes `NODE_CHOICES`; `tokens` and `own` (seconds) are `[num_sequences, num_choices]`.
     """
     sequences = np.arange(len(chosen))
     forward = costs.shared_seconds(int(NUM_ROWS[chosen].sum())) + own[sequences, chosen].sum()
@@ -70,7 +70,7 @@ def lengths_of(requests: list[DraftRequest]) -> np.ndarray:
 
 
 class TreeSizes:
-    """The acceptance of every sequence, and the sizes that follow from it until more was learned."""
+    """Acceptance rates of every sequence, and the tree sizes computed from them until the next verified trees."""
 
     def __init__(self, costs: StepCosts) -> None:
         self._probed, self.costs = costs, costs
@@ -83,7 +83,7 @@ class TreeSizes:
         self._seconds: dict[tuple[int, ...], float] = {}  # sizes -> seconds of forwards since the plan
 
     def plan(self, requests: list[DraftRequest], beside: float) -> float:
-        """Find the sizes of the coming trees; return the tokens per second that they promise."""
+        """Choose the sizes of the coming trees; return the expected tokens per second."""
         self.costs = self._probed.as_routed()
         shares, rate = best_shares(self.costs, self.tokens(requests), lengths_of(requests), beside, can_be_none=False)
         plan = {r.sequence.sequence_id: int(share) for r, share in zip(requests, shares, strict=True)}
@@ -93,14 +93,14 @@ class TreeSizes:
         return rate
 
     def sizes(self, requests: list[DraftRequest], beside: float) -> list[int]:
-        """Return the numbers of nodes of the coming trees: now and then more than pay, to learn of them."""
+        """Return each coming tree's number of nodes; now and then more than is best, to learn their acceptance rate."""
         names = {request.sequence.sequence_id for request in requests}
         if names != self._shares.keys() or self._num_learned >= self._plan_every * len(names):
             self.plan(requests, beside)
         return [min(r.max_nodes, NODE_CHOICES[self._choice(r.sequence)]) for r in requests]
 
     def forward_seconds(self, requests: list[DraftRequest], sizes: list[int]) -> float:
-        """Return the seconds of a forward of these sizes, as texts were long when they were first asked for."""
+        """Return the seconds of a forward of trees of these sizes; cached for the text lengths of the first call."""
         key = tuple(sizes)
         if key not in self._seconds:
             self._seconds[key] = forward_seconds(self.costs, requests, sizes)
@@ -114,13 +114,13 @@ class TreeSizes:
         return np.array([self._of(request.sequence).tokens(NODE_CHOICES) for request in requests])
 
     def observe(self, verified: Many[Verified]) -> None:
-        """Learn from verified trees; from an empty one, that a step went by."""
+        """Learn from verified trees; an empty tree only counts as a step."""
         for sequence, verification in verified:
             self._num_learned += verification.num_proposed_tokens > 0
             self._of(sequence).observe(verification.num_proposed_tokens, verification.proposed_path)
 
     def learn(self, sequence: Sequence, num_nodes: int, path: list[int]) -> None:
-        """Learn from a tree that was checked beside a step's own."""
+        """Learn from a tree that was checked in addition to the step's own tree."""
         self._of(sequence).learn(num_nodes, path)
 
     def forget(self, sequence: Sequence) -> None:
@@ -134,7 +134,7 @@ class TreeSizes:
         return self._of(sequence).state()
 
     def restore(self, sequence: Sequence, state: np.ndarray) -> None:
-        """Take back what `state` returned. Unfit arrays raise ValueError and change nothing."""
+        """Restore a result of `state`. Raises ValueError for an array that does not fit, and then changes nothing."""
         self._of(sequence).restore(state)
 
     def _of(self, sequence: Sequence) -> NodeAcceptance:

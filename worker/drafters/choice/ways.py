@@ -27,21 +27,21 @@ class DraftWay(Learner):
     expected_seconds: float | None = None  # forwards of that step; None if unknown
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
-        """Take in a sequence, as `Drafter.start` does."""
+        """Start a sequence, as `Drafter.start` does."""
 
     @abstractmethod
     def promise(self, requests: list[DraftRequest], beside: float) -> float | None:
-        """Return the expected tokens per second of all, where a step takes `beside` seconds beside its forwards.
+        """Return the expected tokens per second, summed over sequences; `beside` is a step's time outside forwards.
 
-        0 where nothing can be drafted now; None where only a trial can tell.
+        Returns 0 if the way can draft nothing now, and None if only a trial can tell.
         """
 
     @abstractmethod
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree] | None:
-        """Propose for all sequences of the coming step; None where the way is not ready for them yet."""
+        """Propose for all sequences of the coming step, or return None if the way is not ready for them yet."""
 
     def hear(self, verified: Many[Verified]) -> None:
-        """Take in a step that another way has proposed for, or several plain ones."""
+        """Learn from a step that another way proposed for, or from several plain steps."""
 
 
 class PlainWay(DraftWay):
@@ -67,7 +67,7 @@ class PlainWay(DraftWay):
 
 
 class TreeWay(DraftWay):
-    """Trees of a drafter, each as large as pays."""
+    """Trees of a drafter, each of the size with the most tokens per second."""
 
     def __init__(self, drafter: TreeDrafter, costs: StepCosts) -> None:
         self.drafter, self.sizes = drafter, TreeSizes(costs)
@@ -119,7 +119,7 @@ class TreeWay(DraftWay):
 
 
 class MeasuredWay(DraftWay):
-    """A drafter that plans its drafts by itself: how much it brings is seen in trials alone."""
+    """A drafter that plans its own drafts; only trials show how much faster it is."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter

@@ -51,7 +51,7 @@ class CudaDraftModel(Protocol):
     def read_from(self, rows: torch.Tensor, places: torch.Tensor) -> None:
         """Read the rows of every forward from a table `[layout.size] int32`.
 
-        `places [NUM_ROWS, 2] int32`: a row's input feature, and the place of its regressed one; -1 for none.
+        `places [NUM_ROWS, 2] int32`: indices of a row's input feature and of its regressed feature, or -1 for none.
         """
 
     def forward(self) -> None:
@@ -147,9 +147,9 @@ class DraftLayout:
         return buffer[:start], buffer[start:end].reshape(NUM_ROWS, 2), buffer[end:]
 
     def fill(self, buffer: NDArray[np.int32], parts: list[DraftRows], slots: SlotBuffers) -> None:
-        """Fill in at most `NUM_ROWS` rows; masks go to `slots`, the draft model's on the device.
+        """Write at most `NUM_ROWS` rows to `buffer`, and their masks to `slots`, the draft model's device buffers.
 
-        Raises ValueError if unfit.
+        Raises ValueError if the parts have more rows, or values that the layout does not allow.
         """
         rows, places, draws = self.parts(buffer)
         self.rows.fill(rows, [(part.rows, part.room.cache.slot) for part in parts])

@@ -56,7 +56,7 @@ class CudaGriffin:
     ) -> None:
         """Take `arena [1, 2, num_slots, num_kv_heads, capacity, head_dim]` and `features [num_places, hidden]`.
 
-        Raises ValueError.
+        Raises ValueError for sizes that the kernels do not take.
         """
         self._around, self._sizes = around, weights.sizes
         self._fuse, self._norms = weights.fuse, weights.parts

@@ -65,19 +65,19 @@ class DraftForwards(Protocol):
     """A draft model over the target's features."""
 
     def start(self, sequence: Sequence, target_cache: FullKVCache) -> None:
-        """Make room for a sequence whose target cache this is."""
+        """Make room for a sequence; `target_cache` is its cache in the target."""
 
     def stop(self, sequence_id: str) -> None:
         """Forget a sequence."""
 
     def take(self, sequence_id: str, position: int, hidden: torch.Tensor) -> None:
-        """Take the target's features `[num_rows, hidden]` from a position on."""
+        """Take the target's features `[num_rows, hidden]` for the positions from `position` on."""
 
     def follow(self, sequences: list[Sequence]) -> list[Candidates]:
-        """Take committed tokens; return candidates behind each sequence's newest token."""
+        """Take the newly committed tokens; return the candidates to follow each sequence's newest token."""
 
     def expand(self, levels: list[Level]) -> list[list[Candidates]]:
-        """Return the candidates behind each new node."""
+        """Return the candidates to follow each new node."""
 
 
 class GriffinForwards:
@@ -126,7 +126,7 @@ class GriffinForwards:
             context.room.cache.roll_back(min(context.room.cache.length, NUM_SINKS))
 
     def _missing_rows(self, sequence: Sequence) -> DraftRows:
-        """Return the next rows missing in the cache: at most a block, sinks and window apart."""
+        """Return the next rows missing in the cache, at most a block; rows for sinks and for the window stay apart."""
         context = self._contexts[sequence.sequence_id]
         room, last = context.room, len(sequence) - 1
         first = position_of(room.cache.length, context.start)
@@ -179,14 +179,14 @@ class GriffinRows(Protocol):
         """Make room for one sequence. Raises KVRoomError if the target's slots are used up."""
 
     def run(self, parts: list[DraftRows]) -> list[list[Candidates]]:
-        """Return candidates behind each part's tree rows.
+        """Return the candidates to follow each part's tree rows.
 
-        Writes keys and values to the rows' entries and regressed features to their rooms.
+        Writes keys and values to the rows' cache entries, and regressed features to the parts' rooms.
         """
 
 
 def rows_of(model: GriffinModel, target: TargetModel, num_candidates: int) -> GriffinRows:
-    """Return kernels if target and draft model fit them, else torch."""
+    """Return rows run by kernels if these support the target and the draft model, else by torch."""
     try:
         if target.forwards.team is not None:
             return NativeRows(model, target.forwards, num_candidates)
@@ -226,7 +226,7 @@ class NativeRows:
 
 
 class TiledRows:
-    """The definition in torch, over the same row-exact tiles as `transformers` targets."""
+    """The reference in torch, over the same row-exact tiles as `transformers` targets."""
 
     def __init__(self, model: GriffinModel, target: TargetModel, num_candidates: int) -> None:
         model.set_attention(ATTENTION_NAME)

@@ -23,7 +23,7 @@ NUM_ENTRIES = NUM_SINKS + 2 * WINDOW
 
 
 def window_start(num_committed: int) -> int:
-    """Return the position of the first visible token behind the sinks."""
+    """Return the position of the first visible token after the sinks."""
     return max(NUM_SINKS, (num_committed // WINDOW - 1) * WINDOW)
 
 
@@ -55,7 +55,7 @@ class Features:
         self.first = self.end = 0  # known positions
 
     def put(self, position: int, hidden: torch.Tensor) -> None:
-        """Keep `hidden [num_rows, hidden]` from `position` on; forget features that do not adjoin."""
+        """Keep `hidden [num_rows, hidden]` from `position` on; forget kept features if there is a gap before them."""
         if position != self.end:
             self.first = position
         self.end = position + len(hidden)
@@ -95,7 +95,7 @@ class Room:
 
 @dataclass(frozen=True)
 class DraftRows:
-    """Consecutive rows of one sequence; the last ones, of a draft tree, want candidates."""
+    """Consecutive rows of one sequence; the last rows may belong to a draft tree and need candidates."""
 
     room: Room
     rows: SequenceRows
@@ -122,7 +122,7 @@ def features_of(parts: list[DraftRows]) -> torch.Tensor:
 
 
 def wanted_rows(parts: list[DraftRows]) -> list[int]:
-    """Return the tree rows' numbers among all rows of some parts."""
+    """Return the indices of the tree rows among all rows of some parts."""
     wanted: list[int] = []
     start = 0
     for part in parts:

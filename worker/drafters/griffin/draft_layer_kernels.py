@@ -81,7 +81,7 @@ def add_row(rows_ptr, state_ptr, delta_ptr, HIDDEN: tl.constexpr, WIDTH: tl.cons
 
 @triton.jit
 def keep_row(rows_ptr, feature_places_ptr, regressed_ptr, features_ptr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr):
-    """Write a row's regressed feature to its own place; -1 skips it."""
+    """Write a row's regressed feature to the row's own place, unless that is -1."""
     row = tl.program_id(0)
     place = tl.load(feature_places_ptr + row * 2 + 1).to(tl.int64)
     if is_padding(rows_ptr, row) | (place < 0):
@@ -97,9 +97,9 @@ def join_row(
     rows_ptr, token_ids_ptr, feature_places_ptr, features_ptr, embedding_ptr, token_norm_ptr, hidden_norm_ptr,
     pairs_ptr, epsilon, HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write half a row: the token's embedding, or behind it the feature in front of the token.
+    """Write one half of a row: the token's embedding, or the feature of the position before the token.
 
-    Each passes an RMS norm with float32 weights and is rounded once.
+    Each half passes an RMS norm with float32 weights and is rounded once.
     """
     row = tl.program_id(0)
     half = tl.program_id(1)

@@ -29,7 +29,7 @@ PRICED_ROWS = (1, 16)  # a row's price is the mean between these numbers of rows
 
 
 class GrowingTree:
-    """Candidates of all levels of a sequence's tree, and the expanded ones."""
+    """Candidate nodes of all levels of a sequence's tree, and which of them are expanded."""
 
     def __init__(self, sequence: Sequence, max_depth: int, num_expanded: int, prices: TreePrices) -> None:
         """Expand at most `num_expanded` nodes of a level, down to `max_depth`."""
@@ -50,7 +50,7 @@ class GrowingTree:
         self.add_level([candidates])
 
     def next_level(self) -> Level | None:
-        """Return the nodes to expand next; None if no further level pays."""
+        """Return the nodes to expand next, or None if another level would cost more than it brings."""
         if self.num_levels >= self._max_depth:
             return None
         best = sorted(self._newest, key=self._scores.__getitem__, reverse=True)[: self._width]
@@ -77,7 +77,7 @@ class GrowingTree:
                 self._candidates.parents.append(parent)
 
     def best(self, max_nodes: int) -> tuple[DraftTree, float]:
-        """Return the best paying candidates as a tree, and the expected number accepted."""
+        """Return the most profitable candidates as a tree, and how many of them should be accepted."""
         order = sorted(range(len(self._scores)), key=lambda node: -self._scores[node])[:max_nodes]
         paid = [node for node in order if self._prices.pays_row(math.exp(self._scores[node]))]
         kept = {node: number for number, node in enumerate(paid)}
@@ -111,7 +111,7 @@ EVERYTHING_PAYS = TreePrices(row=-1.0, level=0.0, coverage=1.0)
 
 
 class PricePlanner:
-    """Prices from measured costs and running means of what steps bring."""
+    """Computes prices from measured costs and from running means of the tokens per step."""
 
     def __init__(self, costs: StepCosts, level_seconds: float) -> None:
         self._costs = costs
@@ -122,9 +122,9 @@ class PricePlanner:
         self._told_drafting = 0.0  # the same from the state's machine; used until this one has drafted
 
     def pays(self, lengths: list[int], overhead: float) -> bool:
-        """Return whether trees pay for sequences that share a forward.
+        """Return whether drafting is faster than plain decoding for sequences that share a forward.
 
-        `lengths`: cached positions of each. `overhead`: seconds of a step beside forward and drafts.
+        `lengths`: each sequence's cached positions. `overhead`: a step's seconds outside the forward and drafting.
         """
         if self._num_steps < PRIOR_STEPS:
             return True
@@ -150,7 +150,7 @@ class PricePlanner:
     ) -> None:
         """Learn from a step.
 
-        `num_expected`: nodes expected to be accepted; `seconds` of drafting.
+        `num_expected`: nodes expected to be accepted; `seconds`: the time spent on drafting.
         """
         self._drafting += LEARNING_RATE * (seconds - self._drafting) if self._drafting else seconds
         self._num_steps += 1

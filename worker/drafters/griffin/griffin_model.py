@@ -1,7 +1,7 @@
 """GRIFFIN's draft model (Hu et al. 2025, section 4.2): one decoder layer over fused features and tokens.
 
-A row takes a token's embedding and the target's hidden state that the token was drawn from. It gives two features: one
-for the target's language model head, one for the draft's next row.
+A row's inputs are a token's embedding and the target's hidden state that the token was drawn from. The row's outputs
+are two features: one for the target's language model head, one for the draft's next row.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GriffinConfig:
 
     @classmethod
     def for_target(cls, target: PreTrainedConfig) -> GriffinConfig:
-        """Return the target's own sizes; the second fusion expands to those of its feed-forward layers (A.3)."""
+        """Return the target's own sizes; the second fusion expands to the target's feed-forward size (A.3)."""
         num_heads = target.num_attention_heads
         return cls(
             hidden_size=target.hidden_size,
@@ -93,7 +93,7 @@ class TokenGuidedFusion(nn.Module):
 
 
 class TokenEnhancedHead(nn.Module):
-    """Two linear layers: token prediction and feature regression do not share a vector."""
+    """Two linear layers, so that token prediction and feature regression have separate output vectors."""
 
     def __init__(self, size: int) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ CONFIG = "griffin_config"  # a JSON object in the file's header
 
 
 def save_griffin(folder: Path, model: GriffinModel, model_fingerprint: str) -> None:
-    """Write a draft model in bf16, with config and target's fingerprint."""
+    """Write a draft model in bf16, with its config and the target's fingerprint."""
     tensors = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in model.state_dict().items()}
     header = {FINGERPRINT: model_fingerprint, CONFIG: json.dumps(asdict(model.config))}
     save_file(tensors, folder / GRIFFIN.name, metadata=header)
@@ -36,9 +36,9 @@ def save_griffin(folder: Path, model: GriffinModel, model_fingerprint: str) -> N
 
 
 def load_griffin(parts_folder: Path | None, target: TargetModel) -> GriffinModel:
-    """Read the draft model in a folder, None for the target's own.
+    """Read the draft model in `parts_folder`, or in the target's own folder if it is None.
 
-    Raises ModelError if there is none, or it is another model's.
+    Raises ModelError if there is no draft model, or if it belongs to another target.
     """
     part = read_part(GRIFFIN, target, parts_folder)
     try:
@@ -100,7 +100,7 @@ def griffin_memory(part: Path, _files: ModelFiles, sizes: ModelSizes) -> DraftMe
 
 
 def _stacked_numbers(config: GriffinConfig) -> int:
-    """Count the numbers of matrices that exist twice while they are stacked."""
+    """Count the elements of the matrices that exist twice while they are stacked."""
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     return (heads + 2 * config.intermediate_size) * config.hidden_size
 
@@ -113,7 +113,7 @@ def _row_numbers(config: GriffinConfig) -> int:
 
 
 def ranking_bytes(vocab: int) -> int:
-    """Count the bytes of ranks and numbers per block, and of each row's input and output."""
+    """Count the ranking's bytes: each block's logits and token ids, and each row's input and output."""
     told = 1024 + 4 * NUM_MASKED + vocab // 8 + 4
     return NUM_ROWS * (-(-vocab // BLOCK) * (MOST_CANDIDATES * 8 + 16) + MOST_CANDIDATES * 8 + told)
 

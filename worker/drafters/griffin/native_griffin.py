@@ -94,7 +94,7 @@ class NativeGriffin:
     def forward(self, groups: Sequence[Rows], features: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
         """Return predicted and regressed features of all rows, `[num_rows, hidden]` like all inputs.
 
-        Keys and values go to their slots. Raises ValueError.
+        Keys and values go to their slots. Raises ValueError for inputs of another shape or dtype.
         """
         shape = (sum(len(group) for group in groups), self._sizes.hidden)
         features = checked("features", features, shape, self._sizes.dtype)

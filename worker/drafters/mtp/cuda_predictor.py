@@ -25,7 +25,7 @@ from swiftbatch.worker.kv.paged_arena import KVArena
 
 
 def cuda_predictor_rows(weights: PredictorWeights, forwards: Forwards, num_candidates: int) -> CudaRows:
-    """Make rows for a target in a GPU's arena. Raises ValueError or IndexError for unfit weights."""
+    """Make rows for a target in a GPU's arena. Raises ValueError or IndexError for weights that do not fit."""
     on_gpu = cast(CudaForwards, forwards)
     check_layers(weights.sizes, [weights.layer])
     sizes, num_slots = weights.sizes, on_gpu.arena.num_slots
@@ -72,7 +72,7 @@ class CudaPredictor(CudaDecoder):
         self._linear(self._pairs, self._join, None, self._state)
 
     def end(self) -> None:
-        """Launch norm and head, and keep features in the rows' own places."""
+        """Launch norm and head, and store each row's feature in the row's own place."""
         super().end()
         keep(self._table.rows, self._places, self.hidden if self._feeds_normed else self._state, self._features)
 

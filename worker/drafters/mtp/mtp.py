@@ -1,8 +1,8 @@
 """The engine with a layer that predicts further tokens (MTP), from the checkpoint or trained.
 
-A row joins the target's final hidden state at a position with the token behind it. The target's own reads and
-verifications give these states, so rows are missing behind a shared prefix or a resume. That changes drafts alone. A
-draft is a chain of up to four tokens with alternatives beside each.
+A row joins the target's final hidden state at a position with the next position's token. These states come from the
+target's own prefill and verifications, so the rows of a shared or resumed prefix are missing. That changes drafts
+alone. A draft is a chain of up to four tokens with alternatives beside each.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class MTPForwards:
         return [track.draft_anew() for track in tracks]
 
     def expand(self, levels: list[Level]) -> list[list[Candidates]]:
-        """Return the candidates behind each tree's new node; a chain has one."""
+        """Return the candidates to follow each tree's new node; a chain has one new node."""
         tracks = [self._tracks[level.sequence.sequence_id] for level in levels]
         parts = [
             track.draft_row(level.tree.token_ids[: level.first + 1])
@@ -106,7 +106,7 @@ class MTPForwards:
         return seconds
 
     def _run(self, tracks: list[MTPSequence], most: int = MOST_AT_ONCE) -> None:
-        """Run some waiting rows of each track; note the candidates behind newest tokens."""
+        """Run some waiting rows of each track; store the candidates to follow the newest tokens."""
         parts = [(track, part) for track in tracks for part in track.next_rows(most)]
         for (track, part), found in zip(parts, self._rows.run([part for _, part in parts]), strict=True):
             track.room.cache.advance(len(part))
@@ -168,7 +168,7 @@ class NativePredictorRows:
 
 
 class MTPDrafter(GriffinDrafter):
-    """GRIFFIN's drafter that also takes what is only read and replays nothing."""
+    """GRIFFIN's drafter, except that it also takes hidden states of prefilled tokens and replays nothing."""
 
     reads_caches = False
 

@@ -72,7 +72,7 @@ class PredictorModule(nn.Module):
         return output
 
     def begin_as(self, decoder: Any) -> None:
-        """Copy a model's norm and last layer, on the sum of both inputs, to train faster."""
+        """Begin as a copy of a model's norm and last layer, applied to the sum of both inputs, to train faster."""
         own = {name: each.shape for name, each in self.decoder.layers[0].state_dict().items()}
         for layer in reversed(decoder.layers):
             if {name: each.shape for name, each in layer.state_dict().items()} == own:
@@ -130,7 +130,7 @@ class PredictorWeights:
 def load_predictor(parts_folder: Path | None, target: TargetModel) -> PredictorWeights:
     """Load the trained layer in a folder (None: the target's own), else the checkpoint's.
 
-    Raises ModelError if there is none, or it is another model's.
+    Raises ModelError if there is no such layer, or if it belongs to another model.
     """
     files = target.files
     found = MTP.find(files.name, files.path, files.fingerprint, parts_folder)
@@ -199,9 +199,9 @@ class MTPSequence:
         return self.room.features.end - self.position
 
     def take(self, position: int, hidden: torch.Tensor) -> None:
-        """Let hidden states `[num_rows, hidden]` from a position on wait.
+        """Queue hidden states `[num_rows, hidden]` for the positions from `position` on.
 
-        A gap drops those in front of it; too many drop the oldest.
+        A gap in the positions drops the states before the gap; if too many wait, the oldest are dropped.
         """
         self.root = None
         features = self.room.features
@@ -228,7 +228,7 @@ class MTPSequence:
         return parts
 
     def draft_anew(self) -> Candidates:
-        """Begin a draft; return the candidates behind the newest token, none if unknown."""
+        """Begin a draft; return the candidates to follow the newest token, or no candidates if they are unknown."""
         if self.root is None:
             return []
         self.room.cache.roll_back(self.num_known)
@@ -239,7 +239,7 @@ class MTPSequence:
         return DraftRows(self.room, rows, [regressed_place(len(path) - 1)], [path], len(path))
 
     def _make_room(self) -> None:
-        """Keep only the first and the newest rows if the cache may get too small."""
+        """Keep only the first and the newest rows if the cache might otherwise overflow."""
         if self.num_known + MOST_AT_ONCE <= NUM_ENTRIES:
             return
         cache = self.room.cache
@@ -277,7 +277,7 @@ def predictor_memory(part: Path, files: ModelFiles, sizes: ModelSizes) -> DraftM
 
 
 def _stacked_numbers(layer: ModelSizes) -> int:
-    """Count the numbers of matrices that exist twice while they are stacked."""
+    """Count the elements of the matrices that exist twice while they are stacked."""
     heads = (2 * layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
     return max(heads, 2 * layer.intermediate) * layer.hidden
 

@@ -51,7 +51,7 @@ TREE_GROWTH = struct.Struct("@Q3d5q")
 
 
 class TextCandidates(NamedTuple):
-    """The target's candidates behind rows of one text; of a token's several rows the last counts."""
+    """The target's candidates to follow rows of one text; if a token has several rows, the last row counts."""
 
     token_ids: Many[int] | np.ndarray  # [num_rows]
     top_ids: np.ndarray  # [num_rows, TOP_K] int64
@@ -61,7 +61,7 @@ class TextCandidates(NamedTuple):
 
 
 class NativeRecycling:
-    """Native trees from and writes to the caller's arrays, which the caller may change."""
+    """Grows trees from the caller's arrays and writes to them, in C; the caller may change them in between."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class NativeRecycling:
         """`tokens`, `pairs`: ids `[num_rows, width] int32` below the vocabulary size, and log-probabilities.
 
         `pair_keys [num_rows] int64`; `shares`: weight of new probabilities in an average, and of a pair's row. Raises
-        ValueError for unfit arrays, KernelError if the library does not load.
+        ValueError for arrays that do not fit, KernelError if the library does not load.
         """
         rows = _candidate_rows("tokens", *tokens), _candidate_rows("pairs", *pairs)
         num_pairs = len(pairs[0])
@@ -90,7 +90,7 @@ class NativeRecycling:
         self._library = load_library(variant)
 
     def grow(self, wanted: Many[WantedTree], rankings: Many[tuple[float, float, float]]) -> list[DraftTree]:
-        """Grow the best-first trees behind some sequences, at most `MOST_NODES` nodes each.
+        """Grow one best-first tree after each sequence, of at most `MOST_NODES` nodes.
 
         `rankings`: noise factor, spread and floor, as in worker/drafters/ranking.py.
         """
@@ -117,16 +117,16 @@ class NativeRecycling:
         return trees
 
     def _end_of(self, sequence: Sequence) -> tuple[int, int, int]:
-        """Return a sequence's last two tokens and its length; the first token is its own neighbour."""
+        """Return a sequence's last two tokens and its length; a single token is returned twice."""
         previous, token = sequence.last_token_ids
         if not (0 <= previous < self._vocab_size and 0 <= token < self._vocab_size):
             raise ValueError(f"sequence ends with {previous}, {token}; expected tokens below {self._vocab_size}")
         return previous, token, len(sequence)
 
     def write(self, texts: Many[TextCandidates]) -> None:
-        """Write what a step or a reading shows of some texts, in order.
+        """Write the candidates that a step or a prefill found for some texts, in order.
 
-        Raises ValueError for unfit arrays, after earlier texts are written.
+        Raises ValueError for arrays that do not fit; texts before the faulty one are already written.
         """
         all_ids, all_top, all_logprobs, all_text_rows, all_previous = zip(*texts, strict=True)
         num_rows, num_text_rows = list(map(len, all_ids)), list(map(len, all_text_rows))
@@ -149,7 +149,7 @@ class NativeRecycling:
 
 
 def _longs(name: str, parts: Many[Many[int] | np.ndarray], count: int) -> array[int]:
-    """Join whole numbers of several texts for C. An array of lists takes longer in numpy."""
+    """Join the integers of several texts for C. Numpy would take longer to convert lists."""
     if isinstance(parts[0], np.ndarray):  # then all parts are arrays
         return array("q", _fitting(name, [np.asarray(part) for part in parts], (count,), np.int64).tobytes())
     numbers = array("q", [*chain.from_iterable(parts)])

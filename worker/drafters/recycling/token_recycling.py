@@ -37,7 +37,7 @@ class RecyclingMatrix:
         self.logprobs = np.full((num_rows, width), UNKNOWN, dtype=np.float32)
 
     def row(self, index: int) -> tuple[list[int], list[float]]:
-        """Return a row's candidates and log-probabilities; empty lists if unknown."""
+        """Return a row's candidates and log-probabilities, or empty lists if the row was never written."""
         logprobs: list[float] = self.logprobs[index].tolist()
         if logprobs[0] == UNKNOWN:
             return [], []
@@ -45,7 +45,7 @@ class RecyclingMatrix:
         return self.ids[index].tolist()[:num_known], logprobs[:num_known]
 
     def write(self, rows: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> None:
-        """Write candidates `[num_rows, TOP_K]` of rows `[num_rows]`; of repeated rows the last counts."""
+        """Write candidates `[num_rows, TOP_K]` of rows `[num_rows]`; if a row is repeated, its last entry counts."""
         old_ids, old = self.ids[rows], np.exp(self.logprobs[rows])
         share = np.where(old[:, :1] > 0, self._new_share, np.float32(1))
         same = ids[:, :, None] == old_ids[:, None, :]  # [num_rows, new, old]
@@ -81,7 +81,7 @@ class RecyclingMatrix:
 
 
 class PairTable:
-    """Candidates behind pairs of tokens, in a fixed number of hashed rows."""
+    """Candidates to follow pairs of tokens, in a fixed number of hashed rows."""
 
     NUM_BITS = 15
 
@@ -94,7 +94,7 @@ class PairTable:
         return self.matrix.row(index) if self.keys[index] == key else ([], [])
 
     def write(self, keys: list[int], ids: np.ndarray, logprobs: np.ndarray) -> None:
-        """Write candidates `[num_keys, TOP_K]` behind some pairs."""
+        """Write the candidates `[num_keys, TOP_K]` to follow some pairs."""
         # Two pairs of one call may share a row: the later takes it, so only one row may reach the matrix.
         last = {self._index(key): place for place, key in enumerate(keys)}
         rows = np.fromiter(last.keys(), dtype=np.int64, count=len(last))
@@ -123,7 +123,7 @@ class RecyclingTables:
         self.pairs = PairTable(TOP_K, NEW_SHARE)
 
     def newest_pair(self, sequence: Sequence) -> int:
-        """Return a sequence's last two tokens; the first token is its own neighbour."""
+        """Return the pair of a sequence's last two tokens; a single token is paired with itself."""
         token_ids = sequence.token_ids
         return int(token_ids[max(len(token_ids) - 2, 0)]) * self.vocab_size + int(token_ids[-1])
 
@@ -131,7 +131,7 @@ class RecyclingTables:
         return pair % self.vocab_size * self.vocab_size + token_id
 
     def candidates(self, pair: int) -> tuple[list[int], list[float]]:
-        """Return the candidates behind a pair: ids and log-probabilities, best first."""
+        """Return the candidates to follow a pair: ids and log-probabilities, best first."""
         return mixed(self.tokens.row(pair % self.vocab_size), self.pairs.row(pair))
 
     def state(self) -> dict[str, np.ndarray]:
@@ -144,7 +144,7 @@ class RecyclingTables:
         }
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
-        """Take over a state's known rows. Raises ValueError for unfit arrays."""
+        """Take over a state's known rows. Raises ValueError for arrays that do not fit."""
         missing = self.state().keys() - state.keys()
         if missing:
             raise ValueError(f"recycling matrix: the state lacks {', '.join(sorted(missing))}")
@@ -186,7 +186,7 @@ class Recycler(Protocol):
         """Grow trees."""
 
     def write(self, texts: Many[TextCandidates]) -> None:
-        """Write candidates behind tokens and pairs, text after text."""
+        """Write the candidates to follow tokens and pairs, text after text."""
 
 
 class NativeRecycler:

@@ -32,7 +32,7 @@ class RoundPlan:
 
 @dataclass(frozen=True)
 class Round:
-    """One forward with the partial cache: checked and accepted nodes, and its time."""
+    """One forward with the partial cache: how many nodes it checked and accepted, and how long it took."""
 
     num_nodes: int
     path: list[int]
@@ -40,7 +40,7 @@ class Round:
 
 
 class Chain:
-    """Drawn tokens, with forks of a sequence and its sampler."""
+    """Drawn tokens of one proposal, with copies of the sequence and its sampler that include these tokens."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Chain:
 
     @property
     def num_nodes(self) -> int:
-        """Return the most nodes of a proposal, the chain included."""
+        """Return the largest number of nodes of a proposal, the chain included."""
         return min(max(self.plan.num_nodes, self.num_tokens), self._max_nodes)
 
     @property
@@ -94,7 +94,7 @@ class Chain:
 
     @property
     def num_bare_rounds(self) -> int:
-        """Return the number of rounds to come if none checks a tree, else 0."""
+        """Return the number of remaining rounds if none of them checks a tree, else 0."""
         return 0 if self.plan.num_round_nodes else self._num_rounds_left
 
     @property
@@ -136,16 +136,16 @@ class Chain:
 
 
 class Proposer(Learner, ABC):
-    """Cheap proposer behind chains, empty ones included."""
+    """Cheap proposer of the tokens after chains, which may be empty."""
 
     def start(self, sequence: Sequence) -> None:
         """Take in a new or resumed sequence."""
 
     @abstractmethod
     def propose(self, chains: list[Chain], limits: list[tuple[int, int]]) -> list[DraftTree]:
-        """Return trees below the chains' newest tokens, each within its limits: (most nodes, greatest depth).
+        """Return one tree below each chain's newest token, within its limits: (number of nodes, depth).
 
-        They may be empty. Changes no state.
+        Trees may be empty. Changes no state.
         """
 
 

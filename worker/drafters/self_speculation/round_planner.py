@@ -30,7 +30,7 @@ WORTH_A_PROBE = 0.7  # a way below this share of the better one's rate is not tr
 
 
 class Planner:
-    """A fixed plan for all sequences; subclasses compute and learn theirs."""
+    """A fixed plan for all sequences; subclasses compute plans from what they learn."""
 
     max_nodes = MAX_TREE_NODES
 
@@ -47,7 +47,7 @@ class Planner:
         return {}
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
-        """Take back the result of `state`. Raises ValueError for unfit arrays."""
+        """Restore a result of `state`. Raises ValueError for arrays that do not fit."""
 
 
 class MeasuredPlanner(Planner):
@@ -56,7 +56,7 @@ class MeasuredPlanner(Planner):
     max_nodes = TILE_ROWS - 1
 
     def __init__(self, costs: StepCosts, budget: int, node_seconds: float = 0.0) -> None:
-        """`budget`: entries of the partial cache; `node_seconds`: time per node beside measured costs."""
+        """`budget`: entries of the partial cache; `node_seconds`: time per node in addition to the measured costs."""
         super().__init__()
         self._budget = budget
         self._node_seconds = node_seconds
@@ -164,7 +164,7 @@ ON_A_CPU = RoundCosts(  # measured
 
 
 def costs_on_a_gpu(head_dim: int, item_size: int) -> RoundCosts:
-    """Estimate costs by the bytes read of codes and clouds beside keys and values; no GPU measured it."""
+    """Estimate costs from the bytes read: codes and moments against keys and values. Not measured on a GPU."""
     cloud_bytes = 2 * head_dim * (head_dim + 1) * 4
     scanned = head_dim / 4 + cloud_bytes / (CLUSTER_CHUNKS * SCAN_CHUNK)
     share = scanned / (2 * head_dim * item_size)
@@ -174,14 +174,14 @@ def costs_on_a_gpu(head_dim: int, item_size: int) -> RoundCosts:
 
 
 def costs_beside_a_gpu(head_dim: int, item_size: int) -> RoundCosts:
-    """Estimate costs with keys and values on the host but codes and clouds on the GPU."""
+    """Estimate costs with keys and values on the host but codes and moments on the GPU."""
     here = costs_on_a_gpu(head_dim, item_size)
     return replace(here, scan_share=CROSSING_SHARE * here.scan_share, taking_in_rows=CROSSINGS_IN_ROWS)
 
 
 @dataclass(frozen=True)
 class RoundsChoice:
-    """A choice of rounds: nodes that each checks, the chain's length, and the expected rate."""
+    """A choice of rounds: how many nodes each round checks, the chain's length, and the expected rate."""
 
     num_nodes: int
     chain_length: int
@@ -190,7 +190,7 @@ class RoundsChoice:
 
 @dataclass(frozen=True)
 class _Texts:
-    """Seconds of attention to a step's texts, all sequences together, by number of rows."""
+    """Seconds that attention takes for all sequences of a step together, by number of rows."""
 
     number: int
     all_keys: list[float]
@@ -216,8 +216,8 @@ class RoundsPlanner(Planner):
     def best(self, lengths: np.ndarray, tree_tokens: np.ndarray, overhead: float) -> RoundsChoice:
         """Choose the best rounds for sequences with the cached positions `lengths [num_sequences]`.
 
-        `tree_tokens [num_sequences, num_choices]`: expected tokens of trees of `NODE_CHOICES` nodes; `overhead`:
-        seconds of a step beside forwards and drafts.
+        `tree_tokens [num_sequences, num_choices]`: expected tokens of trees of `NODE_CHOICES` nodes; `overhead`: a
+        step's seconds outside forwards and drafting.
         """
         self._costs = self._probed.as_routed()
         texts = self._texts(lengths)
@@ -236,7 +236,7 @@ class RoundsPlanner(Planner):
         return best
 
     def taking_in_seconds(self, lengths: np.ndarray) -> float:
-        """Return the seconds until texts of `lengths [num_sequences]` can be scanned."""
+        """Return the seconds of preparing texts of `lengths [num_sequences]` for scanning."""
         return self._rounds.taking_in_rows * float(self._costs.own_seconds(np.array([1]), lengths).clip(min=0.0).sum())
 
     def begin(self, rounds: RoundsChoice, lengths: np.ndarray) -> float:

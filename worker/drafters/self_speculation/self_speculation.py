@@ -93,7 +93,7 @@ class SelfSpeculationDrafter(Drafter):
             self.counters.num_agreed_nodes += len(round_.path)
 
     def catch_up(self, sequence: Sequence, num_chunks: int) -> bool:
-        """Take in up to `num_chunks` chunks of a sequence; return whether its partial cache is complete."""
+        """Add up to `num_chunks` chunks to a sequence's partial cache; return whether the partial cache is complete."""
         tracked = self._tracked[sequence.sequence_id]
         with timed(self.counters.seconds, "follow"):
             return tracked.partial is None or tracked.partial.catch_up(tracked.cache, num_chunks)
@@ -118,7 +118,7 @@ class SelfSpeculationDrafter(Drafter):
             raise
 
     def _open(self, request: DraftRequest, num_sequences: int) -> Chain:
-        """Begin a chain, with an up-to-date partial cache if rounds are to come."""
+        """Begin a chain, with an up-to-date partial cache if the plan has rounds."""
         sequence, tracked = request.sequence, self._tracked[request.sequence.sequence_id]
         plan = self._planner.plan(tracked.cache.length, num_sequences, request.max_depth)
         if tracked.partial is None:
@@ -186,7 +186,7 @@ class SelfSpeculationDrafter(Drafter):
         return (chain.num_nodes - chain.num_tokens - (num_trees - 1)) // num_trees
 
     def _last_hidden(self, sequence: Sequence, cache: FullKVCache) -> torch.Tensor:
-        """Return the hidden state `[hidden]` in front of the newest token if no verification left it."""
+        """Compute the hidden state `[hidden]` that the newest token was drawn from, if no verification returned it."""
         last = cache.length - 1
         with cache.replayed(last) as before:
             rows = tree_rows(before, int(sequence.token_ids[last]), DraftTree())

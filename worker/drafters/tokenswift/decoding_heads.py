@@ -42,7 +42,10 @@ class DecodingHeads:
 
     @classmethod
     def load(cls, parts_folder: Path | None, target: TargetModel) -> DecodingHeads:
-        """Read the heads in a folder, None for the target's own. Raises ModelError if none fit."""
+        """Read the heads in `parts_folder`, or in the target's own folder if it is None.
+
+        Raises ModelError if there are no heads for this target.
+        """
         size = target.hidden_size
         part = read_part(HEADS, target, parts_folder)
         return cls(part.checked({TENSOR: ("num_heads", size, size)})[TENSOR], target)
@@ -60,7 +63,7 @@ class DecodingHeads:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits `[num_heads, vocab] float32` from one row's final hidden state `[hidden]`.
 
-        Head i (from 0) predicts the token i + 2 places behind the row's own.
+        Head i (from 0) predicts the token i + 2 positions after the row's own.
         """
         if self._graph is not None:
             return self._graph.logits(hidden)

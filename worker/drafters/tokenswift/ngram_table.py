@@ -1,4 +1,4 @@
-"""The n-grams of a growing output, counted and ranked by frequency behind their first token (TokenSwift 3.2).
+"""The n-grams of a growing output, ranked by frequency among those with the same first token (TokenSwift 3.2).
 
 Every distinct n-gram is an entry. Entries with the same first token form a circular list, most frequent first, then
 most recent; a sentinel of count 0 closes it. `_fronts` points to each run of equal counts, so counting again is one
@@ -17,7 +17,7 @@ _FIRST_BITS = 32  # bits of the first token in a key of `_fronts`; the count sta
 
 
 class NgramTable:
-    """Counts of the tokens behind each token."""
+    """Counts of the n-grams that begin with each token."""
 
     def __init__(self, size: int) -> None:
         """Count n-grams of `size` tokens. Raises ValueError for a size below 2."""
@@ -44,7 +44,7 @@ class NgramTable:
                 self._count_newest(self._tokens[-self._size :])
 
     def most_frequent(self, first_token: int, k: int) -> list[tuple[tuple[int, ...], int]]:
-        """Return at most `k` of (the tokens behind `first_token`, count), most frequent first, then newest."""
+        """Return at most `k` pairs (tokens after `first_token`, count), most frequent first, then newest first."""
         found: list[tuple[tuple[int, ...], int]] = []
         sentinel = self._fronts.get(first_token, _NONE)
         entry = self._next[sentinel] if sentinel != _NONE else _NONE
@@ -71,7 +71,7 @@ class NgramTable:
         self._fronts[self._counts[entry] << _FIRST_BITS | first] = entry
 
     def _promote(self, entry: int, first: int) -> None:
-        """Move an entry to the front of those with the next higher count."""
+        """Increment an entry's count, and move the entry to the front of those with this count."""
         count = self._counts[entry]
         key = count << _FIRST_BITS | first
         front = self._fronts[key]
@@ -109,7 +109,7 @@ class NgramTable:
         return _NONE
 
     def _hash_in(self, entry: int, ngram: array[int]) -> None:
-        """Put a new entry into its bucket; first double the buckets if entries outnumber them."""
+        """Put a new entry into its bucket; first double the number of buckets if entries outnumber the buckets."""
         if entry >= len(self._buckets):
             self._buckets = array("i", [_NONE]) * (2 * len(self._buckets))
             for other, start in enumerate(self._starts[:entry]):

@@ -170,7 +170,7 @@ class TokenSwiftProposer(Proposer):
         return [level[:digit] for level, digit in zip(ranked, self._digits, strict=False)]
 
     def _recycled(self, chain: Chain, recycling: TokenRecyclingDrafter) -> Recycled:
-        """Return a ranking of the target's earlier candidates behind the same tokens."""
+        """Return a ranking of the candidates that the target earlier had after the same tokens."""
         ranker, tables = CandidateRanker(chain.sequence), recycling.tables
         newest = tables.newest_pair(chain.sequence)
 
@@ -181,7 +181,7 @@ class TokenSwiftProposer(Proposer):
         return candidates
 
     def _ngrams(self, chain: Chain) -> list[Ranked]:
-        """Return the newest token's most frequent followers, with the confidence of each of their tokens."""
+        """Return the n-grams that most often followed the newest token, with the confidence of each of their tokens."""
         table = self._tables[chain.sequence.sequence_id]
         found = table.most_frequent(chain.newest, self._num_ngrams)
         followers: dict[tuple[int, ...], dict[int, int]] = {}
@@ -195,7 +195,7 @@ class TokenSwiftProposer(Proposer):
     def _confidences(
         self, chain: Chain, followers: dict[tuple[int, ...], dict[int, int]]
     ) -> dict[tuple[int, ...], float]:
-        """Compute path ends' log-confidence: their share of the counts under penalties, bias and noise."""
+        """Compute each path's log-confidence from its last token's share of the counts, penalties, bias and noise."""
         ranker, changes = CandidateRanker(chain.sequence), self._changes(chain, followers)
         confidences: dict[tuple[int, ...], float] = {}
         for path, counts in followers.items():
@@ -209,7 +209,7 @@ class TokenSwiftProposer(Proposer):
         return confidences
 
     def _changes(self, chain: Chain, followers: dict[tuple[int, ...], dict[int, int]]) -> dict[int, float]:
-        """Compute followers' changes by penalties and bias at a typical logit."""
+        """Compute how much penalties and bias change the followers' logits, assuming a typical logit."""
         sampling, context = chain.sequence.sampling, chain.sampler.context().on_cpu()
         if context.is_plain:
             return {}
@@ -220,7 +220,7 @@ class TokenSwiftProposer(Proposer):
 
 
 def _confident(tokens: tuple[int, ...], confidences: dict[tuple[int, ...], float]) -> Iterator[tuple[float, int]]:
-    """Yield the path up to the first token that is cut off."""
+    """Yield (log-confidence, token) along `tokens`, up to the first token that the sampling parameters cut off."""
     for depth, token_id in enumerate(tokens):
         confidence = confidences.get(tokens[: depth + 1])
         if confidence is None:
