@@ -15,6 +15,8 @@ from bench.variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.catalogue import DEFAULT_ENGINE, ENGINES, create_drafter
+from swiftbatch.worker.drafters.choice.choosing_drafter import TREE
+from swiftbatch.worker.drafters.choice.policy import Policy
 from swiftbatch.worker.drafters.drafter_interface import Drafter
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import max_tree_depth, tree_rows
@@ -146,6 +148,7 @@ class TestEveryDrafter:
     ) -> None:
         ticks = itertools.count(step=0.001)  # plans follow measured times, which are all equal here
         monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
+        monkeypatch.setattr(Policy, "choose", lambda *_: TREE)  # what ways brought is measured anew by each drafter
         drafter, generation = self.warm(tiny_target, name, params)
         fresh = create_bench_drafter(name, tiny_target, free_rows)
         fresh.start(generation.sequence, generation.cache)
