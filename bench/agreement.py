@@ -1,4 +1,4 @@
-"""How often the target draws with a partial cache what it draws with all keys."""
+"""Agreement of what the target draws with a partial cache and with all keys."""
 
 from __future__ import annotations
 

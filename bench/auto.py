@@ -1,4 +1,4 @@
-"""What `auto` loses against the best single engine, over a grid."""
+"""Loss of `auto` against the best single engine, over a grid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much later a run with very different job lengths ends than its work allows."""
+"""Delay of a run's end beyond what its work allows, with very different job lengths."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class ClusterError(UserError):
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the driver needs to know of a cluster to place and watch workers."""
+    """A cluster as the driver sees it: to place and watch workers."""
 
     is_embedded: bool
     num_gpus: int

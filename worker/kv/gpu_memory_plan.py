@@ -94,7 +94,7 @@ DraftMemoryOf = Callable[["ModelSizes"], DraftMemory]
 
 @dataclass(frozen=True)
 class SlotsWanted:
-    """What a run requires of a GPU's memory plan."""
+    """The requirements of a run for a GPU's memory plan."""
 
     longest_job: int
     partial_budget: int = 0  # entries of a draft's partial cache per slot; 0: no such cache

@@ -38,7 +38,7 @@ MOST_SHAPES = 256
 
 @dataclass(frozen=True)
 class _Text:
-    """Where a text is in messages: a field of a message, or a part of its content."""
+    """The place of a text in messages: a field of a message, or a part of its content."""
 
     message: int
     field: str

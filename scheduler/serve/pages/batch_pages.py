@@ -35,7 +35,7 @@ REFRESH_SECONDS = 2  # while figures change
 REFRESH_SECONDS_OBJECT_STORE = 10  # because each look costs money
 
 Values = dict[str, Any]
-"""What a template shows, by name."""
+"""The values that a template shows, by name."""
 
 
 def list_page(

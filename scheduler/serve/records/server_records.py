@@ -141,7 +141,7 @@ class Counts(Frozen):
 
 
 class LineProblem(Frozen):
-    """Why a line, or the whole file for None, failed."""
+    """The reason why a line failed, or the whole file for None."""
 
     code: str
     message: str

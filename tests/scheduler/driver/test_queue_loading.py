@@ -1,4 +1,4 @@
-"""What a new driver finds in a run folder."""
+"""The state of a run folder as a new driver finds it."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ class WayTrial:
 
 @dataclass
 class Place:
-    """What was measured for about `number` sequences, the longest of about `longest` positions."""
+    """Measurements for about `number` sequences, the longest of about `longest` positions."""
 
     number: int
     longest: int

@@ -44,7 +44,7 @@ class StoredTensor:
 
 
 class Scheme(Protocol):
-    """How one matrix is packed."""
+    """The packing of one matrix."""
 
     @property
     def numbers(self) -> str:
