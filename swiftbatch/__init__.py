@@ -12,13 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from swiftbatch.jobs.errors import UserError as UserError
-    from swiftbatch.jobs.run.run import Run as Run
     from swiftbatch.jobs.run.run_records import Progress as Progress
+    from swiftbatch.scheduler.api.run import Run as Run
+    from swiftbatch.scheduler.api.submit import submit as submit
+    from swiftbatch.scheduler.api.submit import submit_async as submit_async
 
 __version__ = "0.1.0"
-__all__ = ["Progress", "Run", "UserError", "__version__"]
+__all__ = ["Progress", "Run", "UserError", "__version__", "submit", "submit_async"]
 
-_MODULES = {"Progress": "jobs.run.run_records", "Run": "jobs.run.run", "UserError": "jobs.errors"}
+_MODULES = {
+    "Progress": "jobs.run.run_records",
+    "Run": "scheduler.api.run",
+    "UserError": "jobs.errors",
+    "submit": "scheduler.api.submit",
+    "submit_async": "scheduler.api.submit",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -50,6 +50,7 @@ MAY_IMPORT = {  # besides itself; an entry covers the rooms below it that are no
     "scheduler.driver": DRIVER,
     "scheduler.runs": (*DRIVER, "scheduler.driver"),
     **{name: (*DRIVER, "scheduler.driver", "scheduler.runs", *SERVE[:number]) for number, name in enumerate(SERVE)},
+    "scheduler.api": (*DRIVER, "scheduler.driver", "scheduler.runs", "scheduler.commands"),
     "scheduler.commands": (*DRIVER, "scheduler.driver", "scheduler.runs", *SERVE, "scheduler.chaos"),
     "scheduler.demo": (*DRIVER, "scheduler.driver", "scheduler.runs"),
     "scheduler.chaos": (*DRIVER, "scheduler.driver", "scheduler.runs", "scheduler.demo"),

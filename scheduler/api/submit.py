@@ -1,0 +1,162 @@
+"""`swiftbatch.submit`: the command `submit` for Python programs and notebooks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypedDict, Unpack
+
+import click
+
+from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.input.job_files import run_folder_beside
+from swiftbatch.jobs.job import JobUrl
+from swiftbatch.jobs.repetition_detection import LoopAction
+from swiftbatch.jobs.run.compute_options import AttentionName, Device, Dtype, KVDtype, LinearName, LogprobsMode, NumRows
+from swiftbatch.jobs.run.run import Run as RunFolder
+from swiftbatch.jobs.sampling_params import ThinkingEnd
+from swiftbatch.scheduler.api.run import Path, Run
+from swiftbatch.scheduler.api.run_process import RunProcess
+from swiftbatch.worker.config import CheckpointKind
+
+NOT_KEYWORDS = {"run", "quiet", "json"}
+
+
+class SubmitOptions(TypedDict, total=False):
+    """The options of `swiftbatch submit --help`, with underscores; None leaves an option away."""
+
+    column: Mapping[str, str] | None  # fields of a job, each with the column that holds it
+    output_shards: str | None
+    endpoint: JobUrl | None
+    strict: bool
+    model: str | None
+    dtype: Dtype | None
+    kv_dtype: KVDtype | None
+    device: Device | None
+    attention: AttentionName | None
+    linear: LinearName | None
+    rows: NumRows | None
+    threads: int | None
+    seed: int | None
+    max_tokens: int | None
+    loop_guard: LoopAction | None
+    thinking_end: ThinkingEnd | None
+    logprobs_mode: LogprobsMode | None
+    thinking_markers: Sequence[str] | None
+    clock: str | None
+    engine: str | None
+    takeover: bool
+    workers: int
+    slots: int | Literal["auto"]
+    draft_model: str | None
+    kv_offload: str | None
+    kv_memory: float | None
+    address: str | None
+    max_attempts: int
+    worker_timeout: float | None
+    deadline: str | None
+    max_total_tokens: int | None
+    max_worker_hours: float | None
+    checkpoint: CheckpointKind
+    checkpoint_tokens: int
+    checkpoint_seconds: float
+    grace_seconds: float
+    keep_state: bool
+    store_retry_seconds: float
+    metrics_port: int | None
+    metrics_host: str | None
+    webhook: str | None
+    webhook_jobs: bool
+
+
+Jobs = Path | Sequence[Path] | Iterable[Mapping[str, Any]]
+
+
+def submit(jobs: Jobs, run: Path | None = None, **options: Unpack[SubmitOptions]) -> Run:
+    """Start a run of jobs in a process of its own, and return it while it works.
+
+    `jobs` are a file, several files, dicts of a list or generator, or a table of pandas, Arrow, polars or DuckDB with a
+    row for each job. `run` is the run's folder; for one file it is `jobs.run` beside it by default. The same call goes
+    on with a run that was stopped. Raises UserError with the words of the command `submit`.
+    """
+    arguments = arguments_of(options)
+    if isinstance(jobs, (str, os.PathLike)):
+        jobs = [jobs]
+    if hasattr(jobs, "__arrow_c_stream__"):
+        with tempfile.NamedTemporaryFile(suffix=".parquet") as file:
+            _write_parquet(jobs, file.name)
+            return _started([file.name], _needed(run), arguments)
+    if isinstance(jobs, Sequence) and jobs and all(isinstance(each, (str, os.PathLike)) for each in jobs):
+        files = [os.fspath(each) for each in jobs if isinstance(each, (str, os.PathLike))]
+        return _started(files, run_folder_beside(tuple(files)) if run is None else os.fspath(run), arguments)
+    return _started(["-"], _needed(run), arguments, _lines(jobs))
+
+
+async def submit_async(jobs: Jobs, run: Path | None = None, **options: Unpack[SubmitOptions]) -> Run:
+    """Do what `submit` does, without blocking the event loop."""
+    return await asyncio.to_thread(submit, jobs, run, **options)
+
+
+def _needed(run: Path | None) -> str:
+    if run is None:
+        raise UserError("submit() of jobs that are not in a file: expected run=FOLDER, the folder of the run")
+    return os.fspath(run)
+
+
+def _started(files: Sequence[str], run: str, arguments: Sequence[str], lines: Iterable[bytes] | None = None) -> Run:
+    process = RunProcess([*arguments, f"--run={run}", "--json", "--", *files], lines)
+    return Run(RunFolder.open(run), process)
+
+
+def _lines(jobs: Iterable[Any]) -> Iterator[bytes]:
+    """Yield the job lines of dicts. Raises UserError."""
+    for number, job in enumerate(jobs, start=1):
+        if not isinstance(job, Mapping):
+            raise UserError(f"job {number}: found {type(job).__name__}, expected a dict with the fields of a job line")
+        try:
+            yield json.dumps(dict(job)).encode() + b"\n"
+        except (TypeError, ValueError) as error:
+            raise UserError(f"job {number}: {error}, expected values that JSON has") from None
+
+
+def _write_parquet(jobs: Any, path: str) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    table = pa.table(jobs)
+    index = [name for name in table.column_names if name.startswith("__index_level_")]  # of a pandas table
+    parquet.write_table(table.drop_columns(index), path)
+
+
+def arguments_of(options: Mapping[str, Any]) -> list[str]:
+    """Return the command's arguments for keyword arguments. Raises UserError for an unknown one."""
+    known = keywords()
+    arguments = []
+    for name, value in options.items():
+        if name not in known:
+            raise UserError(f"submit() has no option {name!r}; expected one of {', '.join(known)}")
+        arguments += _arguments(known[name], value)
+    return arguments
+
+
+def keywords() -> dict[str, click.Option]:
+    """Return the command's options by their keywords."""
+    from swiftbatch.scheduler.commands.submit import submit
+
+    options = [option for option in submit.params if isinstance(option, click.Option)]
+    named = {option.opts[0].removeprefix("--").replace("-", "_"): option for option in options}
+    return {name: option for name, option in named.items() if name not in NOT_KEYWORDS}
+
+
+def _arguments(option: click.Option, value: Any) -> list[str]:
+    name = option.opts[0]
+    if value is None or (option.is_flag and not value):
+        return []
+    if option.is_flag:
+        return [name]
+    if isinstance(value, Mapping):
+        return [f"{name}={field}={column}" for field, column in value.items()]
+    return [name, *map(str, value)] if option.nargs > 1 else [f"{name}={value}"]

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+import swiftbatch
+from swiftbatch.scheduler.api.submit import SubmitOptions, arguments_of, keywords
+from tests.scheduler.commands.command_parts import refusal
+
+
+def _job(name: str, **fields: Any) -> dict[str, Any]:
+    return {"custom_id": name, "prompt": "It was", "max_tokens": 20, **fields}
+
+
+def test_keywords_are_the_options_of_the_command() -> None:
+    assert list(SubmitOptions.__annotations__) == list(keywords())
+
+
+def test_keywords_become_arguments() -> None:
+    asked = {"workers": 2, "strict": True, "takeover": False, "model": None, "slots": "auto", "seed": -3}
+    assert arguments_of(asked) == ["--workers=2", "--strict", "--slots=auto", "--seed=-3"]
+    assert arguments_of({"column": {"prompt": "text"}, "thinking_markers": ("<a>", "</a>")}) == [
+        *("--column=prompt=text", "--thinking-markers", "<a>", "</a>")
+    ]
+
+
+def test_an_unknown_keyword_names_the_known_ones() -> None:
+    with pytest.raises(swiftbatch.UserError, match=r"no option 'worker'; expected one of .*workers"):
+        swiftbatch.submit("jobs.jsonl", worker=2)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("jobs", "message"),
+    [
+        ([_job("a") | {"prompt": {1}}], "job 1: .*set.*expected values that JSON has"),
+        ([_job("a"), "b"], "job 2: found str, expected a dict"),
+        ({"custom_id": "a"}, "job 1: found str, expected a dict"),
+    ],
+)
+def test_jobs_that_are_no_dicts_are_refused(tmp_path: Path, jobs: Any, message: str) -> None:
+    with pytest.raises(swiftbatch.UserError, match=message):
+        swiftbatch.submit(jobs, run=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_jobs_without_a_file_need_a_run() -> None:
+    with pytest.raises(swiftbatch.UserError, match="expected run=FOLDER"):
+        swiftbatch.submit([_job("a")])
+
+
+def test_errors_have_the_words_of_the_command(tmp_path: Path) -> None:
+    path, run = str(tmp_path / "absent.jsonl"), str(tmp_path / "run")
+    with pytest.raises(swiftbatch.UserError) as found:
+        swiftbatch.submit(path, run=run)
+    assert refusal("submit", path, "--run", run) == f"swiftbatch: {found.value}"
+
+
+def test_a_generator_that_fails_submits_nothing(tmp_path: Path) -> None:
+    def jobs() -> Iterator[dict[str, Any]]:
+        yield _job("a")
+        raise LookupError("mine")
+
+    with pytest.raises(LookupError, match="mine"):
+        swiftbatch.submit(jobs(), run=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.ray
+def test_a_killed_run_goes_on_and_each_result_comes_once(tmp_path: Path, tiny_model: Path) -> None:
+    rows = [_job("two", n=2), _job("one", max_tokens=30), _job("bad", top_p=95), _job("three")]
+    model = str(tiny_model)
+    run = swiftbatch.submit(rows[:1], run=tmp_path / "run", model=model)
+    assert run._process is not None
+    os.kill(run._process._process.pid, signal.SIGKILL)
+    with pytest.raises(swiftbatch.UserError, match="nothing is lost, submit the same jobs again"):
+        run.wait()
+
+    async def ended() -> list[str]:
+        again = await swiftbatch.submit_async((row for row in rows), run=tmp_path / "run", model=model)
+        assert [reject.custom_id for reject in again.rejects] == ["bad"]
+        return [result["custom_id"] async for result in again.results_async()]
+
+    assert sorted(asyncio.run(ended())) == ["one", "three", "two"]
+    opened = swiftbatch.Run.open(tmp_path / "run")
+    assert opened.wait().state == "finished"
+    assert "3 finished" not in repr(opened)  # four jobs: both choices count
+    assert [line["custom_id"] for line in opened.lines()] == ["two", "one", "three"]
+    assert opened.to_arrow().column("completion_tokens").to_pylist() == [20, 20, 30, 20]
+    with pytest.raises(swiftbatch.UserError, match="not started by this program"):
+        opened.stop()
+
+
+@pytest.mark.ray
+def test_a_stopped_run_of_a_table_goes_on(tmp_path: Path, tiny_model: Path) -> None:
+    table = pa.Table.from_pylist([_job(name, max_tokens=60) for name in "ab"])
+    run = swiftbatch.submit(table, run=tmp_path / "run", model=str(tiny_model))
+    assert run.stop().jobs["finished"] < 2
+    again = swiftbatch.submit(table, run=tmp_path / "run", model=str(tiny_model))
+    assert again.wait(bar=True).jobs["finished"] == 2
+    assert again.cancel() == "nothing to cancel: it has ended already"
