@@ -27,6 +27,7 @@ from swiftbatch.scheduler.commands.status import status
 from swiftbatch.scheduler.commands.submit import submit
 from swiftbatch.scheduler.commands.tail import tail
 from swiftbatch.scheduler.commands.train import train
+from swiftbatch.scheduler.commands.verify import verify
 from swiftbatch.scheduler.display.progress_line import printable
 from swiftbatch.scheduler.process.signals import INTERRUPTED
 from swiftbatch.scheduler.process.streams import Lines
@@ -75,7 +76,7 @@ def main() -> None:
     """
 
 
-OF_RUNS = (submit, nightly, serve, status, tail, results, report, resume, extend, cancel, prune)
+OF_RUNS = (submit, nightly, serve, status, tail, results, report, verify, resume, extend, cancel, prune)
 for command in (*OF_RUNS, inspect, quantize, doctor, train, bench, chaos):
     main.add_command(command)
 

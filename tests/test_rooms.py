@@ -28,6 +28,7 @@ WORKER = {
     "worker.config": "what decides a run's bytes",
     "worker.exactness": "whether a machine keeps the promise",
     "worker.training": "trainings of targets and of the engines' parts",
+    "worker.replay": "tokens that exist, drawn again many positions at a time",
     "worker.session": "a worker's jobs: orders, checkpoints, resumes, reports",
     "worker.decode_bench": "how fast each engine decodes on this machine",
 }

@@ -161,7 +161,7 @@ def _new_manifest(settings: Settings) -> RunManifest:
         model_fingerprint="",
         text_fingerprint="",
         model_files={},
-        versions=_versions(),
+        versions=versions(),
         exactness="not probed",
         cpu_capability=cpu_capability(),
         **asdict(computation) | resolved,
@@ -172,7 +172,7 @@ def _place(model: str) -> str:
     return os.path.abspath(model) if model != "embedded" and Path(model).is_dir() else model
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for name in ("swiftbatch", "torch", "transformers", "ray", "llguidance"):
         try:

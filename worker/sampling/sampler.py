@@ -59,11 +59,14 @@ def process(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     return filtered(_tempered(logits, params.temperature), params)
 
 
+def scores(logits: torch.Tensor, position: int, params: SamplingParams, noise: GumbelNoise) -> torch.Tensor:
+    """Return the scores `[vocab]` of penalised logits `[vocab] float32`; the token with the greatest is drawn."""
+    return logits if params.temperature == 0.0 else process(logits, params) + noise.row(position)
+
+
 def draw(logits: torch.Tensor, position: int, params: SamplingParams, noise: GumbelNoise) -> int:
     """Draw a token from penalised logits `[vocab] float32`."""
-    if params.temperature == 0.0:
-        return int(torch.argmax(logits))
-    return int(torch.argmax(process(logits, params) + noise.row(position)))
+    return int(torch.argmax(scores(logits, position, params, noise)))
 
 
 class TokenSampler:
@@ -92,6 +95,10 @@ class TokenSampler:
         token_id = draw(self.penalised(logits), self.position, self._params, self._noise)
         self.push(token_id)
         return token_id
+
+    def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the next token's scores `[vocab]` from the target's logits `[vocab]`."""
+        return scores(self.penalised(logits), self.position, self._params, self._noise)
 
     def push(self, token_id: int) -> None:
         """Append a token that was drawn elsewhere."""

@@ -1,0 +1,93 @@
+"""The command `verify`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from swiftbatch.scheduler.commands.exit_codes import SOME_FAILED
+from swiftbatch.scheduler.commands.options.model_options import filled
+from swiftbatch.scheduler.commands.options.option_types import ANY_WHOLE_NUMBER
+
+if TYPE_CHECKING:
+    from swiftbatch.scheduler.runs.verification import Finding, Verification
+
+MOST_SHOWN = 10  # findings on the terminal; the report has all
+PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
+
+
+def _fraction(_context: click.Context, _parameter: click.Parameter, value: str) -> float:
+    """Parse a percentage. Raises click.BadParameter."""
+    found = PERCENT.fullmatch(value)
+    if found is None or not 0 < float(found[1]) <= 100:
+        raise click.BadParameter(f"found {value!a}, expected a part of the run's tokens, such as 1% or 100%")
+    return float(found[1]) / 100
+
+
+@click.command()
+@click.argument("run_uri", metavar="RUN")
+@click.argument("custom_ids", metavar="[JOB]...", nargs=-1)
+@click.option("--sample", "fraction", default="1%", callback=_fraction, metavar="PERCENT", help="Part of the tokens.")
+@click.option("--seed", type=ANY_WHOLE_NUMBER, default=0, help="Chooses the sample.")
+@click.option("--model", callback=filled, help="Draw with this model. [default: the run's]")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="File for the report.")
+def verify(run_uri: str, custom_ids: tuple[str, ...], json_path: Path | None, **options: Any) -> None:
+    """Draw a sample of a run's tokens again on this machine, and compare each with the result.
+
+    At least 20 spans of 256 tokens are chosen at random over all results; of named JOBs, all tokens. The tokens before
+    a span are read, which takes a fraction of the time that it took to draw them. The exit code is 1 if a result is
+    not what the model draws. On other hardware than the run's, near ties may differ: `exact up to ties`.
+
+    \b
+    Example:
+      swiftbatch verify my-run --sample 5% --json report.json
+    """
+    from swiftbatch.jobs.run.run import Run
+    from swiftbatch.scheduler.runs.verification import verify_run
+
+    found = verify_run(Run.open(run_uri), custom_ids=custom_ids, **options)
+    if json_path is not None:
+        json_path.write_text(found.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    for finding in found.findings[:MOST_SHOWN]:
+        click.echo(_line(finding))
+    if len(found.findings) > MOST_SHOWN:
+        click.echo(f"and {len(found.findings) - MOST_SHOWN:,} more differences; --json FILE has all")
+    click.echo(_summary(found))
+    if found.verdict == "differs":
+        click.get_current_context().exit(SOME_FAILED)
+
+
+def _summary(found: Verification) -> str:
+    differing = {(each.custom_id, each.choice) for each in found.findings}
+    place = f"{found.num_tokens:,} tokens of {found.num_spans:,} spans in {found.num_jobs:,} jobs"
+    if not differing:
+        return f"exact: {place} are what this model draws"
+    return (
+        f"{found.verdict}: of {place}, {len(found.findings):,} in {len(differing):,} jobs are not what this model draws"
+    )
+
+
+def _line(finding: Finding) -> str:
+    from swiftbatch.scheduler.display.progress_line import printable
+
+    job = printable(finding.custom_id if not finding.choice else f"{finding.custom_id}[{finding.choice}]")
+    return f"job {job}: {_problem(finding)}"
+
+
+def _problem(finding: Finding) -> str:
+    place = None if finding.position is None else f"{finding.position + 1:,}"
+    if finding.what == "log":
+        return "its token log is not that of its result"
+    if finding.what == "text":
+        return "its text is not that of its tokens"
+    if finding.what == "output":
+        return f"this model draws another text from character {place} on"
+    if finding.recorded is None:
+        return f"it ends before token {place}, this model draws {finding.drawn} there"
+    if finding.drawn is None:
+        return f"it goes on with token {place}, this model ends before it"
+    margin = "" if finding.margin is None else f" by a margin of {finding.margin:.3g}"
+    return f"token {place} is {finding.recorded}, this model draws {finding.drawn}{margin}"

@@ -1,0 +1,250 @@
+"""Verifies a run: draws a sample of its tokens again on this machine, and compares them bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from itertools import groupby
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
+from swiftbatch.jobs.file_owner import DamagedFileError
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.json_records import Frozen
+from swiftbatch.jobs.run.job_index import JobIndex
+from swiftbatch.jobs.run.output_line import tokens_sha256
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import RunError
+from swiftbatch.scheduler.runs.run_manifest import computation_of, versions
+from swiftbatch.scheduler.runs.run_settings import Settings
+from swiftbatch.worker.config import EngineConfig
+from swiftbatch.worker.constraints.thinking import Thinking, reasoning_of
+from swiftbatch.worker.drafters.catalogue import PLAIN_ENGINE
+from swiftbatch.worker.engine.stopping import text_of
+from swiftbatch.worker.replay.replay import Replay, sequence_of
+from swiftbatch.worker.forward.hardware import cpu_capability
+from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.sampling.sequence import Sequence as TokenSequence
+from swiftbatch.worker.session.same_model import loaded_target, located_model
+from swiftbatch.worker.text.tokenizer import TextCodec
+
+SPAN = 256  # tokens
+FEWEST_SPANS = 20
+TIE = 0.01  # another order of sums can turn over scores that differ by less
+
+Line = dict[str, Any]
+Verdict = Literal["exact", "exact up to ties", "differs"]
+
+
+class Finding(Frozen):
+    """Something in a result that this machine does not draw.
+
+    `what`: a `token`; the `end`, where one of both texts goes on; the `output` as a whole, with the first differing
+    character as position; the `text`, which is not that of the tokens; the token `log`, which is not the result's.
+    """
+
+    custom_id: str
+    choice: int
+    what: Literal["token", "end", "output", "text", "log"]
+    position: int | None = None
+    recorded: int | None = None
+    drawn: int | None = None
+    margin: float | None = None
+
+
+class Verification(Frozen):
+    """What a verification compared and found; `sample_seed` chooses the same spans again."""
+
+    run_id: str
+    system_fingerprint: str
+    model: str
+    numerics: str
+    versions: dict[str, str]
+    sample_seed: int
+    num_tokens: int
+    num_spans: int
+    num_jobs: int
+    num_tokens_of_run: int
+    verdict: Verdict
+    findings: tuple[Finding, ...]
+
+
+class ChosenJob(NamedTuple):
+    """A job by its row in the run's index, with ascending spans of its output."""
+
+    row: int
+    spans: list[range]
+
+
+def chosen_jobs(num_tokens: NDArray[np.int64], fraction: float, seed: int) -> list[ChosenJob]:
+    """Choose spans at random among the outputs of all rows, `[num_rows]`; a row without result has 0 tokens."""
+    num_spans = -(-num_tokens // SPAN)
+    ends = np.cumsum(num_spans)
+    total = int(ends[-1]) if len(ends) else 0
+    count = min(total, max(FEWEST_SPANS, int(np.ceil(fraction * total))))
+    chosen = np.sort(np.random.default_rng(seed).choice(total, count, replace=False, shuffle=False))
+    rows = np.searchsorted(ends, chosen, side="right")
+    starts = SPAN * (chosen - (ends - num_spans)[rows])
+    pairs = zip(rows.tolist(), starts.tolist(), strict=True)
+    return [
+        ChosenJob(row, [range(start, min(start + SPAN, int(num_tokens[row]))) for _, start in spans])
+        for row, spans in groupby(pairs, key=lambda pair: pair[0])
+    ]
+
+
+class Verifier:
+    """The model of a run, or another one, on this machine."""
+
+    def __init__(self, run: Run, model: str | None = None) -> None:
+        """Load the run's model, or `model` in its place. Raises ModelError, OtherModelError."""
+        import torch
+
+        manifest = run.manifest
+        computation = replace(computation_of(manifest, Settings()), engine=PLAIN_ENGINE, draft_model=None)
+        torch.set_num_threads(manifest.num_threads)
+        files = located_model(manifest.model, run) if model is None else locate_model(model)
+        self.model = files.name
+        self._codec = TextCodec(files, manifest.thinking_markers)
+        self._target = loaded_target(EngineConfig(**asdict(computation)), files, run, self._codec.textless_ids)
+        self.numerics = self._target.numerics
+        self._replay, self._logs = Replay(self._target, self._codec), KeptLogs.of(run)
+
+    def verify(self, record: JobRecord, line: Line, spans: Sequence[range]) -> tuple[int, list[Finding]]:
+        """Draw spans of a result again; return how many tokens were drawn, and the findings.
+
+        The whole output is drawn if its tokens are not at hand, or if a loop was rewound or a thought was closed.
+        """
+        body = line["response"]["body"]
+        [choice] = body["choices"]
+        token_ids = self._token_ids(record, choice)
+        if token_ids is None or _was_changed(record, body["metrics"]):
+            return self._verify_whole(record, choice)
+        is_its = len(token_ids) == body["usage"]["completion_tokens"]
+        if not is_its or tokens_sha256(token_ids.astype(np.uint32)) != choice["token_ids_sha256"]:
+            return 0, [_finding(record, "log")]
+        sequence, thinking = sequence_of(record, self._codec, self._target)
+        sequence.extend(token_ids[: record.job.sampling.max_tokens])
+        sequence.finish_reason, sequence.eos_token_ids = choice["finish_reason"], self._target.eos_token_ids
+        found = [] if self._shows(sequence, thinking, choice) else [_finding(record, "text")]
+        for draw in self._replay.differing(record, token_ids, spans):
+            what: Literal["token", "end"] = "end" if None in (draw.recorded, draw.drawn) else "token"
+            found.append(_finding(record, what, **draw._asdict()))
+        return sum(map(len, spans)), found
+
+    def _verify_whole(self, record: JobRecord, choice: Line) -> tuple[int, list[Finding]]:
+        recorded = _text(choice)
+        sequence, thinking = self._replay.again(record, recorded)
+        is_same = tokens_sha256(sequence.output_ids.astype(np.uint32)) == choice["token_ids_sha256"]
+        if is_same and sequence.finish_reason == choice["finish_reason"]:
+            return sequence.num_generated_tokens, (
+                [] if self._shows(sequence, thinking, choice) else [_finding(record, "text")]
+            )
+        drawn = text_of(sequence, self._codec.output_text, thinking)
+        differs = (place for place, (one, other) in enumerate(zip(recorded, drawn, strict=False)) if one != other)
+        place = next(differs, min(len(recorded), len(drawn)))
+        return sequence.num_generated_tokens, [_finding(record, "output", position=place)]
+
+    def _shows(self, sequence: TokenSequence, thinking: Thinking | None, choice: Line) -> bool:
+        """Return whether a choice shows the text of the output."""
+        text = text_of(sequence, self._codec.output_text, thinking)
+        reasoning = reasoning_of(sequence, text, thinking, self._codec.output_text.offsets)
+        if "message" not in choice:
+            return bool(choice["text"] == text)
+        shown = (None, text) if reasoning is None else (reasoning.text, reasoning.content)
+        return (choice["message"].get("reasoning_content"), choice["message"]["content"]) == shown
+
+    def _token_ids(self, record: JobRecord, choice: Line) -> NDArray[np.int64] | None:
+        """Return a result's tokens from its token log, or from its text if this is how the tokenizer splits it."""
+        try:
+            return self._logs.read(record.job_id).token_ids.astype(np.int64)
+        except DamagedFileError:
+            text = self._codec.encode(_text(choice), add_special_tokens=False)
+        ends = [(), *((token_id,) for token_id in self._target.eos_token_ids)]
+        found = (np.asarray([*text, *end], np.int64) for end in ends)
+        is_its = (ids for ids in found if tokens_sha256(ids.astype(np.uint32)) == choice["token_ids_sha256"])
+        return next(is_its, None)
+
+
+def verify_run(
+    run: Run, fraction: float, seed: int, custom_ids: Sequence[str] = (), model: str | None = None
+) -> Verification:
+    """Verify a sample of a run's results, or all of the named jobs. Raises RunError, ModelError, StoreError."""
+    index, num_tokens = _results(run, custom_ids)
+    chosen = chosen_jobs(num_tokens, 1.0 if custom_ids else fraction, seed)
+    verifier = Verifier(run, model)
+    num_drawn, findings, may_tie = 0, list[Finding](), not _computes_alike(run)
+    for job, record, line in _read(run, index, chosen):
+        may_tie |= line["response"]["body"]["metrics"].get("exactness") == "exact up to ties"
+        number, found = verifier.verify(record, line, job.spans)
+        num_drawn += number
+        findings += found
+    are_ties = may_tie and all(each.margin is not None and each.margin < TIE for each in findings)
+    return Verification(
+        run_id=run.manifest.run_id,
+        system_fingerprint=run.manifest.fingerprint,
+        model=verifier.model,
+        numerics=verifier.numerics,
+        versions=versions(),
+        sample_seed=seed,
+        num_tokens=num_drawn,
+        num_spans=sum(len(job.spans) for job in chosen),
+        num_jobs=len(chosen),
+        num_tokens_of_run=int(num_tokens.sum()),
+        verdict="exact" if not findings else "exact up to ties" if are_ties else "differs",
+        findings=tuple(findings),
+    )
+
+
+def _results(run: Run, custom_ids: Sequence[str]) -> tuple[JobIndex, NDArray[np.int64]]:
+    """Return jobs, all or the named ones, and the tokens of their results, 0 for a job without. Raises RunError."""
+    index = run.job_index()
+    if custom_ids:
+        found = index.some(index.rows_of("custom_id", custom_ids))
+        if missing := sorted({*custom_ids}.difference(found.custom_ids())):
+            raise RunError(f"no job {missing[0]!r} in the run at {run.store.shown_uri}; its jobs are in jobs.parquet")
+        index = found
+    num_tokens = np.zeros(len(index), np.int64)
+    rows, _ = run.ended_jobs(index)
+    pairs = np.asarray(rows, np.int64).reshape(-1, 2)
+    num_tokens[pairs[:, 0]] = pairs[:, 1]
+    if not num_tokens.any():
+        raise RunError(f"the run at {run.store.shown_uri} has no results of these jobs yet: expected at least one")
+    return index, num_tokens
+
+
+def _read(run: Run, index: JobIndex, chosen: Sequence[ChosenJob]) -> Iterator[tuple[ChosenJob, JobRecord, Line]]:
+    for job in chosen:
+        one = index.some(np.asarray([job.row]))
+        [record], [line] = list(run.records_at(one.places)), list(run.lines_of(one))
+        if line is None:
+            raise RunError(f"the result of job {record.custom_id!r} is damaged: `swiftbatch resume` runs it again")
+        yield job, record, line
+
+
+def _computes_alike(run: Run) -> bool:
+    """Return whether this machine is of the kind that the run was made on, as far as its manifest says."""
+    manifest = run.manifest
+    same = manifest.cpu_capability == cpu_capability() and manifest.versions == versions()
+    return same and manifest.device == "cpu"
+
+
+def _was_changed(record: JobRecord, metrics: Line) -> bool:
+    """Return whether a loop was rewound, or a thought may have been closed with a marker that nobody drew."""
+    sampling = record.job.sampling
+    detection = sampling.repetition_detection
+    closes = sampling.thinking_end == "close" or (detection is not None and detection.action == "close")
+    return closes or metrics.get("num_rewinds", 0) > 0
+
+
+def _finding(record: JobRecord, what: Any, **fields: Any) -> Finding:
+    return Finding(custom_id=record.custom_id, choice=record.job.choice_index, what=what, **fields)
+
+
+def _text(choice: Line) -> str:
+    message = choice.get("message")
+    if message is None:
+        return str(choice["text"])
+    return str(message.get("reasoning_content") or "") + str(message["content"])

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
+from swiftbatch.jobs.checkpoints.token_log import TokenLog
+from swiftbatch.jobs.job import JobRecord, packed
+from swiftbatch.jobs.run.output_line import tokens_sha256
+from swiftbatch.jobs.run.result_files import SealedResult
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.scheduler.runs.verification import SPAN, Verification, chosen_jobs, verify_run
+from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.text.tokenizer import TextCodec
+from tests.jobs.run.run_parts import MANIFEST
+from tests.scheduler.commands.command_parts import invoke, refusal
+from tests.worker.session.session_parts import LOOPS_OF_80, claimed, record, session, to_the_end
+
+LONG = 700  # tokens: three spans
+
+
+def _finished(folder: Path, model: Path, *jobs: JobRecord, **changes: Any) -> Run:
+    """Return a run with the results of jobs, whose prompts are tokenized."""
+    manifest = MANIFEST.model_copy(update={"model": str(model), "dtype": "float32"})
+    run, codec = Run.create_or_open(str(folder), manifest), TextCodec(locate_model(str(model)))
+    worker = session(run, model, checkpoint_seconds=600.0, **changes)
+    prompts = [codec.prompt_of(job.job) for job in jobs]
+    full = [
+        replace(job, prompt_token_ids=packed(each.token_ids), num_prompt_tokens=len(each.token_ids))
+        for job, each in zip(jobs, prompts, strict=True)
+    ]
+    run.add_jobs(full)
+    to_the_end(worker, *(claimed(run, job) for job in full))
+    return Run.open(run.store.uri)
+
+
+def _verified(run: Run, *custom_ids: str, **options: Any) -> Verification:
+    return verify_run(run, 1.0, 0, custom_ids, **options)
+
+
+def _forged(folder: Path, model: Path, change: Callable[[list[int], dict[str, Any]], None]) -> Run:
+    """Return a run whose only result has other tokens or another text, with hash, counts and checksums that fit."""
+    run = _finished(folder, model, record("long", LONG))
+    [job_id] = run.job_ids()
+    line = run.result(job_id)
+    assert line is not None
+    body = line["response"]["body"]
+    [choice] = body["choices"]
+    before = KeptLogs.of(run).read(job_id).token_ids.tolist()
+    token_ids = list(before)
+    change(token_ids, choice)
+    if token_ids != before:
+        forged = np.asarray(token_ids, np.uint32)
+        KeptLogs.of(run).write(job_id, TokenLog(forged))
+        choice["token_ids_sha256"], body["usage"]["completion_tokens"] = tokens_sha256(forged), len(forged)
+        choice["text"] = TextCodec(locate_model(run.manifest.model)).decode(token_ids)
+    run.store.delete_folder("results")
+    Run.open(run.store.uri).write_segment("forged", [SealedResult.of(job_id, line)])
+    return Run.open(run.store.uri)
+
+
+@pytest.mark.parametrize("engine", ["autoregressive", "token-recycling", "prompt-lookup"])
+def test_honest_results_are_exact(tmp_path: Path, tiny_model: Path, engine: str) -> None:
+    jobs = [
+        record("long", LONG),
+        record("penalties", 300, {"frequency_penalty": 0.5, "min_p": 0.02, "bad_words": ["the"], "min_tokens": 5}),
+        record("greedy", 100, {"temperature": 0.0}),
+        record("logprobs", 100, {"logprobs": 2}),
+        record("ends", 400, {"ignore_eos": False, "stop": ["q", "zz"], "temperature": 2.0}),
+        record("loops", 300, LOOPS_OF_80),
+        record("structure", 100, {"ignore_eos": False, "structured_outputs": {"regex": "[a-z]{5,60}"}}),
+    ]
+    run = _finished(tmp_path / "run", tiny_model, *jobs, engine=engine)
+    found = _verified(run)
+    assert (found.verdict, found.findings, found.num_jobs) == ("exact", (), len(jobs))
+    assert found.num_tokens == found.num_tokens_of_run
+
+
+def _change_token(token_ids: list[int], _choice: dict[str, Any]) -> None:
+    token_ids[500] = 1 + token_ids[500] % 5
+
+
+def test_a_changed_token_is_found_at_its_place(tmp_path: Path, tiny_model: Path) -> None:
+    found = _verified(_forged(tmp_path / "run", tiny_model, _change_token))
+    assert found.verdict == "differs"
+    assert (found.findings[0].what, found.findings[0].position) == ("token", 500)
+    assert found.findings[0].margin is not None
+    assert found.findings[0].margin > 0
+
+
+@pytest.mark.parametrize("num_cut", [1, 300])
+def test_an_output_that_was_cut_is_found(tmp_path: Path, tiny_model: Path, num_cut: int) -> None:
+    def cut(token_ids: list[int], _choice: dict[str, Any]) -> None:
+        del token_ids[-num_cut:]
+
+    [finding] = _verified(_forged(tmp_path / "run", tiny_model, cut)).findings
+    assert (finding.what, finding.position, finding.recorded) == ("end", LONG - num_cut, None)
+
+
+def _change_text(_token_ids: list[int], choice: dict[str, Any]) -> None:
+    choice["text"] = "x" + choice["text"]
+
+
+def test_a_changed_text_is_found(tmp_path: Path, tiny_model: Path) -> None:
+    assert [finding.what for finding in _verified(_forged(tmp_path / "run", tiny_model, _change_text)).findings] == [
+        "text"
+    ]
+
+
+def test_a_changed_text_without_kept_tokens_is_found(tmp_path: Path, tiny_model: Path) -> None:
+    run = _forged(tmp_path / "run", tiny_model, _change_text)
+    KeptLogs.of(run).clear()
+    [finding] = _verified(run).findings
+    assert (finding.what, finding.position) in (("output", 0), ("text", None))
+
+
+def test_a_token_log_that_was_changed_is_found(tmp_path: Path, tiny_model: Path) -> None:
+    run = _finished(tmp_path / "run", tiny_model, record("long", LONG))
+    [job_id] = run.job_ids()
+    KeptLogs.of(run).write(job_id, TokenLog(np.arange(LONG, dtype=np.uint32) % 9))
+    assert [finding.what for finding in _verified(run).findings] == ["log"]
+
+
+def test_one_changed_weight_is_found(tmp_path: Path, tiny_model: Path) -> None:
+    run = _finished(tmp_path / "run", tiny_model, record("long", LONG), record("b", LONG))
+    other = shutil.copytree(tiny_model, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][3, 5] += 4.0
+    save_file(weights, other / "model.safetensors")
+    assert _verified(run, model=str(tiny_model)).verdict == "exact"
+    assert _verified(run, model=str(other)).verdict == "differs"
+
+
+def test_another_seed_is_found(tmp_path: Path, tiny_model: Path) -> None:
+    run = _finished(tmp_path / "run", tiny_model, record("long", LONG))
+    job = next(run.records())
+    other = Run.create_or_open(str(tmp_path / "other"), run.manifest)
+    sampling = job.job.sampling.model_copy(update={"seed": 4})
+    other.add_jobs([replace(job, job=job.job.model_copy(update={"sampling": sampling}))])
+    for folder in ("results", "tokens"):
+        shutil.copytree(tmp_path / "run" / folder, tmp_path / "other" / folder)
+    assert _verified(Run.open(other.store.uri)).verdict == "differs"
+
+
+def test_the_sample_is_drawn_over_all_tokens_and_repeats() -> None:
+    num_tokens = np.asarray([100, 0, 100_000, 1_000], np.int64)
+    chosen = chosen_jobs(num_tokens, 0.25, seed=1)
+    spans = {(job.row, span.start, span.stop) for job in chosen for span in job.spans}
+    assert len(spans) == sum(len(job.spans) for job in chosen) == 99  # a quarter of 1 + 391 + 4 spans
+    assert all(stop - start <= SPAN and stop <= num_tokens[row] for row, start, stop in spans)
+    assert chosen == chosen_jobs(num_tokens, 0.25, seed=1) != chosen_jobs(num_tokens, 0.25, seed=2)
+    assert {row for row, _, _ in spans} >= {2}
+    whole = chosen_jobs(num_tokens, 1.0, seed=1)
+    assert sum(len(span) for job in whole for span in job.spans) == num_tokens.sum()
+
+
+def test_the_command_says_what_it_found(tmp_path: Path, tiny_model: Path) -> None:
+    run, report = _finished(tmp_path / "run", tiny_model, record("long", LONG)), tmp_path / "report.json"
+    done = invoke("verify", run.store.uri, "--json", str(report))
+    assert done.exit_code == 0
+    assert done.output == f"exact: {LONG} tokens of 3 spans in 1 jobs are what this model draws\n"
+    assert json.loads(report.read_text())["verdict"] == "exact"
+    assert "expected a part of the run's tokens" in refusal("verify", run.store.uri, "--sample", "3")
+    assert "no job 'absent'" in refusal("verify", run.store.uri, "absent")
+
+
+def test_the_command_names_the_first_differing_token(tmp_path: Path, tiny_model: Path) -> None:
+    done = invoke("verify", _forged(tmp_path / "run", tiny_model, _change_token).store.uri, "long")
+    assert done.exit_code == 1
+    assert "job long: token 501 is " in done.output
+    assert f"differs: of {LONG} tokens of 3 spans in 1 jobs, " in done.output

@@ -1,0 +1,193 @@
+"""Draws the recorded tokens of jobs again, many positions per forward, since they are known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Many
+from typing import NamedTuple
+
+import numpy as np
+
+from swiftbatch.jobs.job import JobRecord, unpacked
+from swiftbatch.jobs.run.compute_options import LogprobsMode
+from swiftbatch.worker.constraints.thinking import Thinking
+from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.engine.stopping import closed, may_rewind, rewound
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.forward.tile_packing import rows_of_trees
+from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.sampler import TokenSampler
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.text.tokenizer import TextCodec
+
+MOST_DIFFERING = 20  # of a span; with another model nearly all draws differ
+MOST_ASTRAY = 64  # tokens of another text before a replay gives up
+
+
+class DifferingDraw(NamedTuple):
+    """A recorded token and the token that the model draws after the same tokens; None stands for the text's end.
+
+    `margin` is how far the drawn token's score lies above the recorded one's, in units of the noise: rounding moves a
+    score by about a thousandth. It is None where tokens were excluded, and at an end.
+    """
+
+    position: int  # from the first generated token
+    recorded: int | None
+    drawn: int | None
+    margin: float | None = None
+
+
+class KnownTokens(Drafter):
+    """Proposes the recorded tokens of the one sequence as a chain."""
+
+    def __init__(self) -> None:
+        self.token_ids = np.zeros(0, np.int64)
+
+    def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        return [self._chain(request) for request in requests]
+
+    def _chain(self, request: DraftRequest) -> DraftTree:
+        start = request.sequence.num_generated_tokens
+        known = self.token_ids[start : start + min(request.max_nodes, request.max_depth)]
+        return DraftTree.chain(known.tolist())
+
+
+class Replay:
+    """Draws the tokens of jobs again on one model."""
+
+    def __init__(self, target: TargetModel, codec: TextCodec, logprobs_mode: LogprobsMode = "raw_logprobs") -> None:
+        self._target, self._codec = target, codec
+        self._known = KnownTokens()
+        self._engine = Engine(target, self._known, codec.output_text, logprobs_mode=logprobs_mode)
+
+    def again(self, record: JobRecord, text: str) -> tuple[Sequence, Thinking | None]:
+        """Draw a job's output again from its first token, with loops that rewind and thoughts that close.
+
+        The recorded `text` makes it fast. An output with another text may end early.
+        """
+        sequence, thinking = sequence_of(record, self._codec, self._target)
+        self._engine.start(sequence, self._new_cache(sequence), thinking=thinking)
+        self._known.token_ids = self._encoded(text)
+        num_astray = 0
+        while num_astray < MOST_ASTRAY:
+            if sequence.finish_reason is None:
+                num_astray = self._step_along(sequence, text, num_astray)
+            elif (other := _goes_on(sequence, thinking)) is None:
+                break
+            else:
+                sequence = other
+                self._engine.replace(sequence)
+        self._engine.stop(sequence)
+        return sequence, thinking
+
+    def _step_along(self, sequence: Sequence, text: str, num_astray: int) -> int:
+        """Take a step, guess the rest of the text anew if the draws were others, and return how many lead elsewhere."""
+        num_before = sequence.num_generated_tokens
+        self._engine.step()
+        drawn = sequence.output_ids
+        if np.array_equal(self._known.token_ids[num_before : len(drawn)], drawn[num_before:]):
+            return num_astray
+        settled = self._codec.output_text.settled(drawn.tolist())
+        if text.startswith(settled):
+            self._known.token_ids = np.concatenate([drawn, self._encoded(text[len(settled) :])])
+            return 0
+        return num_astray + len(drawn) - num_before
+
+    def differing(self, record: JobRecord, token_ids: np.ndarray, spans: Many[range]) -> list[DifferingDraw]:
+        """Draw the tokens of ascending spans of a job's output again, and return the draws that differ.
+
+        `token_ids [num_tokens]` are the whole output, which neither rewound a loop nor closed a thought. A span that
+        reaches its end also checks that the output ends there. The search in a span ends after `MOST_DIFFERING` draws.
+        """
+        self._known.token_ids = token_ids
+        sequence, thinking = sequence_of(record, self._codec, self._target)
+        cache = self._new_cache(sequence)
+        self._engine.start(sequence, cache, thinking=thinking)
+        found: list[DifferingDraw] = []
+        for span in spans:
+            sequence = self._moved_to(sequence, token_ids[: span.start])
+            more, sequence = self._differing(sequence, cache, token_ids, span)
+            found += more
+        self._engine.stop(sequence)
+        return found
+
+    def _differing(
+        self, sequence: Sequence, cache: FullKVCache, token_ids: np.ndarray, span: range
+    ) -> tuple[list[DifferingDraw], Sequence]:
+        """Return a span's differing draws, and the sequence behind them."""
+        found: list[DifferingDraw] = []
+        position = span.start
+        while position < span.stop and len(found) < MOST_DIFFERING:
+            if sequence.finish_reason is not None:  # the output goes on behind its end
+                return [*found, DifferingDraw(position, int(token_ids[position]), None)], sequence
+            self._engine.step()
+            drawn = sequence.output_ids[position : span.stop]
+            differs = np.flatnonzero(drawn != token_ids[position : position + len(drawn)])
+            if not len(differs):
+                position += len(drawn)
+                continue
+            place = position + int(differs[0])
+            sequence, other = self._moved_to(sequence, token_ids[:place]), int(drawn[differs[0]])
+            margin = self._margin(sequence, cache, int(token_ids[place]), other)
+            found.append(DifferingDraw(place, int(token_ids[place]), other, margin))
+            position = place + 1
+            sequence = self._moved_to(sequence, token_ids[:position])
+        if position == len(token_ids) and not _ends_at(sequence, position):
+            found.append(DifferingDraw(position, None, self._next(sequence, position)))
+        return found, sequence
+
+    def _margin(self, sequence: Sequence, cache: FullKVCache, recorded: int, drawn: int) -> float | None:
+        """Return by how much the drawn token's score exceeds the recorded one's, if no constraint decided."""
+        if sequence.rules or cache.length != len(sequence) - 1:
+            return None
+        rows = rows_of_trees([cache], [sequence.last_token_id], [DraftTree()])
+        logits = self._target.verify(rows)[0].logits[0]
+        sampler = TokenSampler(sequence, self._target.vocab_size, self._target.device)
+        scores = sampler.scores(logits)
+        margin = float(scores[drawn] - scores[recorded])
+        return margin if math.isfinite(margin) else None
+
+    def _next(self, sequence: Sequence, position: int) -> int:
+        """Return the token that follows an output where the record ends."""
+        while sequence.num_generated_tokens <= position:
+            self._engine.step()
+        return int(sequence.output_ids[position])
+
+    def _moved_to(self, sequence: Sequence, token_ids: np.ndarray) -> Sequence:
+        again = sequence.with_output(token_ids.tolist())
+        self._engine.replace(again)
+        return again
+
+    def _new_cache(self, sequence: Sequence) -> FullKVCache:
+        return self._engine.new_cache(sequence.max_length)
+
+    def _encoded(self, text: str) -> np.ndarray:
+        return np.asarray(self._codec.encode(text, add_special_tokens=False), np.int64)
+
+
+def _ends_at(sequence: Sequence, num_tokens: int) -> bool:
+    return sequence.finish_reason is not None and sequence.num_generated_tokens == num_tokens
+
+
+def _goes_on(sequence: Sequence, thinking: Thinking | None) -> Sequence | None:
+    """Return an ended sequence rewound or with its thought closed, or None if it ends for good."""
+    return rewound(sequence) if may_rewind(sequence) else closed(sequence, thinking)
+
+
+def sequence_of(record: JobRecord, codec: TextCodec, target: TargetModel) -> tuple[Sequence, Thinking | None]:
+    """Return a job's sequence without output, and its thought if the model thinks."""
+    sampling = codec.with_stop_tokens(record.job.sampling)
+    thinking = codec.thinking(record.job, record.last_marker)
+    sequence = Sequence(
+        record.job_id,
+        unpacked(record.prompt_token_ids),
+        sampling,
+        target.vocab_size,
+        target.device,
+        codec.bad_word_ids(sampling.bad_words),
+        codec.rules(sampling, thinking),
+    )
+    sequence.logprobs = None  # they change no token
+    return sequence, thinking
