@@ -24,9 +24,9 @@ from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.constraints.thinking import Thinking, reasoning_of
 from swiftbatch.worker.drafters.catalogue import PLAIN_ENGINE
 from swiftbatch.worker.engine.stopping import text_of
-from swiftbatch.worker.replay.replay import Replay, sequence_of
 from swiftbatch.worker.forward.hardware import cpu_capability
 from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.replay.replay import Replay, sequence_of
 from swiftbatch.worker.sampling.sequence import Sequence as TokenSequence
 from swiftbatch.worker.session.same_model import loaded_target, located_model
 from swiftbatch.worker.text.tokenizer import TextCodec
