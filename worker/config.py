@@ -15,6 +15,7 @@ from swiftbatch.jobs.run.compute_options import (
     LinearName,
     LogprobsMode,
     NumRows,
+    SamplingDefaults,
     ThinkingMarkers,
 )
 from swiftbatch.jobs.sampling_params import ThinkingEnd
@@ -45,6 +46,7 @@ class Computation:
     logprobs_mode: LogprobsMode = "raw_logprobs"  # jobs' log-probabilities are of these logits
     loop_guard: LoopAction | None = None  # action for jobs without their own; None: no check
     thinking_end: ThinkingEnd | None = None  # action for jobs without their own; None: a text may end within a thought
+    sampling_defaults: SamplingDefaults = "model"  # for sampling fields that a line leaves out
     thinking_markers: ThinkingMarkers = None  # texts around a thought; None: the model's own, if known
     clock: str | None = None  # the ISO time for chat templates; None: the creation of the run
 

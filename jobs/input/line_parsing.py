@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
@@ -41,6 +42,8 @@ from swiftbatch.jobs.sampling_params import (
 from swiftbatch.jobs.structured_output import idle_formats
 
 Form = TypeVar("Form", bound=BaseModel)
+
+NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -150,20 +153,22 @@ def parse_json(text: str) -> Any:
         raise LineError("not readable: found a number of thousands of digits, expected ordinary numbers") from None
 
 
-def line_from_object(values: dict[str, Any], run_seed: int) -> JobLine:
-    """Turn a parsed line into a `JobLine`. Raises `LineError`."""
+def line_from_object(values: dict[str, Any], run_seed: int, defaults: Mapping[str, Any] = NO_DEFAULTS) -> JobLine:
+    """Turn a parsed line into a `JobLine`; `defaults` are sampling fields that it may leave out. Raises `LineError`."""
     if any(values.get(name) is not None for name in ("method", "url", "body")):
         batch = _validated(BatchLine, values)
         if batch.url == COMPLETIONS:
-            completion, idle = _request(CompletionBody, batch.body, COMPLETIONS, "body.")
+            completion, idle = _request(CompletionBody, batch.body, COMPLETIONS, defaults, "body.")
             return _job_line(batch.custom_id, completion, completion.prompt, None, idle, run_seed)
-        chat, idle = _request(ChatBody, batch.body, CHAT, "body.")
+        chat, idle = _request(ChatBody, batch.body, CHAT, defaults, "body.")
         return _job_line(batch.custom_id, chat, (), chat.messages, idle, run_seed)
-    line, idle = _request(ShortLine, values, COMPLETIONS if values.get("messages") is None else CHAT)
+    line, idle = _request(ShortLine, values, COMPLETIONS if values.get("messages") is None else CHAT, defaults)
     return _job_line(line.custom_id, line, line.prompt or (), line.messages, idle, run_seed)
 
 
-def _request(form: type[Form], values: dict[str, Any], url: JobUrl, prefix: str = "") -> tuple[Form, tuple[str, ...]]:
+def _request(
+    form: type[Form], values: dict[str, Any], url: JobUrl, defaults: Mapping[str, Any], prefix: str = ""
+) -> tuple[Form, tuple[str, ...]]:
     """Return the validated fields, and the names of ignored fields.
 
     Raises `LineError`.
@@ -171,14 +176,17 @@ def _request(form: type[Form], values: dict[str, Any], url: JobUrl, prefix: str 
     known, idle, refused = taken_apart(values, form.model_fields, url)
     if refused:
         raise LineError("; ".join(f"field '{prefix}{name}': {problem}" for name, problem in refused))
-    return _validated(form, known, prefix), idle
+    return _validated(form, known, prefix, defaults), idle
 
 
-def _validated(form: type[Form], values: dict[str, Any], prefix: str = "") -> Form:
+def _validated(
+    form: type[Form], values: dict[str, Any], prefix: str = "", defaults: Mapping[str, Any] = NO_DEFAULTS
+) -> Form:
     """Validate one object; null means the default, as in OpenAI's API. Raises `LineError`."""
     nullable = _nullable(form)
     try:
-        return form.model_validate({k: v for k, v in values.items() if v is not None or k not in nullable})
+        said = {k: v for k, v in values.items() if v is not None or k not in nullable}
+        return form.model_validate({**defaults, **said})
     except ValidationError as error:
         raise LineError(reasons(error, form, prefix)) from None
 
@@ -259,6 +267,7 @@ class ParsedLineCache:
     """The first good line of each kind, keyed by all fields that do not differ from line to line."""
 
     run_seed: int
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     _firsts: dict[str, JobLine] = field(default_factory=dict)
 
     def line(self, values: dict[str, Any]) -> JobLine:
@@ -268,11 +277,11 @@ class ParsedLineCache:
         try:
             kind = _kind(values, fields)
         except RecursionError:
-            return line_from_object(values, self.run_seed)
+            return line_from_object(values, self.run_seed, self.defaults)
         first = self._firsts.get(kind)
         if first is not None and (own := self._own(text_id(values.get("custom_id")), fields, first)) is not None:
             return own
-        line = line_from_object(values, self.run_seed)
+        line = line_from_object(values, self.run_seed, self.defaults)
         if (
             len(self._firsts) < MAX_CACHED_LINES
             and len(kind) <= MAX_KEY_CHARACTERS

@@ -7,7 +7,7 @@ import os
 import shutil
 import stat
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from io import BufferedReader
@@ -48,12 +48,14 @@ PARQUET_SUFFIX = ".parquet"
 class JobReader:
     """Reads several files as one, with line numbers from 1 over all.
 
-    Lines without a seed get one from `run_seed`; those for another URL than `endpoint` are rejected.
+    Lines without a seed get one from `run_seed`, and `defaults` for other sampling fields that they leave out. Those
+    for another URL than `endpoint` are rejected.
     """
 
     run_seed: int
     columns: Columns = field(default_factory=Columns)
     endpoint: JobUrl | None = None  # None accepts any
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     is_for_many: bool = False  # places then name their file
     rejects: Rejects = field(default_factory=Rejects)
     _files: list[tuple[int, str]] = field(default_factory=list)  # lines before each file, and its name
@@ -62,7 +64,7 @@ class JobReader:
     _first_lines: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._kinds = ParsedLineCache(self.run_seed)
+        self._kinds = ParsedLineCache(self.run_seed, self.defaults)
 
     def lines(self, path: str, name: str) -> Iterator[tuple[int, JobLine]]:
         """Yield a file's jobs with line numbers. Raises `InputFileError`."""

@@ -22,6 +22,7 @@ from swiftbatch.jobs.run.compute_options import (
     LinearName,
     LogprobsMode,
     NumRows,
+    SamplingDefaults,
     ThinkingMarkers,
 )
 from swiftbatch.jobs.sampling_params import ThinkingEnd
@@ -68,6 +69,7 @@ class RunManifest(Frozen):
     loop_guard: LoopAction | None = None  # default for jobs; None: loops are not detected
     thinking_end: ThinkingEnd | None = None  # default for jobs; None: a text may end inside a thought
     logprobs_mode: LogprobsMode = "raw_logprobs"  # source of reported log-probabilities
+    sampling_defaults: SamplingDefaults = "openai"  # for lines that leave fields out
     thinking_markers: ThinkingMarkers = None  # () for a model that does not think
     clock: str  # the ISO time given to chat templates
     reads_clock: bool = False  # its chat template uses `clock`

@@ -15,7 +15,16 @@ from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.input.job_files import run_folder_beside
 from swiftbatch.jobs.job import JobUrl
 from swiftbatch.jobs.repetition_detection import LoopAction
-from swiftbatch.jobs.run.compute_options import AttentionName, Device, Dtype, KVDtype, LinearName, LogprobsMode, NumRows
+from swiftbatch.jobs.run.compute_options import (
+    AttentionName,
+    Device,
+    Dtype,
+    KVDtype,
+    LinearName,
+    LogprobsMode,
+    NumRows,
+    SamplingDefaults,
+)
 from swiftbatch.jobs.run.run import Run as RunFolder
 from swiftbatch.jobs.sampling_params import ThinkingEnd
 from swiftbatch.scheduler.api.run import Path, Run
@@ -45,6 +54,7 @@ class SubmitOptions(TypedDict, total=False):
     loop_guard: LoopAction | None
     thinking_end: ThinkingEnd | None
     logprobs_mode: LogprobsMode | None
+    sampling_defaults: SamplingDefaults | None
     thinking_markers: Sequence[str] | None
     clock: str | None
     engine: str | None

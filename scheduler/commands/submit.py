@@ -10,7 +10,7 @@ import click
 
 from swiftbatch.jobs.job import JobUrl
 from swiftbatch.jobs.repetition_detection import LoopAction
-from swiftbatch.jobs.run.compute_options import LogprobsMode
+from swiftbatch.jobs.run.compute_options import LogprobsMode, SamplingDefaults
 from swiftbatch.jobs.sampling_params import MAX_SEED, MIN_SEED, ThinkingEnd
 from swiftbatch.scheduler.commands.exit_codes import end, launch_shown
 from swiftbatch.scheduler.commands.options.launch_options import (
@@ -181,6 +181,12 @@ token_option = options_of("What decides the tokens; stored in the run")
     help=f"raw_logprobs or processed_logprobs. [default: {Computation.logprobs_mode}]",
 )
 @token_option(
+    "--sampling-defaults",
+    type=click.Choice(get_args(SamplingDefaults)),
+    metavar="SOURCE",
+    help=f"For fields that lines leave out: model or openai. [default: {Computation.sampling_defaults}]",
+)
+@token_option(
     "--thinking-markers",
     nargs=2,
     metavar="A B",
@@ -218,7 +224,7 @@ def submit(
       swiftbatch submit 'part-*.parquet' --run my-run --workers 2 --column prompt=text
     """
     from swiftbatch.jobs.input.job_files import run_folder_beside
-    from swiftbatch.scheduler.display.events import FieldsWithoutEffect, RunFolderChosen
+    from swiftbatch.scheduler.display.events import FieldsWithoutEffect, ModelSamplesBy, RunFolderChosen
     from swiftbatch.scheduler.runs.submission import submission
 
     showing, settings = shown(options), make_settings(**options)
@@ -229,6 +235,8 @@ def submit(
             display.note(RunFolderChosen(folder))
         submitted = stack.enter_context(submitting)
         _tell_rejects(display, submitted.rejects)
+        if submitted.sampling_defaults:
+            display.note(ModelSamplesBy(submitted.sampling_defaults))
         if submitted.without_effect:
             display.note(FieldsWithoutEffect(submitted.without_effect))
         outcome = launch_shown(submitted.hold, len(submitted.jobs), settings, display)

@@ -71,6 +71,17 @@ class FieldsWithoutEffect(Event):
 
 
 @dataclass(frozen=True)
+class ModelSamplesBy(Event):
+    """The model's own values of sampling `fields` hold for lines that leave them out."""
+
+    fields: dict[str, float]
+
+    def __str__(self) -> str:
+        found = ", ".join(f"{name} {value:g}" for name, value in self.fields.items())
+        return f"where lines do not say otherwise, the model's own sampling holds: {found}"
+
+
+@dataclass(frozen=True)
 class RunFolderChosen(Event):
     """No `--run` was given: the run's folder is `run`."""
 

@@ -44,7 +44,7 @@ from swiftbatch.worker.constraints.grammar import StructureError
 from swiftbatch.worker.drafters.catalogue import engine_entry
 from swiftbatch.worker.kv.free_memory import MEMORY, KVRoom, check_folder, place_of_caches
 from swiftbatch.worker.kv.kv_capacity import KVRoomError, bytes_per_position, held_of, state_bytes
-from swiftbatch.worker.model.model_files import ModelFiles, locate_model, read_config
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model, read_config, sampling_defaults_of
 from swiftbatch.worker.text.tokenizer import NO_MARKERS, Chat, EncodedPrompt, TextCodec
 
 if TYPE_CHECKING:
@@ -241,6 +241,7 @@ class Submission:
     jobs: JobIndex
     rejects: Rejects
     without_effect: dict[str, int]
+    sampling_defaults: dict[str, float]
 
 
 @contextmanager
@@ -264,7 +265,8 @@ def submission(
     files = locate_model(manifest.stored_model)
     codec = TextCodec(files, manifest.thinking_markers, manifest.clock)
     manifest = with_markers(with_model(manifest, files), codec)
-    reader, notes = JobReader(manifest.seed, columns, endpoint), LineNotes()
+    defaults = sampling_defaults_of(files) if manifest.sampling_defaults == "model" else {}
+    reader, notes = JobReader(manifest.seed, columns, endpoint, defaults), LineNotes()
     lines = _bounded(job_lines(said, reader), reader, notes)
     if manifest.thinking_end == "close" and codec.markers is None:
         raise UserError(f"--thinking-end: found close, {NO_MARKERS}; leave the option away")
@@ -286,7 +288,7 @@ def submission(
             set_priorities(run.store, added.custom_ids(), notes.priorities)
             rejects = _in_order(reader, notes, changed)
             run.write_rejects(rejects)
-            yield Submission(run, hold, added, rejects, dict(notes.without_effect))
+            yield Submission(run, hold, added, rejects, dict(notes.without_effect), defaults)
 
 
 def _bounded(

@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.jobs.input.request_fields import LineFields
+from swiftbatch.jobs.input.validation_errors import reasons
 from swiftbatch.worker.model.architectures.catalogue import ARCHITECTURES, NESTED, what_it_lacks
 from swiftbatch.worker.model.compute_path import shifting_rotary
 from swiftbatch.worker.model.config_faults import config_fault, keys_fault, unsaid_fault
@@ -34,6 +38,7 @@ from swiftbatch.worker.model.text_config import nested_config, text_view
 CONFIG_FILES = ("config.json", ADAPTER_FILE, QUANTIZATION_FILE)  # a few KB that tell whether a model is supported
 ALL_FILES = ("*.json", "*.safetensors", *TEXT_FILES)
 EMBEDDED = Path(__file__).parent.parent / "embedded"
+RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # fields of a generation config
 PARTS_FOLDER = "parts"  # subfolder of a model with engines' parts; a folder, since other programs read all weights
 HEADS_FILE = "tokenswift_heads.safetensors"
 GRIFFIN_FILE = "griffin.safetensors"
@@ -171,6 +176,20 @@ def let_others_read(path: Path) -> None:
     """Let others read a file, since safetensors gives access only to the owner."""
     os.umask(umask := os.umask(0))
     path.chmod(0o666 & ~umask)
+
+
+def sampling_defaults_of(files: ModelFiles) -> dict[str, Any]:
+    """Return the sampling fields that the model's publisher recommends, those that vLLM takes. Raises ModelError."""
+    said = _values_in(files.path / GENERATION_FILE)
+    found = {name: said[name] for name in RECOMMENDED if said.get(name) is not None}
+    try:
+        fields = LineFields.model_validate(found)
+    except ValidationError as error:
+        raise ModelError(
+            f"model {files.name}: {files.path / GENERATION_FILE}: {reasons(error, LineFields)}; mend it, or use "
+            "--sampling-defaults openai"
+        ) from None
+    return {name: getattr(fields, name) for name in found}
 
 
 def eos_token_ids_of(files: ModelFiles) -> frozenset[int]:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from swiftbatch.jobs.job import JobRecord, unpacked
-from swiftbatch.jobs.run.compute_options import LogprobsMode
 from swiftbatch.worker.constraints.thinking import Thinking
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
 from swiftbatch.worker.engine.engine import Engine
@@ -57,10 +56,10 @@ class KnownTokens(Drafter):
 class Replay:
     """Draws the tokens of jobs again on one model."""
 
-    def __init__(self, target: TargetModel, codec: TextCodec, logprobs_mode: LogprobsMode = "raw_logprobs") -> None:
+    def __init__(self, target: TargetModel, codec: TextCodec) -> None:
         self._target, self._codec = target, codec
         self._known = KnownTokens()
-        self._engine = Engine(target, self._known, codec.output_text, logprobs_mode=logprobs_mode)
+        self._engine = Engine(target, self._known, codec.output_text)
 
     def again(self, record: JobRecord, text: str) -> tuple[Sequence, Thinking | None]:
         """Draw a job's output again from its first token, with loops that rewind and thoughts that close.

@@ -69,7 +69,7 @@ def test_a_line_of_a_known_kind_is_what_it_would_be_alone(first: dict[str, Any])
 def test_lines_of_a_known_kind_are_not_checked_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds, read = ParsedLineCache(SEED), []
 
-    def note(values: dict[str, Any], run_seed: int) -> JobLine:
+    def note(values: dict[str, Any], run_seed: int, _defaults: object) -> JobLine:
         read.append(values)
         return line_from_object(values, run_seed)
 

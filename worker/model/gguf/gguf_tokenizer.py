@@ -95,11 +95,21 @@ def refuse_unknown_split(model: GGUFModel) -> None:
             raise GGUFError(f"its tokenizer adds a token to each text, and no tokenizer.ggml.{name}_token_id names it")
 
 
+SAMPLING = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+
+
 def generation_of(model: GGUFModel) -> dict[str, Any]:
-    """Return a generation config with the tokens that end a text or a turn."""
+    """Return a generation config: the tokens that end a text or a turn, and the recommended sampling."""
     found = {number for key in ENDS if (number := token_of(model, key)) is not None}
     found |= {number for number, text, _ in tokens_of(model) if text in ENDING}
-    return {"eos_token_id": sorted(found)} if found else {}
+    sampling = {name: model.metadata[key] for key, name in SAMPLING.items() if key in model.metadata}
+    return sampling | ({"eos_token_id": sorted(found)} if found else {})
 
 
 def token_of(model: GGUFModel, key: str) -> int | None:
