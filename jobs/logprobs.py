@@ -69,11 +69,11 @@ def shown_logprobs(
     if len(logprobs) != len(token_ids):
         raise ValueError(f"found {len(logprobs)} log-probabilities for {len(token_ids)} tokens")
     if job.messages is None:
-        return _of_completion(token_ids.tolist(), logprobs, tokenizer)
+        return completion_logprobs(token_ids.tolist(), logprobs, tokenizer)
     return _of_chat(token_ids.tolist(), logprobs, tokenizer)
 
 
-def _of_completion(token_ids: Sequence[int], logprobs: TokenLogprobs, tokenizer: TokenTexts) -> dict[str, Any]:
+def completion_logprobs(token_ids: Sequence[int], logprobs: TokenLogprobs, tokenizer: TokenTexts) -> dict[str, Any]:
     """Return the form for completions: the drawn token comes first, and of two equal texts the first one stays."""
     texts = _Texts(tokenizer, "bytes:")
     own = _finite(logprobs.logprobs).tolist()

@@ -22,6 +22,7 @@ from swiftbatch.scheduler.commands.quantize import quantize
 from swiftbatch.scheduler.commands.report import report
 from swiftbatch.scheduler.commands.results import results
 from swiftbatch.scheduler.commands.resume import resume
+from swiftbatch.scheduler.commands.score import score
 from swiftbatch.scheduler.commands.serve import serve
 from swiftbatch.scheduler.commands.status import status
 from swiftbatch.scheduler.commands.submit import submit
@@ -76,7 +77,7 @@ def main() -> None:
     """
 
 
-OF_RUNS = (submit, nightly, serve, status, tail, results, report, verify, resume, extend, cancel, prune)
+OF_RUNS = (submit, nightly, serve, status, tail, results, report, verify, score, resume, extend, cancel, prune)
 for command in (*OF_RUNS, inspect, quantize, doctor, train, bench, chaos):
     main.add_command(command)
 

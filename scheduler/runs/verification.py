@@ -25,6 +25,7 @@ from swiftbatch.worker.constraints.thinking import Thinking, reasoning_of
 from swiftbatch.worker.drafters.catalogue import PLAIN_ENGINE
 from swiftbatch.worker.engine.stopping import text_of
 from swiftbatch.worker.forward.hardware import cpu_capability
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.replay.replay import Replay, sequence_of
 from swiftbatch.worker.sampling.sequence import Sequence as TokenSequence
@@ -95,22 +96,26 @@ def chosen_jobs(num_tokens: NDArray[np.int64], fraction: float, seed: int) -> li
     ]
 
 
+def load_model(run: Run, model: str | None = None) -> tuple[TargetModel, TextCodec]:
+    """Load the run's model, or `model` in its place, to compute as the run does. Raises ModelError, OtherModelError."""
+    import torch
+
+    manifest = run.manifest
+    computation = replace(computation_of(manifest, Settings()), engine=PLAIN_ENGINE, draft_model=None)
+    torch.set_num_threads(manifest.num_threads)
+    files = located_model(manifest.model, run) if model is None else locate_model(model)
+    codec = TextCodec(files, manifest.thinking_markers)
+    return loaded_target(EngineConfig(**asdict(computation)), files, run, codec.textless_ids), codec
+
+
 class Verifier:
-    """The model of a run, or another one, on this machine."""
+    """Draws a run's results again, with its model or another one."""
 
     def __init__(self, run: Run, model: str | None = None) -> None:
-        """Load the run's model, or `model` in its place. Raises ModelError, OtherModelError."""
-        import torch
-
-        manifest = run.manifest
-        computation = replace(computation_of(manifest, Settings()), engine=PLAIN_ENGINE, draft_model=None)
-        torch.set_num_threads(manifest.num_threads)
-        files = located_model(manifest.model, run) if model is None else locate_model(model)
-        self.model = files.name
-        self._codec = TextCodec(files, manifest.thinking_markers)
-        self._target = loaded_target(EngineConfig(**asdict(computation)), files, run, self._codec.textless_ids)
-        self.numerics = self._target.numerics
-        self._replay, self._logs = Replay(self._target, self._codec), KeptLogs.of(run)
+        """Raise errors as `load_model` does."""
+        self.target, self.codec = load_model(run, model)
+        self.model, self.numerics = self.target.files.name, self.target.numerics
+        self._replay, self._logs = Replay(self.target, self.codec), KeptLogs.of(run)
 
     def verify(self, record: JobRecord, line: Line, spans: Sequence[range]) -> tuple[int, list[Finding]]:
         """Draw spans of a result again; return how many tokens were drawn, and the findings.
@@ -119,20 +124,28 @@ class Verifier:
         """
         body = line["response"]["body"]
         [choice] = body["choices"]
-        token_ids = self._token_ids(record, choice)
+        token_ids = self.known_tokens(record, choice)
         if token_ids is None or _was_changed(record, body["metrics"]):
             return self._verify_whole(record, choice)
         is_its = len(token_ids) == body["usage"]["completion_tokens"]
         if not is_its or tokens_sha256(token_ids.astype(np.uint32)) != choice["token_ids_sha256"]:
             return 0, [_finding(record, "log")]
-        sequence, thinking = sequence_of(record, self._codec, self._target)
+        sequence, thinking = sequence_of(record, self.codec, self.target)
         sequence.extend(token_ids[: record.job.sampling.max_tokens])
-        sequence.finish_reason, sequence.eos_token_ids = choice["finish_reason"], self._target.eos_token_ids
+        sequence.finish_reason, sequence.eos_token_ids = choice["finish_reason"], self.target.eos_token_ids
         found = [] if self._shows(sequence, thinking, choice) else [_finding(record, "text")]
         for draw in self._replay.differing(record, token_ids, spans):
             what: Literal["token", "end"] = "end" if None in (draw.recorded, draw.drawn) else "token"
             found.append(_finding(record, what, **draw._asdict()))
         return sum(map(len, spans)), found
+
+    def tokens(self, record: JobRecord, choice: Line) -> NDArray[np.int64] | None:
+        """Return a result's tokens, drawn again if they are not at hand, or None if this model draws others."""
+        known = self.known_tokens(record, choice)
+        if known is None:
+            sequence, _ = self._replay.again(record, _text(choice))
+            known = sequence.output_ids
+        return known if tokens_sha256(known.astype(np.uint32)) == choice["token_ids_sha256"] else None
 
     def _verify_whole(self, record: JobRecord, choice: Line) -> tuple[int, list[Finding]]:
         recorded = _text(choice)
@@ -142,27 +155,27 @@ class Verifier:
             return sequence.num_generated_tokens, (
                 [] if self._shows(sequence, thinking, choice) else [_finding(record, "text")]
             )
-        drawn = text_of(sequence, self._codec.output_text, thinking)
+        drawn = text_of(sequence, self.codec.output_text, thinking)
         differs = (place for place, (one, other) in enumerate(zip(recorded, drawn, strict=False)) if one != other)
         place = next(differs, min(len(recorded), len(drawn)))
         return sequence.num_generated_tokens, [_finding(record, "output", position=place)]
 
     def _shows(self, sequence: TokenSequence, thinking: Thinking | None, choice: Line) -> bool:
         """Return whether a choice shows the text of the output."""
-        text = text_of(sequence, self._codec.output_text, thinking)
-        reasoning = reasoning_of(sequence, text, thinking, self._codec.output_text.offsets)
+        text = text_of(sequence, self.codec.output_text, thinking)
+        reasoning = reasoning_of(sequence, text, thinking, self.codec.output_text.offsets)
         if "message" not in choice:
             return bool(choice["text"] == text)
         shown = (None, text) if reasoning is None else (reasoning.text, reasoning.content)
         return (choice["message"].get("reasoning_content"), choice["message"]["content"]) == shown
 
-    def _token_ids(self, record: JobRecord, choice: Line) -> NDArray[np.int64] | None:
+    def known_tokens(self, record: JobRecord, choice: Line) -> NDArray[np.int64] | None:
         """Return a result's tokens from its token log, or from its text if this is how the tokenizer splits it."""
         try:
             return self._logs.read(record.job_id).token_ids.astype(np.int64)
         except DamagedFileError:
-            text = self._codec.encode(_text(choice), add_special_tokens=False)
-        ends = [(), *((token_id,) for token_id in self._target.eos_token_ids)]
+            text = self.codec.encode(_text(choice), add_special_tokens=False)
+        ends = [(), *((token_id,) for token_id in self.target.eos_token_ids)]
         found = (np.asarray([*text, *end], np.int64) for end in ends)
         is_its = (ids for ids in found if tokens_sha256(ids.astype(np.uint32)) == choice["token_ids_sha256"])
         return next(is_its, None)

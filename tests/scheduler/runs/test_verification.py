@@ -13,33 +13,17 @@ from safetensors.torch import load_file, save_file
 
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.checkpoints.token_log import TokenLog
-from swiftbatch.jobs.job import JobRecord, packed
 from swiftbatch.jobs.run.output_line import tokens_sha256
 from swiftbatch.jobs.run.result_files import SealedResult
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.runs.verification import SPAN, Verification, chosen_jobs, verify_run
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
-from tests.jobs.run.run_parts import MANIFEST
 from tests.scheduler.commands.command_parts import invoke, refusal
-from tests.worker.session.session_parts import LOOPS_OF_80, claimed, record, session, to_the_end
+from tests.scheduler.runs.verification_parts import finished
+from tests.worker.session.session_parts import LOOPS_OF_80, record
 
 LONG = 700  # tokens: three spans
-
-
-def _finished(folder: Path, model: Path, *jobs: JobRecord, **changes: Any) -> Run:
-    """Return a run with the results of jobs, whose prompts are tokenized."""
-    manifest = MANIFEST.model_copy(update={"model": str(model), "dtype": "float32"})
-    run, codec = Run.create_or_open(str(folder), manifest), TextCodec(locate_model(str(model)))
-    worker = session(run, model, checkpoint_seconds=600.0, **changes)
-    prompts = [codec.prompt_of(job.job) for job in jobs]
-    full = [
-        replace(job, prompt_token_ids=packed(each.token_ids), num_prompt_tokens=len(each.token_ids))
-        for job, each in zip(jobs, prompts, strict=True)
-    ]
-    run.add_jobs(full)
-    to_the_end(worker, *(claimed(run, job) for job in full))
-    return Run.open(run.store.uri)
 
 
 def _verified(run: Run, *custom_ids: str, **options: Any) -> Verification:
@@ -48,7 +32,7 @@ def _verified(run: Run, *custom_ids: str, **options: Any) -> Verification:
 
 def _forged(folder: Path, model: Path, change: Callable[[list[int], dict[str, Any]], None]) -> Run:
     """Return a run whose only result has other tokens or another text, with hash, counts and checksums that fit."""
-    run = _finished(folder, model, record("long", LONG))
+    run = finished(folder, model, record("long", LONG))
     [job_id] = run.job_ids()
     line = run.result(job_id)
     assert line is not None
@@ -78,7 +62,7 @@ def test_honest_results_are_exact(tmp_path: Path, tiny_model: Path, engine: str)
         record("loops", 300, LOOPS_OF_80),
         record("structure", 100, {"ignore_eos": False, "structured_outputs": {"regex": "[a-z]{5,60}"}}),
     ]
-    run = _finished(tmp_path / "run", tiny_model, *jobs, engine=engine)
+    run = finished(tmp_path / "run", tiny_model, *jobs, engine=engine)
     found = _verified(run)
     assert (found.verdict, found.findings, found.num_jobs) == ("exact", (), len(jobs))
     assert found.num_tokens == found.num_tokens_of_run
@@ -123,14 +107,14 @@ def test_a_changed_text_without_kept_tokens_is_found(tmp_path: Path, tiny_model:
 
 
 def test_a_token_log_that_was_changed_is_found(tmp_path: Path, tiny_model: Path) -> None:
-    run = _finished(tmp_path / "run", tiny_model, record("long", LONG))
+    run = finished(tmp_path / "run", tiny_model, record("long", LONG))
     [job_id] = run.job_ids()
     KeptLogs.of(run).write(job_id, TokenLog(np.arange(LONG, dtype=np.uint32) % 9))
     assert [finding.what for finding in _verified(run).findings] == ["log"]
 
 
 def test_one_changed_weight_is_found(tmp_path: Path, tiny_model: Path) -> None:
-    run = _finished(tmp_path / "run", tiny_model, record("long", LONG), record("b", LONG))
+    run = finished(tmp_path / "run", tiny_model, record("long", LONG), record("b", LONG))
     other = shutil.copytree(tiny_model, tmp_path / "other")
     weights = load_file(other / "model.safetensors")
     weights["model.layers.1.mlp.down_proj.weight"][3, 5] += 4.0
@@ -140,7 +124,7 @@ def test_one_changed_weight_is_found(tmp_path: Path, tiny_model: Path) -> None:
 
 
 def test_another_seed_is_found(tmp_path: Path, tiny_model: Path) -> None:
-    run = _finished(tmp_path / "run", tiny_model, record("long", LONG))
+    run = finished(tmp_path / "run", tiny_model, record("long", LONG))
     job = next(run.records())
     other = Run.create_or_open(str(tmp_path / "other"), run.manifest)
     sampling = job.job.sampling.model_copy(update={"seed": 4})
@@ -163,7 +147,7 @@ def test_the_sample_is_drawn_over_all_tokens_and_repeats() -> None:
 
 
 def test_the_command_says_what_it_found(tmp_path: Path, tiny_model: Path) -> None:
-    run, report = _finished(tmp_path / "run", tiny_model, record("long", LONG)), tmp_path / "report.json"
+    run, report = finished(tmp_path / "run", tiny_model, record("long", LONG)), tmp_path / "report.json"
     done = invoke("verify", run.store.uri, "--json", str(report))
     assert done.exit_code == 0
     assert done.output == f"exact: {LONG} tokens of 3 spans in 1 jobs are what this model draws\n"
