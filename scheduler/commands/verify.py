@@ -13,6 +13,8 @@ from swiftbatch.scheduler.commands.options.model_options import filled
 from swiftbatch.scheduler.commands.options.option_types import ANY_WHOLE_NUMBER
 
 if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
     from swiftbatch.scheduler.runs.verification import Finding, Verification
 
 MOST_SHOWN = 10  # findings on the terminal; the report has all
@@ -27,6 +29,24 @@ def _fraction(_context: click.Context, _parameter: click.Parameter, value: str) 
     return float(found[1]) / 100
 
 
+def _key(_context: click.Context, _parameter: click.Parameter, path: Path | None) -> Ed25519PrivateKey | None:
+    """Read a private key. Raises click.BadParameter."""
+    if path is None:
+        return None
+    try:
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+    except ImportError:
+        raise click.BadParameter("it needs the package cryptography: pip install 'swiftbatch[sign]'") from None
+    try:
+        key = load_pem_private_key(path.read_bytes(), password=None)
+    except (OSError, TypeError, ValueError):
+        key = None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise click.BadParameter(f"{path} is no Ed25519 key: `openssl genpkey -algorithm ed25519` makes one")
+    return key
+
+
 @click.command()
 @click.argument("run_uri", metavar="RUN")
 @click.argument("custom_ids", metavar="[JOB]...", nargs=-1)
@@ -34,7 +54,17 @@ def _fraction(_context: click.Context, _parameter: click.Parameter, value: str) 
 @click.option("--seed", type=ANY_WHOLE_NUMBER, default=0, help="Chooses the sample.")
 @click.option("--model", callback=filled, help="Draw with this model. [default: the run's]")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="File for the report.")
-def verify(run_uri: str, custom_ids: tuple[str, ...], json_path: Path | None, **options: Any) -> None:
+@click.option(
+    "--sign",
+    "key",
+    callback=_key,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="KEY",
+    help="Sign the report with this Ed25519 key (PEM), into FILE.sig.",
+)
+def verify(
+    run_uri: str, custom_ids: tuple[str, ...], json_path: Path | None, key: Ed25519PrivateKey | None, **options: Any
+) -> None:
     """Draw a sample of a run's tokens again on this machine, and compare each with the result.
 
     At least 20 spans of 256 tokens are chosen at random over all results; of named JOBs, all tokens. The tokens before
@@ -48,9 +78,11 @@ def verify(run_uri: str, custom_ids: tuple[str, ...], json_path: Path | None, **
     from swiftbatch.jobs.run.run import Run
     from swiftbatch.scheduler.runs.verification import verify_run
 
+    if key is not None and json_path is None:
+        raise click.UsageError("--sign: expected --json with it, the file to sign")
     found = verify_run(Run.open(run_uri), custom_ids=custom_ids, **options)
     if json_path is not None:
-        json_path.write_text(found.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        _write(json_path, found.model_dump_json(indent=2).encode() + b"\n", key)
     for finding in found.findings[:MOST_SHOWN]:
         click.echo(_line(finding))
     if len(found.findings) > MOST_SHOWN:
@@ -58,6 +90,16 @@ def verify(run_uri: str, custom_ids: tuple[str, ...], json_path: Path | None, **
     click.echo(_summary(found))
     if found.verdict == "differs":
         click.get_current_context().exit(SOME_FAILED)
+
+
+def _write(path: Path, report: bytes, key: Ed25519PrivateKey | None) -> None:
+    """Write the report, and its signature beside it. Raises click.FileError."""
+    try:
+        path.write_bytes(report)
+        if key is not None:
+            path.with_name(f"{path.name}.sig").write_bytes(key.sign(report))
+    except OSError as error:
+        raise click.FileError(str(path), error.strerror) from None
 
 
 def _summary(found: Verification) -> str:

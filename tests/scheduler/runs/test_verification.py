@@ -9,6 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from safetensors.torch import load_file, save_file
 
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
@@ -154,6 +157,26 @@ def test_the_command_says_what_it_found(tmp_path: Path, tiny_model: Path) -> Non
     assert json.loads(report.read_text())["verdict"] == "exact"
     assert "expected a part of the run's tokens" in refusal("verify", run.store.uri, "--sample", "3")
     assert "no job 'absent'" in refusal("verify", run.store.uri, "absent")
+
+
+def test_a_signed_report_has_a_signature_of_its_bytes(tmp_path: Path, tiny_model: Path) -> None:
+    run, report = finished(tmp_path / "run", tiny_model, record("a", 30)), tmp_path / "report.json"
+    key, path = Ed25519PrivateKey.generate(), tmp_path / "key.pem"
+    path.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    assert invoke("verify", run.store.uri, "--json", str(report), "--sign", str(path)).exit_code == 0
+    signature = Path(f"{report}.sig").read_bytes()
+    key.public_key().verify(signature, report.read_bytes())
+    with pytest.raises(InvalidSignature):
+        key.public_key().verify(signature, report.read_bytes() + b" ")
+
+
+def test_a_key_that_cannot_sign_is_refused(tmp_path: Path, tiny_model: Path) -> None:
+    run, path = finished(tmp_path / "run", tiny_model, record("a", 30)).store.uri, tmp_path / "key.pem"
+    key = Ed25519PrivateKey.generate()
+    path.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    assert "is no Ed25519 key" in refusal("verify", run, "--json", str(tmp_path / "report"), "--sign", str(path))
+    path.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    assert "expected --json with it" in refusal("verify", run, "--sign", str(path))
 
 
 def test_the_command_names_the_first_differing_token(tmp_path: Path, tiny_model: Path) -> None:
