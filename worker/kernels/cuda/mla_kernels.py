@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, PageTable
+from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable
 from swiftbatch.worker.kernels.cuda.gemm import TILE_COLUMNS, WeightKernel, read
 from swiftbatch.worker.kernels.cuda.kv_kernels import load_rows, store_halves
 from swiftbatch.worker.kernels.cuda.norm_rope_kernels import is_padding, normed_row
@@ -19,6 +19,7 @@ from swiftbatch.worker.kernels.cuda.tree_attention import LOG2_E as LOG2_OF_E
 from swiftbatch.worker.kernels.cuda.tree_attention import (
     SCALE_TO_LOG2,
     TAIL_TILE_ROWS,
+    KeptLayer,
     Scratch,
     merge_split,
     split_blocks,
@@ -233,29 +234,28 @@ def latent_tail_merge(
 def attend_to_latents(
     shape: MLAShape,
     query: Tensor,  # [num_rows, num_heads, entry_dim]
-    kept: Tensor,  # [num_slots, 1, capacity, entry_dim], one layer of the arena
-    bias: Tensor | None,  # [num_slots, capacity] float32, as in `attend`
+    kept: KeptLayer,  # whose keys are [num_slots, 1, capacity, entry_dim]
     table: CudaRowTable[Tensor],
     scratch: Scratch,
     mixed: Tensor,  # [num_rows, num_heads, rank]
     scale: float,
-    pages: PageTable | None = None,
 ) -> None:
     """Attend with each row's heads to the entries that the row sees.
 
     Leaves padding rows unchanged, allocates nothing.
     """
-    scale_log2, strides = scale * SCALE_TO_LOG2, (kept.stride(0), kept.stride(2))
+    entries, scale_log2, strides = kept.keys, scale * SCALE_TO_LOG2, (kept.keys.stride(0), kept.keys.stride(2))
+    bias, pages, *more_strides = kept.prefix_arguments()
     latent_prefix_split[(len(table.groups) * shape.num_tiles, shape.num_splits)](
-        query, kept, bias, None if pages is None else pages.numbers, scratch.output, scratch.lse, table.groups,
-        scale_log2, *strides, 0 if bias is None else bias.stride(0), 0 if pages is None else pages.numbers.stride(0),
-        HAS_BIAS=bias is not None, PAGE=0 if pages is None else pages.page, **shape.prefix_constants(),
+        query, entries, bias, pages, scratch.output, scratch.lse, table.groups,
+        scale_log2, *strides, *more_strides, **kept.prefix_constants(), **shape.prefix_constants(),
     )  # fmt: skip
     constants = shape.tail_constants()
     num_parts = triton.cdiv(shape.latent.rank, shape.tail_depth)
     latent_tail_merge[(shape.num_rows, triton.cdiv(shape.num_heads, TAIL_TILE_ROWS), num_parts)](
-        query, kept, scratch.output, scratch.lse, mixed, table.rows, table.tail_slots, scale_log2, *strides, **constants
-    )
+        query, entries, scratch.output, scratch.lse, mixed, table.rows, table.tail_slots, scale_log2, *strides,
+        **constants,
+    )  # fmt: skip
 
 
 # Other kernels of latent attention: norms, rotation, and products per head.

@@ -25,15 +25,16 @@ from swiftbatch.worker.kernels.cuda.scan_top_keys import choose_keys, find_thres
 from swiftbatch.worker.kernels.cuda.tree_attention import (
     MERGE_STAGES,
     AttentionShape,
+    KeptLayer,
     Scratch,
     attend_tail,
+    attend_to_prefixes,
     merge_part,
     merge_split,
-    prefix_split,
     split_blocks,
 )
 from swiftbatch.worker.kernels.cuda.triton_primitives import dot, rounded
-from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView
+from swiftbatch.worker.kernels.layer_specs import SEES_ALL
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST_VARIANCE = tl.constexpr(1e-4)  # limits the variance of scores
@@ -307,15 +308,15 @@ class Scan:
         )  # fmt: skip
 
     def merge(
-        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, prefixes: Scratch, table: CudaRowTable[Tensor],
-        mixed: Tensor,
-    ) -> None:  # fmt: skip
+        self, layer: int, query: Tensor, kept: KeptLayer, prefixes: Scratch, table: CudaRowTable[Tensor], mixed: Tensor
+    ) -> None:
         """Merge all partial results and the tails of one layer. Padding rows of `mixed` are unchanged."""
         texts, scratch = self.texts, self.scratch
         scan_merge[(self.shape.num_rows, self.shape.num_kv_heads)](
-            query, keys, values, prefixes.output, prefixes.lse, scratch.output, scratch.lse, texts.moments[layer],
-            scratch.stats, scratch.gains, scratch.limits, mixed, table.rows, table.tail_slots, texts.num_chunks,
-            self.scale * math.log2(math.e), self.scale, *keys.stride()[:3],
+            query, kept.keys, kept.values, prefixes.output, prefixes.lse, scratch.output, scratch.lse,
+            texts.moments[layer], scratch.stats, scratch.gains, scratch.limits, mixed, table.rows, table.tail_slots,
+            texts.num_chunks,
+            self.scale * math.log2(math.e), self.scale, *kept.keys.stride()[:3],
             **scan_constants(self.shape, texts.sizes)["scan_merge"],
         )  # fmt: skip
 
@@ -324,65 +325,33 @@ def scan_attend(
     scan: Scan,
     layer: int,
     query: Tensor,  # [num_rows, num_heads, head_dim], contiguous
-    entries: tuple[Tensor, Tensor],  # keys and values of partial caches, [num_slots, num_kv_heads, capacity, head_dim]
-    bias: Tensor,  # [num_slots, capacity] float32, added to scores of the entries' prefix
+    kept: KeptLayer,  # of partial caches, with biases
     table: CudaRowTable[Tensor],
     prefixes: Scratch,
     mixed: Tensor,  # as query
 ) -> None:
     """Attend with each row's heads to the partial cache, its tail and the scanned text. Padding rows are unchanged."""
-    keys, values = entries
-    shape = scan.shape
-    prefix_split[(len(table.groups) * shape.num_kv_heads, shape.num_splits)](
-        query, keys, values, bias, None, prefixes.output, prefixes.lse, table.groups, table.rows,
-        scan.scale * math.log2(math.e), *keys.stride()[:3], bias.stride(0), 0,
-        HAS_BIAS=True, PAGE=0, **shape.prefix_constants(),
-    )  # fmt: skip
+    attend_to_prefixes(scan.shape, query, kept, table, prefixes, scan.scale)
     scan.choose(layer, query, table)
     scan.read_best(layer, query, table)
-    scan.merge(layer, query, keys, values, prefixes, table, mixed)
+    scan.merge(layer, query, kept, prefixes, table, mixed)
 
 
-class ScanAttention:
-    """`Attention` that shares a `TritonAttention`'s queries and partial sums; only one of both may run at a time."""
+class ScanAttention(TritonAttention):
+    """`Attention` that shares another one's queries and partial sums; only one of both may run at a time."""
 
     def __init__(self, other: TritonAttention, texts: ScannedTexts, full: Tensor, pages: PageTable | None) -> None:
         """Take the texts to scan.
 
         Their best keys are read from full caches with the layout of `full [:, 2, :, num_kv_heads, :, row_width]`.
         """
-        shape, num_heads = other.shape, other.query.shape[1]
-        scratch = ScanScratch.empty(texts.sizes, num_heads, shape.num_splits, full.device, shape.num_rows)
-        self._other = other
-        self._scan = Scan(shape, texts, scratch, other.scale, full, pages)
-        self.query = other.query
+        self.shape, self.scale, self.scratch, self.query = other.shape, other.scale, other.scratch, other.query
+        num_heads = other.query.shape[1]
+        scratch = ScanScratch.empty(texts.sizes, num_heads, self.shape.num_splits, full.device, self.shape.num_rows)
+        self._scan = Scan(self.shape, texts, scratch, self.scale, full, pages)
 
-    @property
-    def numerics(self) -> str:
-        return self._other.numerics
-
-    def places(self, table: CudaRowTable[Tensor]) -> None:
-        return None
-
-    def attend(
-        self,
-        layer: int,
-        keys: Tensor,
-        values: Tensor,
-        bias: Tensor | None,
-        table: CudaRowTable[Tensor],
-        mixed: Tensor,
-        view: AttentionView = SEES_ALL,
-        pages: PageTable | None = None,
-    ) -> None:
+    def attend(self, layer: int, kept: KeptLayer, table: CudaRowTable[Tensor], mixed: Tensor) -> None:
         """Attend as `scan_attend` does. Raises ValueError without biases, or with a window."""
-        if bias is None or view != SEES_ALL or pages is not None:
+        if kept.bias is None or kept.view != SEES_ALL or kept.pages is not None:
             raise ValueError("found no biases, which entries of partial caches have, or a window, which they have not")
-        scratch = self._other.scratch
-        scan_attend(self._scan, layer, self.query, (keys, values), bias, table, scratch, mixed)
-
-    def put(self, query: Tensor, table: CudaRowTable[Tensor]) -> None:
-        self._other.put(query, table)
-
-    def heads(self) -> Tensor:
-        return self._other.heads()
+        scan_attend(self._scan, layer, self.query, kept, table, self.scratch, mixed)

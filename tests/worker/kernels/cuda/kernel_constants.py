@@ -13,7 +13,6 @@ from swiftbatch.worker.kernels.cuda import (
     activations,
     cuda_recurrence,
     cuda_recurrent_layers,
-    flash_attention,
     gemm,
     mla_kernels,
     moe_router,
@@ -26,6 +25,7 @@ from swiftbatch.worker.kernels.cuda import norm_rope_kernels as layers
 from swiftbatch.worker.kernels.cuda import scan_attention as scan
 from swiftbatch.worker.kernels.cuda import scan_top_keys as choice
 from swiftbatch.worker.kernels.cuda import tree_attention as tail_attention
+from swiftbatch.worker.kernels.cuda.attention_backends import packed_constants, tail_merge_packed
 from swiftbatch.worker.kernels.cuda.cuda_recurrence import MOVE_WARPS, MOVED_WORDS, move_step_words
 from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import finish_constants, finish_group
 from swiftbatch.worker.kernels.cuda.scan_buffers import TextSizes, scan_constants
@@ -69,7 +69,7 @@ def kernels(dtype: str) -> dict[str, Made]:
         plain = without(constants.prefix_constants(), "HAS_BIAS", "bias_ptr") | NO_PAGES
         found[f"prefix{name}"] = tree_attention.prefix_split, plain
         found[f"tail{name}"] = tail_attention.tail_merge, without(constants.tail_constants(), "HAS_SINKS", "sinks_ptr")
-        found[f"packed tail{name}"] = flash_attention.tail_merge_packed, flash_attention.packed_constants(constants)
+        found[f"packed tail{name}"] = tail_merge_packed, packed_constants(constants)
     paged = without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | {"PAGE": GPU_PAGE}
     found["prefix in pages"] = tree_attention.prefix_split, paged
     found["prefix with biases"] = (

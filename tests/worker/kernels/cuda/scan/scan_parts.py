@@ -14,7 +14,7 @@ from swiftbatch.worker.forward.forward_interface import SparseRows, partial_rows
 from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, TableLayout
 from swiftbatch.worker.kernels.cuda.scan_attention import Scan, scan_attend
 from swiftbatch.worker.kernels.cuda.scan_buffers import TILE_ROWS, ScannedTexts, ScanScratch, TextSizes
-from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, Scratch
+from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, KeptLayer, Scratch
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS
 from swiftbatch.worker.kernels.scan_coding import MOMENT_STRIDE, SCAN_CHUNK
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
@@ -130,8 +130,8 @@ class Texts:
         prefixes.output.fill_(NAN)
         prefixes.lse.fill_(NAN)
         mixed = torch.full_like(query, NAN)
-        bias = torch.zeros(len(self.sequences), ENTRIES)
-        scan_attend(scan, 0, query, tuple(self.entries[0]), bias, self.table(), prefixes, mixed)
+        kept = KeptLayer(*self.entries[0], torch.zeros(len(self.sequences), ENTRIES))
+        scan_attend(scan, 0, query, kept, self.table(), prefixes, mixed)
         num_rows = sum(rows.num_rows for rows in self.sequences)
         assert mixed[num_rows:].isnan().all()
         return mixed[:num_rows]
