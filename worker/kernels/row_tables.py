@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, KV_SCALE_BYTES
-from swiftbatch.worker.kernels.kv_quantization import KV_CODES
+from swiftbatch.worker.kernels.kv_codes import KV_CODES
 
 MOST_POSITIONS = 2**21
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swiftbatch.worker.exactness.batch_invariance import probe_rows
-from swiftbatch.worker.exactness.transformers_agreement import compare
+from swiftbatch.worker.exactness.forward_comparisons import compare, probe_rows
 from swiftbatch.worker.forward.hardware import torch_gemms
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.transformers_attention import attend_in_torch, attends_of, attention_kernel

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from swiftbatch.jobs.python_processes import environment_of_code
-from swiftbatch.worker.exactness.batch_invariance import probe_rows
 from swiftbatch.worker.exactness.doctor_verdicts import verdict_key
+from swiftbatch.worker.exactness.forward_comparisons import probe_rows
 from swiftbatch.worker.forward import hardware, step_costs, transformers_attention
 from swiftbatch.worker.forward import transformers_attention as torch_attention
 from swiftbatch.worker.forward.forward_backend import DTYPES, load_transformers

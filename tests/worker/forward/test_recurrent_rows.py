@@ -12,7 +12,7 @@ from swiftbatch.jobs.checkpoints.kv_segments import LayerStates, decode_state, e
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.file_owner import Identity
 from swiftbatch.worker.drafters.catalogue import create_drafter
-from swiftbatch.worker.exactness.batch_invariance import random_tree
+from swiftbatch.worker.exactness.forward_comparisons import random_tree
 from swiftbatch.worker.forward.step_costs import measure_step_costs
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import max_tree_depth, tree_rows

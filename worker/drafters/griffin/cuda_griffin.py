@@ -16,9 +16,8 @@ from swiftbatch.worker.drafters.griffin.griffin_weights import packed_weights
 from swiftbatch.worker.drafters.griffin.native_griffin import GriffinWeights
 from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards, Surroundings
 from swiftbatch.worker.forward.forward_interface import Forwards
-from swiftbatch.worker.kernels.cuda.activations import activate
 from swiftbatch.worker.kernels.cuda.cuda_row_table import TableLayout
-from swiftbatch.worker.kernels.cuda.norm_rope_kernels import add_norm, rope_store
+from swiftbatch.worker.kernels.cuda.row_kernels import activate, add_norm, rope_store
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_layer
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, Scratch, attend
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes

@@ -7,7 +7,7 @@ import random
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.exactness.batch_invariance import random_tree
+from swiftbatch.worker.exactness.forward_comparisons import random_tree
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row, differing_bits
 from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
 from swiftbatch.worker.forward.tile_packing import SequenceRows, max_tree_depth, tree_rows

@@ -15,7 +15,7 @@ from swiftbatch.jobs.run.compute_options import AttentionName
 from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, TableLayout
 from swiftbatch.worker.kernels.cuda.kv_kernels import load_rows
 from swiftbatch.worker.kernels.cuda.mla_kernels import MLAShape, attend_to_latents
-from swiftbatch.worker.kernels.cuda.norm_rope_kernels import packed_head
+from swiftbatch.worker.kernels.cuda.row_kernels import packed_head
 from swiftbatch.worker.kernels.cuda.tree_attention import (
     LOG2_E,
     AttentionShape,

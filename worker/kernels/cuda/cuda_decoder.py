@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.activations import activate, gate_heads, softcap_logits
 from swiftbatch.worker.kernels.cuda.attention_backends import (
     Attention,
     AttentionKernel,
@@ -26,14 +25,22 @@ from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, PageTabl
 from swiftbatch.worker.kernels.cuda.gemm import LinearKernel, WeightKernel
 from swiftbatch.worker.kernels.cuda.mla_kernels import CudaMLA
 from swiftbatch.worker.kernels.cuda.moe_gemm import CudaExperts
-from swiftbatch.worker.kernels.cuda.norm_rope_kernels import add_norm, embed, norm_heads, rope_store
+from swiftbatch.worker.kernels.cuda.row_kernels import (
+    activate,
+    add_norm,
+    embed,
+    gate_heads,
+    norm_heads,
+    rope_store,
+    softcap_logits,
+)
 from swiftbatch.worker.kernels.cuda.scan_attention import ScanAttention
-from swiftbatch.worker.kernels.cuda.scan_buffers import ScannedTexts
+from swiftbatch.worker.kernels.cuda.scanned_texts import ScannedTexts
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedLayer, StackedWeights
 from swiftbatch.worker.kernels.cuda.tree_attention import KeptLayer
 from swiftbatch.worker.kernels.decoder_weights import other_rotary
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS, RING_LAYERS
-from swiftbatch.worker.kernels.kv_quantization import cuda_row_width
+from swiftbatch.worker.kernels.kv_codes import cuda_row_width
 from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.quantized_weights import AnyLinear
 from swiftbatch.worker.kernels.rope_cos_sin import angles, kept_as, query_scales

@@ -13,7 +13,7 @@ from torch import Tensor
 from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable
 from swiftbatch.worker.kernels.cuda.gemm import TILE_COLUMNS, WeightKernel, read
 from swiftbatch.worker.kernels.cuda.kv_kernels import load_rows, store_halves
-from swiftbatch.worker.kernels.cuda.norm_rope_kernels import is_padding, normed_row
+from swiftbatch.worker.kernels.cuda.row_kernels import is_padding, normed_row
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedMLA
 from swiftbatch.worker.kernels.cuda.tree_attention import LOG2_E as LOG2_OF_E
 from swiftbatch.worker.kernels.cuda.tree_attention import (

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.activations import activated
 from swiftbatch.worker.kernels.cuda.gemm import TILE_COLUMNS, WeightKernel, form_constants, packed_block, read
 from swiftbatch.worker.kernels.cuda.moe_router import (
     ROUTER_COLUMNS,
@@ -28,7 +27,7 @@ from swiftbatch.worker.kernels.cuda.moe_router import (
     sort_choices,
     sort_constants,
 )
-from swiftbatch.worker.kernels.cuda.norm_rope_kernels import is_padding
+from swiftbatch.worker.kernels.cuda.row_kernels import activated, is_padding
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedExperts
 from swiftbatch.worker.kernels.cuda.triton_primitives import dot, narrowed, rounded
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK_DEPTH, NUM_ROWS

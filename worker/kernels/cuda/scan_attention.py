@@ -12,16 +12,18 @@ from torch import Tensor
 from swiftbatch.worker.kernels.cuda.attention_backends import TritonAttention
 from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, PageTable
 from swiftbatch.worker.kernels.cuda.kv_kernels import in_pool, load_kept, load_rows
-from swiftbatch.worker.kernels.cuda.scan_buffers import (
+from swiftbatch.worker.kernels.cuda.scanned_texts import (
     MOST_SAMPLED,
     SAMPLED_PER_PROGRAM,
     ScannedTexts,
     ScanScratch,
+    choose_keys,
+    find_threshold,
     group_of,
+    sample_scores,
     scan_constants,
     tile_of,
 )
-from swiftbatch.worker.kernels.cuda.scan_top_keys import choose_keys, find_threshold, sample_scores
 from swiftbatch.worker.kernels.cuda.tree_attention import (
     MERGE_STAGES,
     AttentionShape,

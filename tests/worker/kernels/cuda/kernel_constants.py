@@ -10,7 +10,6 @@ import torch
 from swiftbatch.worker.drafters.griffin import draft_layer_kernels as griffin
 from swiftbatch.worker.exactness.gpu_doctor import machine_checks
 from swiftbatch.worker.kernels.cuda import (
-    activations,
     cuda_recurrence,
     cuda_recurrent_layers,
     gemm,
@@ -21,14 +20,14 @@ from swiftbatch.worker.kernels.cuda import (
 )
 from swiftbatch.worker.kernels.cuda import gemm as packed_linear
 from swiftbatch.worker.kernels.cuda import mla_kernels as latent_products
-from swiftbatch.worker.kernels.cuda import norm_rope_kernels as layers
+from swiftbatch.worker.kernels.cuda import row_kernels as layers
 from swiftbatch.worker.kernels.cuda import scan_attention as scan
-from swiftbatch.worker.kernels.cuda import scan_top_keys as choice
+from swiftbatch.worker.kernels.cuda import scanned_texts as choice
 from swiftbatch.worker.kernels.cuda import tree_attention as tail_attention
 from swiftbatch.worker.kernels.cuda.attention_backends import packed_constants, tail_merge_packed
 from swiftbatch.worker.kernels.cuda.cuda_recurrence import MOVE_WARPS, MOVED_WORDS, move_step_words
 from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import finish_constants, finish_group
-from swiftbatch.worker.kernels.cuda.scan_buffers import TextSizes, scan_constants
+from swiftbatch.worker.kernels.cuda.scanned_texts import TextSizes, scan_constants
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape
 from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES, MLASizes
 from swiftbatch.worker.kernels.layer_specs import (
@@ -127,11 +126,11 @@ def state_kernels(dtype: str) -> dict[str, Made]:
         found[f"states: norm of {model}"] = finish_group, finished
         moved = {"RING": layout.ring, "WORDS": layout.words, "WIDTH": MOVED_WORDS, "num_warps": MOVE_WARPS}
         found[f"states: moves of {model}"] = move_step_words, moved
-    return found | {"states: gates of heads": (activations.gate_row, gates_of_heads())}
+    return found | {"states: gates of heads": (layers.gate_row, gates_of_heads())}
 
 
 def gates_of_heads() -> dict[str, Any]:
-    return {"ALL": 3 * HIDDEN, "NUMBERS": HIDDEN, "COLUMNS": activations.ACTIVE_COLUMNS}
+    return {"ALL": 3 * HIDDEN, "NUMBERS": HIDDEN, "COLUMNS": layers.ACTIVE_COLUMNS}
 
 
 def latent_kernels(dtype: str) -> dict[str, Made]:
@@ -239,7 +238,7 @@ def kernels_besides_attention() -> dict[str, Made]:
     front = without(norm, "HAS_BEHIND", "behind_ptr")
     behind = norm | {"HAS_BEHIND": True, "FORM": int(NormForm.ONCE)}
     heads = {"ALL": 3 * HIDDEN, "QUERIES": HIDDEN, "KEYS": HIDDEN, "WIDTH": HIDDEN, "FORM": int(NormForm.ONCE)}
-    active = {"INTERMEDIATE": INTERMEDIATE, "COLUMNS": activations.ACTIVE_COLUMNS, "HAS_GATES": True, "ACTIVATION": 0}
+    active = {"INTERMEDIATE": INTERMEDIATE, "COLUMNS": layers.ACTIVE_COLUMNS, "HAS_GATES": True, "ACTIVATION": 0}
     bent = active | {"HAS_GATES": False, "ACTIVATION": int(Activation.XIELU)}
     active |= {"curve_ptr": None}
     embed = {"HIDDEN": HIDDEN, "WIDTH": HIDDEN, "SCALE": 1.0}
@@ -262,13 +261,13 @@ def kernels_besides_attention() -> dict[str, Made]:
         "norm of distances from the mean": (layers.add_norm_row, front | {"FORM": int(NormForm.CENTRED)}),
         "norm with biases": (layers.add_norm_row, front | {"FORM": int(NormForm.SHIFTED)}),
         "norms of all heads": (layers.norm_heads_row, heads),
-        "silu": (activations.activate_row, active),
-        "gelu": (activations.activate_row, active | {"ACTIVATION": int(Activation.GELU_TANH)}),
-        "relu2": (activations.activate_row, active | {"HAS_GATES": False, "ACTIVATION": int(Activation.RELU2)}),
-        "xielu": (activations.activate_row, bent),
+        "silu": (layers.activate_row, active),
+        "gelu": (layers.activate_row, active | {"ACTIVATION": int(Activation.GELU_TANH)}),
+        "relu2": (layers.activate_row, active | {"HAS_GATES": False, "ACTIVATION": int(Activation.RELU2)}),
+        "xielu": (layers.activate_row, bent),
         "soft cap of logits": (
-            activations.softcap_row,
-            {"VOCAB": 32000, "COLUMNS": activations.SOFTCAP_COLUMNS, "CAP": 30.0},
+            layers.softcap_row,
+            {"VOCAB": 32000, "COLUMNS": layers.SOFTCAP_COLUMNS, "CAP": 30.0},
         ),
         "linear": (gemm.multiply_columns, plain_linear),
         "linear with bias": (gemm.multiply_columns, gemm.multiply_constants(HIDDEN, True)),
@@ -284,7 +283,7 @@ def griffin_kernels() -> dict[str, Made]:
     return {
         "griffin's pairs": (griffin.pair_row, sizes),
         "griffin's norm": (griffin.layer_norm_row, sizes | {"num_warps": griffin.NORM_WARPS}),
-        "griffin's silu": (griffin.silu_row, {"EXPANSION": INTERMEDIATE, "COLUMNS": activations.ACTIVE_COLUMNS}),
+        "griffin's silu": (griffin.silu_row, {"EXPANSION": INTERMEDIATE, "COLUMNS": layers.ACTIVE_COLUMNS}),
         "griffin's sum": (griffin.add_row, sizes),
         "griffin's kept rows": (griffin.keep_row, sizes),
         **{f"joined rows, {width:,} wide": (griffin.join_row, griffin.join_constants(width)) for width in JOINED},

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from swiftbatch.jobs.run.compute_options import KVDtype
 from swiftbatch.worker.kernels.cuda.kv_kernels import average_chunks, gather_entries, gather_range
-from swiftbatch.worker.kernels.cuda.norm_rope_kernels import rope_store
+from swiftbatch.worker.kernels.cuda.row_kernels import rope_store
 from swiftbatch.worker.kernels.cuda.tree_attention import KeptLayer, Scratch, attend
 from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES, KV_SCALE_BYTES, NUM_ROWS
-from swiftbatch.worker.kernels.kv_quantization import CODES, coded, numbers_of
+from swiftbatch.worker.kernels.kv_codes import CODES, coded, numbers_of
 from tests.worker.kernels.cuda.arenas import CAPACITY, NUM_SPLITS, Arena, arena_of, padded, random_arena, random_rows
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, Shape
 

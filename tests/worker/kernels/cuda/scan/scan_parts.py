@@ -13,10 +13,10 @@ from torch import Tensor
 from swiftbatch.worker.forward.forward_interface import SparseRows, partial_rows
 from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, TableLayout
 from swiftbatch.worker.kernels.cuda.scan_attention import Scan, scan_attend
-from swiftbatch.worker.kernels.cuda.scan_buffers import TILE_ROWS, ScannedTexts, ScanScratch, TextSizes
+from swiftbatch.worker.kernels.cuda.scanned_texts import TILE_ROWS, ScannedTexts, ScanScratch, TextSizes
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, KeptLayer, Scratch
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS
-from swiftbatch.worker.kernels.scan_coding import MOMENT_STRIDE, SCAN_CHUNK
+from swiftbatch.worker.kernels.kv_codes import MOMENT_STRIDE, SCAN_CHUNK
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.kv_capacity import PoolSize, pages_of
 from swiftbatch.worker.kv.paged_arena import KVArena
