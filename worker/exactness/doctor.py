@@ -16,7 +16,7 @@ from swiftbatch.worker.exactness.forward_comparisons import MAX_LENGTH, Agreemen
 from swiftbatch.worker.forward.hardware import cpu_capability, hardware_of
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.gpu_kernel_choice import DEFAULT_KERNELS, with_kv
-from swiftbatch.worker.kernels.instruction_sets import chosen_variant, numerics_of, runnable_variants, why_none
+from swiftbatch.worker.kernels.native_library import chosen_variant, numerics_of, runnable_variants, why_none
 from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.model.model_files import locate_model
 

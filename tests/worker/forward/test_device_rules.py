@@ -20,8 +20,8 @@ from swiftbatch.worker.forward.forward_backend import DTYPES, load_transformers
 from swiftbatch.worker.forward.step_costs import PROBE_LENGTHS, measure_step_costs
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import needs_whole_tiles
-from swiftbatch.worker.kernels.instruction_sets import cpu_flags
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, TILE_ROWS
+from swiftbatch.worker.kernels.native_library import cpu_flags
 from swiftbatch.worker.model.model_files import locate_model
 
 GPU = SimpleNamespace(name="NVIDIA H100 80GB HBM3", multi_processor_count=132)

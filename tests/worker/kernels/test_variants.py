@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from swiftbatch.worker.kernels import build
-from swiftbatch.worker.kernels import instruction_sets as variants
-from swiftbatch.worker.kernels.instruction_sets import (
+from swiftbatch.worker.kernels import native_library as variants
+from swiftbatch.worker.kernels.native_library import (
     OVERRIDE,
     KernelError,
     chosen_variant,
@@ -176,7 +176,7 @@ def test_instructions_that_the_system_denies_are_left_out(monkeypatch: pytest.Mo
     """A sandbox may deny AMX; then the next set is used."""
     monkeypatch.delenv(OVERRIDE, raising=False)
     [fastest, *others] = runnable_variants()
-    monkeypatch.setattr("swiftbatch.worker.kernels.instruction_sets.ASKING", (fastest,))
-    monkeypatch.setattr("swiftbatch.worker.kernels.instruction_sets._is_allowed", lambda _variant: False)
+    monkeypatch.setattr("swiftbatch.worker.kernels.native_library.ASKING", (fastest,))
+    monkeypatch.setattr("swiftbatch.worker.kernels.native_library._is_allowed", lambda _variant: False)
     assert runnable_variants() == others
     assert chosen_variant() == (others[0] if others else None)

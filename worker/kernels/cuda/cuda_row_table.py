@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from swiftbatch.worker.kernels.instruction_sets import chosen_library
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS
+from swiftbatch.worker.kernels.native_library import chosen_library
 from swiftbatch.worker.kernels.row_tables import address_of
 
 if TYPE_CHECKING:

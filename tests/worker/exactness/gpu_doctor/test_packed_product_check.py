@@ -21,8 +21,8 @@ from swiftbatch.worker.forward.hardware import hardware_of
 from swiftbatch.worker.kernels.cuda.gemm import packed_linear
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
-from swiftbatch.worker.kernels.instruction_sets import chosen_numerics
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
+from swiftbatch.worker.kernels.native_library import chosen_numerics
 from swiftbatch.worker.kernels.quantized_weights import TABLES, PackedMatrix
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from tests.worker.exactness.gpu_doctor.small_parts import CPU, SMALL, small_parts

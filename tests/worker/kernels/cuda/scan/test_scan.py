@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.compute_threads import Team
 from swiftbatch.worker.kernels.cuda.scan_attention import Scan
-from swiftbatch.worker.kernels.instruction_sets import load_library
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, CUDA_SCALE_BYTES
 from swiftbatch.worker.kernels.kv_codes import SCAN_CHUNK, coded, numbers_of
 from swiftbatch.worker.kernels.native_decoder import native_attention
+from swiftbatch.worker.kernels.native_library import Team, load_library
 from swiftbatch.worker.kv.scan_cache import ScannedKeys
 from tests.worker.kernels.cuda.scan.scan_parts import FIRST, NAN, Rows, Texts
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, VARIANTS, needs_kernels
