@@ -11,7 +11,7 @@ from torch import Tensor
 from swiftbatch.jobs.run.compute_options import LinearName
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row, differing_bits
 from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
-from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, WeightKernel, packed_linear, triton_linear
+from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, WeightKernel, triton_linear
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
 from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, AnyLinear, Code, PackedMatrix, Weight
 
@@ -231,7 +231,7 @@ def _try_packed_kernel(parts: Parts, name: str, matrices: list[PackedMatrix]) ->
 
 def _multiply_all(rows: Tensor, matrices: list[PackedMatrix], out: Tensor) -> None:
     for matrix in matrices:
-        packed_linear(rows, matrix, None, out)
+        triton_linear(rows, matrix, None, out)
 
 
 def _num_unlike_plain(parts: Parts, matrix: PackedMatrix, out: Tensor) -> int:
@@ -241,7 +241,7 @@ def _num_unlike_plain(parts: Parts, matrix: PackedMatrix, out: Tensor) -> int:
     differing = torch.zeros((), dtype=torch.int64, device=parts.device)
     for _ in range(parts.extent.num_tries):
         rows = random_rows(parts, matrix.shape[1], generator)
-        packed_linear(rows, matrix, None, out)
+        triton_linear(rows, matrix, None, out)
         triton_linear(rows, plain, None, expected)
         differing += (bits(out[:, : len(plain)].contiguous()) != bits(expected)).any(1).sum()
     return int(differing)

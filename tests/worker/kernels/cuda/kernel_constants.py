@@ -18,7 +18,6 @@ from swiftbatch.worker.kernels.cuda import (
     scan_attention,
     tree_attention,
 )
-from swiftbatch.worker.kernels.cuda import gemm as packed_linear
 from swiftbatch.worker.kernels.cuda import mla_kernels as latent_products
 from swiftbatch.worker.kernels.cuda import row_kernels as layers
 from swiftbatch.worker.kernels.cuda import scan_attention as scan
@@ -47,6 +46,7 @@ from tests.worker.kernels.cuda.product_constants import (
     expert_kernels,
     packed_kernels,
     packed_zeros,
+    product,
     without,
 )
 
@@ -186,12 +186,11 @@ def wide_kernels(dtype: str) -> dict[str, Made]:
     paged = without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | {"PAGE": GPU_PAGE}
     packed = packed_zeros("uint4", HIDDEN, 128, has_offsets=True)
     tile = gemm.tile_rows(torch.zeros(MOST_ROWS, 1, dtype=DTYPES[dtype]))
-    product = gemm.multiply_constants(HIDDEN, False, tile)
     choice_of = moe_router.choice_constants(QWEN3, 2048, DTYPES[dtype], False, False, False, MOST_ROWS)
     found: dict[str, Made] = {
         "prefix in pages": (tree_attention.prefix_split, paged),
         "tail": (tail_attention.tail_merge, without(attention.tail_constants(), "HAS_SINKS", "sinks_ptr")),
-        "linear": (gemm.multiply_columns, without(product, "HAS_BIAS", "bias_ptr")),
+        "linear": product(torch.zeros(1, HIDDEN), num_tile_rows=tile),
         "experts' router": (moe_router.multiply_router, moe_router.router_constants(2880, 128, MOST_ROWS)),
         "choice of Qwen3": (moe_router.choose_row, choice_of | dict.fromkeys(("router_bias_ptr", "choice_bias_ptr"))),
         "sort of choices": (moe_router.sort_choices, moe_router.sort_constants(QWEN3, MOST_ROWS)),
@@ -199,8 +198,7 @@ def wide_kernels(dtype: str) -> dict[str, Made]:
     constants = scan_constants(attention, TextSizes(32, 4, KV_HEADS, HEAD_DIM, 97, 256, 16))
     found["look at clouds"] = scan_attention.attend_to_clusters, constants["attend_to_clusters"]
     if dtype == "bf16":
-        constants = without(packed_linear.packed_constants(packed, False, tile), "HAS_BIAS", "bias_ptr")
-        found["packed uint4 with offsets"] = packed_linear.multiply_packed_columns, constants
+        found["packed uint4 with offsets"] = product(packed, num_tile_rows=tile)
     return {f"{name} of {MOST_ROWS} rows": made for name, made in found.items()}
 
 
@@ -242,7 +240,7 @@ def kernels_besides_attention() -> dict[str, Made]:
     bent = active | {"HAS_GATES": False, "ACTIVATION": int(Activation.XIELU)}
     active |= {"curve_ptr": None}
     embed = {"HIDDEN": HIDDEN, "WIDTH": HIDDEN, "SCALE": 1.0}
-    plain_linear = without(gemm.multiply_constants(HIDDEN, False), "HAS_BIAS", "bias_ptr")
+    weight = torch.zeros(1, HIDDEN)
     return {
         "rope": (layers.rope_store_heads, without(rope | in_order, "HAS_NORM", "query_norm_ptr", "key_norm_ptr")),
         "rope with norms": (layers.rope_store_heads, rope | in_order | {"HAS_NORM": True}),
@@ -269,9 +267,9 @@ def kernels_besides_attention() -> dict[str, Made]:
             layers.softcap_row,
             {"VOCAB": 32000, "COLUMNS": layers.SOFTCAP_COLUMNS, "CAP": 30.0},
         ),
-        "linear": (gemm.multiply_columns, plain_linear),
-        "linear with bias": (gemm.multiply_columns, gemm.multiply_constants(HIDDEN, True)),
-        "head": (gemm.multiply_columns, plain_linear),
+        "linear": product(weight),
+        "linear with bias": product(weight, has_bias=True),
+        "head": product(weight),
         **griffin_kernels(),
         "read": (machine_checks.read_numbers, machine_checks.READ_CONSTANTS),
         "noise": (machine_checks.store_noise, {"BLOCK": machine_checks.NOISE_BLOCK}),
