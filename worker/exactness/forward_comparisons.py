@@ -150,10 +150,7 @@ NUM_COMPARED_ROWS = 300
 # relative to the logits' spread; a wrong mask shifts by about 1
 MOST_SHIFTED = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 MOST_SHIFTED_BY_EXPERTS = 0.25  # if two experts weigh nearly the same, the last bit chooses
-MEDIAN_SHIFTED = {
-    torch.float32: 1e-2,
-    torch.bfloat16: 0.25,
-}  # limits of models with experts, where such rows are few
+MEDIAN_SHIFTED = {torch.float32: 1e-2, torch.bfloat16: 0.25}  # for models with experts, where such rows are few
 
 
 @dataclass(frozen=True)
@@ -236,8 +233,7 @@ def _is_near(target: TargetModel, shift: float, median: float) -> bool:
     return shift <= MOST_SHIFTED[target.dtype]
 
 
-def _our_logits(target: TargetModel, token_ids: list[int], cache: FullKVCache | None = None) -> torch.Tensor:
-    cache = target.new_cache(len(token_ids) + TILE_ROWS) if cache is None else cache
+def _our_logits(target: TargetModel, token_ids: list[int], cache: FullKVCache) -> torch.Tensor:
     logits = []
     while cache.length < len(token_ids):
         logits.append(target.logits(target.read(cache, token_ids[cache.length :])))

@@ -37,45 +37,25 @@ class Rows(Protocol):
     """Consecutive rows of one sequence after a cache."""
 
     @property
-    def cache(self) -> RowCache:
-        """Return the cache before the rows."""
-
+    def cache(self) -> RowCache: ...
     @property
-    def token_ids(self) -> list[int]:
-        """Return token ids, `[num_rows]`."""
-
+    def token_ids(self) -> list[int]: ...  # [num_rows]
     @property
-    def positions(self) -> list[int]:
-        """Return rows of the table of angles, `[num_rows]`."""
-
+    def positions(self) -> list[int]: ...  # [num_rows] rows of the table of angles
     @property
-    def first_entry(self) -> int:
-        """Return the cache entry of the first row; the others follow."""
-
+    def first_entry(self) -> int: ...  # the cache entry of the first row; the others follow
     @property
-    def boundary(self) -> int:
-        """Return the end of the prefix that all rows see."""
-
+    def boundary(self) -> int: ...  # the end of the prefix that all rows see
     @property
-    def tail_entries(self) -> np.ndarray:
-        """Return the cache entries from the boundary on that each row sees, `[num_rows, BLOCK]`."""
-
+    def tail_entries(self) -> np.ndarray: ...  # [num_rows, BLOCK] cache entries from the boundary on that each row sees
     @property
-    def tail_lengths(self) -> list[int]:
-        """Return the number of tail entries without padding, `[num_rows]`."""
-
+    def tail_lengths(self) -> list[int]: ...  # [num_rows] tail entries without padding
     @property
-    def biases(self) -> np.ndarray | None:
-        """Return `[boundary] float32`, added to the prefix's scores, or None if all are 0."""
-
+    def biases(self) -> np.ndarray | None: ...  # [boundary] float32, added to the prefix's scores; None: all are 0
     @property
-    def scanned(self) -> CodedKeys | None:
-        """Return the scanned keys that rows see in addition to the cache's entries."""
-
+    def scanned(self) -> CodedKeys | None: ...  # keys that rows see in addition to the cache's entries
     @property
-    def is_partial(self) -> bool:
-        """Return whether entries are not positions, so that windows do not apply."""
-
+    def is_partial(self) -> bool: ...  # entries are not positions, so windows do not apply
     def __len__(self) -> int: ...
 
 

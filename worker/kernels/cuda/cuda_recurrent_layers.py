@@ -220,36 +220,6 @@ def gate_constants(sizes: RecurrentSizes, layout: StepLayout, has_tap_bias: bool
     return convolution_constants(sizes, layout, has_tap_bias) | {"WIDTH": GATED_COLUMNS}
 
 
-def ready_heads(
-    table: StateTable[Tensor],
-    products: tuple[Tensor, Tensor],  # wide [num_rows, ...] and narrow
-    floats: dict[str, Tensor],
-    steps: tuple[Tensor, Tensor],  # inputs and words of one layer, [num_slots, ring, ...]
-    found: tuple[Tensor, Tensor, Tensor, Tensor],  # queries, values, own values, shares: float32
-    constants: dict[str, Any],
-) -> None:
-    """Launch the part of a layer that precedes its state: convolution, norms and factors of every head."""
-    wide, narrow = products
-    num_heads = constants["NUM_HEADS"] + 2 * constants["NUM_KEY_HEADS"]
-    ready_head[(len(table.rows), num_heads)](
-        table.rows, table.paths, wide, narrow, floats["taps"], floats.get("tap_bias"), floats["rates"],
-        floats["step_bias"], *steps, *found, **constants,
-    )  # fmt: skip
-
-
-def gate_convolutions(
-    table: StateTable[Tensor],
-    wide: Tensor,
-    floats: dict[str, Tensor],
-    inputs: Tensor,
-    mixed: Tensor,  # [num_rows, num_channels]
-    constants: dict[str, Any],
-) -> None:
-    gate_convolution[(len(table.rows), triton.cdiv(mixed.shape[1], GATED_COLUMNS))](
-        table.rows, table.paths, wide, floats["taps"], floats.get("tap_bias"), inputs, mixed, **constants
-    )
-
-
 # Layers with a state or a convolution in CUDA kernels: four launches between products, or a single one.
 
 
@@ -351,21 +321,6 @@ def finish_constants(sizes: RecurrentSizes) -> dict[str, Any]:
     }
 
 
-def finish(
-    table: StateTable[Tensor],
-    wide: Tensor,  # input products, with gates after inputs
-    found: Tensor,  # [num_rows, num_heads, value_dim] float32
-    own: Tensor,  # as found
-    floats: dict[str, Tensor],
-    mixed: Tensor,  # [num_rows, num_heads * value_dim] in the model's dtype
-    sizes: RecurrentSizes,
-) -> None:
-    constants = finish_constants(sizes)
-    finish_group[(len(table.rows), sizes.width // constants["GROUP"])](
-        table.rows, wide, found, own, floats.get("skip"), floats.get("norm"), mixed, sizes.epsilon, **constants
-    )
-
-
 def scale(rows: Tensor, factor: float) -> None:
     """Scale in place, rounding once."""
     if factor != 1.0:
@@ -402,8 +357,7 @@ class CudaRecurrentLayers:
             rows = torch.mul(rows, self._sizes.in_scale, out=out)  # `out` is overwritten last
         self._linear(rows, mixer.wide.weight, mixer.wide.bias, self._wide)
         if mixer.narrow is None:
-            constants = gate_constants(self._sizes, self._states.layout, "tap_bias" in mixer.floats)
-            gate_convolutions(table, self._wide, mixer.floats, self._states.inputs[number], self._mixed, constants)
+            self._gate(table, number, mixer)
         else:
             self._linear(rows, mixer.narrow.weight, mixer.narrow.bias, self._narrow)
             if mixer.scales is not None:
@@ -413,15 +367,29 @@ class CudaRecurrentLayers:
         self._linear(self._mixed, mixer.output.weight, mixer.output.bias, out)
         scale(out, self._sizes.out_scale)
 
+    def _gate(self, table: StateTable[Tensor], number: int, mixer: StackedRecurrentLayer) -> None:
+        floats, inputs = mixer.floats, self._states.inputs[number]
+        grid = (len(table.rows), triton.cdiv(self._mixed.shape[1], GATED_COLUMNS))
+        gate_convolution[grid](
+            table.rows, table.paths, self._wide, floats["taps"], floats.get("tap_bias"), inputs, self._mixed,
+            **gate_constants(self._sizes, self._states.layout, "tap_bias" in floats),
+        )  # fmt: skip
+
     def _run_heads(self, table: StateTable[Tensor], number: int, mixer: StackedRecurrentLayer) -> None:
-        sizes, layout = self._sizes, self._states.layout
+        sizes, layout, floats = self._sizes, self._states.layout, mixer.floats
         states, steps, inputs = (
             each[number] for each in (self._states.states, self._states.steps, self._states.inputs)
         )
-        constants = ready_constants(sizes, layout, "tap_bias" in mixer.floats)
-        found = self._queries, self._values, self._own, self._shares
-        ready_heads(table, (self._wide, self._narrow), mixer.floats, (inputs, steps), found, constants)
+        ready_head[(len(table.rows), sizes.num_heads + 2 * sizes.num_key_heads)](
+            table.rows, table.paths, self._wide, self._narrow, floats["taps"], floats.get("tap_bias"), floats["rates"],
+            floats["step_bias"], inputs, steps, self._queries, self._values, self._own, self._shares,
+            **ready_constants(sizes, layout, "tap_bias" in floats),
+        )  # fmt: skip
         weights = *self._scores, self._wholes
         weigh_paths(table, steps, self._queries, weights, sizes, layout)
         walk(table, states, steps, (self._queries, self._values, self._shares), weights, self._found, sizes, layout)
-        finish(table, self._wide, self._found, self._own, mixer.floats, self._mixed, sizes)
+        constants = finish_constants(sizes)
+        finish_group[(len(table.rows), sizes.width // constants["GROUP"])](
+            table.rows, self._wide, self._found, self._own, floats.get("skip"), floats.get("norm"), self._mixed,
+            sizes.epsilon, **constants,
+        )  # fmt: skip
