@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -18,6 +17,7 @@ from swiftbatch.worker.kernels.cuda.mla_kernels import MLAShape, attend_to_laten
 from swiftbatch.worker.kernels.cuda.row_kernels import packed_head
 from swiftbatch.worker.kernels.cuda.tree_attention import (
     LOG2_E,
+    SCALE_TO_LOG2,
     AttentionShape,
     KeptLayer,
     Scratch,
@@ -228,7 +228,7 @@ def merge_tails(
 ) -> None:
     tail_merge_packed[(len(mixed), shape.num_kv_heads)](
         query, kept.keys, kept.values, output, lse, mixed, table.rows, table.tail_slots, table.packed,
-        scale * math.log2(math.e), *kept.keys.stride()[:3], **packed_constants(shape),
+        scale * SCALE_TO_LOG2, *kept.keys.stride()[:3], **packed_constants(shape),
     )  # fmt: skip
 
 

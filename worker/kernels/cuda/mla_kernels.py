@@ -15,8 +15,8 @@ from swiftbatch.worker.kernels.cuda.gemm import TILE_COLUMNS, WeightKernel, read
 from swiftbatch.worker.kernels.cuda.kv_kernels import load_rows, store_halves
 from swiftbatch.worker.kernels.cuda.row_kernels import is_padding, normed_row
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedMLA
-from swiftbatch.worker.kernels.cuda.tree_attention import LOG2_E as LOG2_OF_E
 from swiftbatch.worker.kernels.cuda.tree_attention import (
+    LOG2_E,
     SCALE_TO_LOG2,
     TAIL_TILE_ROWS,
     KeptLayer,
@@ -114,7 +114,7 @@ def latent_block(
     scores = dot(query_second, tl.trans(rows_second), scores)
     scores = dot(query_rope, tl.trans(rows_rope), scores) * scale_log2
     if HAS_BIAS:
-        scores += (bias * LOG2_OF_E)[None, :]
+        scores += (bias * LOG2_E)[None, :]
     new_highest = tl.maximum(highest, tl.max(scores, 1))
     probabilities = tl.exp2(scores - new_highest[:, None])
     decay = tl.exp2(highest - new_highest)
