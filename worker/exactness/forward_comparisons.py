@@ -198,26 +198,30 @@ def compare(target: TargetModel, num_rows: int = NUM_COMPARED_ROWS, seed: int = 
     ours = _our_logits(target, token_ids.tolist(), _plain_cache(target, num_rows))
     with _eager(target.model):
         theirs = target.model(input_ids=token_ids[None].to(target.device), use_cache=False).logits[0].float()
-    difference = ours - theirs
-    spread = max(float(theirs.std()), torch.finfo(torch.float32).tiny)  # one token has no spread
-    shift = float(difference.square().mean().sqrt()) / spread
-    kept = _kept_rows(target, token_ids.tolist(), ours) if target.cache_shape.kv_dtype is not None else None
-    median = float(difference.square().mean(-1).sqrt().median()) / spread
+    shift, num_same_choices = _distance(ours, theirs)
+    kept = None
+    if target.cache_shape.kv_dtype is not None:
+        in_codes = _our_logits(target, token_ids.tolist(), target.new_cache(num_rows + TILE_ROWS))
+        kept = KeptRows(*_distance(in_codes, ours))
+    median = float((ours - theirs).square().mean(-1).sqrt().median()) / _spread(theirs)
     return Agreement(
         num_rows=num_rows,
-        greatest_difference=float(difference.abs().max()),
+        greatest_difference=float((ours - theirs).abs().max()),
         shift=shift,
-        num_same_choices=int((ours.argmax(-1) == theirs.argmax(-1)).sum()),
+        num_same_choices=num_same_choices,
         agrees=_is_near(target, shift, median),
         kept=kept,
     )
 
 
-def _kept_rows(target: TargetModel, token_ids: list[int], plain: torch.Tensor) -> KeptRows:
-    found = _our_logits(target, token_ids, target.new_cache(len(token_ids) + TILE_ROWS))
-    spread = max(float(plain.std()), torch.finfo(torch.float32).tiny)
-    shift = float((found - plain).square().mean().sqrt()) / spread
-    return KeptRows(shift, int((found.argmax(-1) == plain.argmax(-1)).sum()))
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, int]:
+    """Return the shift of logits relative to their spread, and the number of rows with the same best token."""
+    shift = float((found - expected).square().mean().sqrt()) / _spread(expected)
+    return shift, int((found.argmax(-1) == expected.argmax(-1)).sum())
+
+
+def _spread(logits: torch.Tensor) -> float:
+    return max(float(logits.std()), torch.finfo(torch.float32).tiny)  # one token has no spread
 
 
 def _plain_cache(target: TargetModel, num_rows: int) -> FullKVCache:

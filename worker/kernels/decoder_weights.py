@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swiftbatch.worker.kernels.kernel_sizes import LANES, MLASizes, sizes_fault
+from swiftbatch.worker.kernels.kernel_sizes import COUNTS, LANES, MLASizes, sizes_fault
 from swiftbatch.worker.kernels.layer_specs import (
     Activation,
     NormForm,
@@ -147,17 +147,7 @@ class DecoderSizes:
     def __post_init__(self) -> None:
         if self.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"found a decoder of {self.dtype}, expected bfloat16 or float32")
-        fault = sizes_fault(
-            num_layers=self.num_layers,
-            hidden=self.hidden,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            intermediate=self.intermediate,
-            vocab=self.vocab,
-            latent=self.latent,
-        )
-        if fault:
+        if fault := sizes_fault(**{name: getattr(self, name) for name in COUNTS}, latent=self.latent):
             raise ValueError(fault)
 
     @property

@@ -20,7 +20,7 @@ from swiftbatch.worker.kernels.decoder_weights import (
     other_rotary,
     shapes,
 )
-from swiftbatch.worker.kernels.kernel_sizes import HEAD_DIMS
+from swiftbatch.worker.kernels.kernel_sizes import COUNTS, HEAD_DIMS
 from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView, recurrent_float_shapes
 from swiftbatch.worker.kernels.native_library import Team, load_library, shared_team
 from swiftbatch.worker.kernels.native_recurrence import SequenceTable
@@ -57,7 +57,6 @@ class CDecoderSizes(ctypes.Structure):
 
     SCALES = ("epsilon", "scale", "embedding_scale", "residual_scale", "logit_scale", "score_softcap", "logit_softcap")
     MORE_SCALES = ("attention_in_scale", "key_scale", "attention_out_scale", "gate_scale", "down_scale")
-    COUNTS = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "intermediate", "vocab")
     FORMS = ("norm_form", "activation", "has_gates", "joins_heads", "norms_after_rope", "is_parallel")
     MORE_FORMS = ("qk_norms_differ", "gates_heads")
     LATENT = ("latent_rank", "query_rank", "nope_dim", "value_dim")
