@@ -92,20 +92,11 @@ def native_fold(team: Team, state: Tensor, keys: Tensor, updates: Tensor, decays
     if not are_known_states(num_heads, value_dim) or num_heads % num_key_heads:
         raise ValueError(f"found {num_heads} heads of {value_dim} values, {num_key_heads} of keys")
     own = _checked("a state", state, (num_heads, key_dim, value_dim))
-    held = {
-        "keys": _checked("keys", keys, (num_rows, num_key_heads, key_dim)),
-        "updates": _checked("updates", updates, (num_rows, num_heads, value_dim)),
-        "decays": _checked("decays", decays, _decays_shape(num_rows, num_heads, decays.shape[-1], key_dim)),
-    }
+    keys = _checked("keys", keys, (num_rows, num_key_heads, key_dim))
+    updates = _checked("updates", updates, (num_rows, num_heads, value_dim))
+    decays = _checked("decays", decays, _decays_shape(num_rows, num_heads, decays.shape[-1], key_dim))
     folded = torch.empty_like(own)
-    call = CRecurrence(num_rows, num_heads, num_key_heads, key_dim, value_dim, decays.shape[-1])
-    c_states, c_folded = (POINTER * 1)(own.data_ptr()), (POINTER * 1)(folded.data_ptr())
-    call.states = ctypes.addressof(c_states)
-    for name, tensor in held.items():
-        setattr(call, name, tensor.data_ptr())
-    with team.lock:
-        team.library.recurrence_fold(team.handle, ctypes.byref(call), c_folded, 1)
-        team.hold([held, own, c_states, folded])
+    StepBuffers(team, [(keys, keys, updates, decays)]).fold([own], [folded], 0, num_rows)
     return folded
 
 
@@ -113,7 +104,7 @@ class StepBuffers:
     """Steps of all layers of a sequence, with one call to move them and one call to fold them."""
 
     def __init__(self, team: Team, layers: Sequence[Sequence[Tensor]]) -> None:
-        """Take each layer's inputs, keys, updates and decays, `[num_steps, ...]`."""
+        """Take each layer's inputs (which no fold reads), keys, updates and decays, `[num_steps, ...]`."""
         self._team, self._layers = team, layers
         buffers = [each for layer in layers for each in layer if each.numel()]
         places = [(each.data_ptr(), each.stride(0) * each.element_size()) for each in buffers]

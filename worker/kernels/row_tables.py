@@ -162,7 +162,9 @@ class RowTable:
             length_address += size * 4
         numbers = token_ids.ctypes.data, positions.ctypes.data
         if not library.rows_fit(table, len(groups), *numbers, vocab, MOST_POSITIONS):
-            _refuse(groups, places, slots, lengths, token_ids, positions, vocab)
+            _check_range("token", token_ids, vocab)
+            _check_range("position", positions, MOST_POSITIONS)
+            _refuse(groups, places, slots, lengths)
         return cls(table, len(groups), len(token_ids), token_ids, positions, (slots, lengths, *biases))
 
 
@@ -186,18 +188,10 @@ def _narrowed(numbers: NDArray[Any]) -> NDArray[np.int32]:
 
 
 def _refuse(
-    groups: Sequence[Rows],
-    places: Sequence[CachePlace],
-    slots: NDArray[np.int32],
-    lengths: NDArray[np.int32],
-    token_ids: NDArray[np.int32],
-    positions: NDArray[np.int32],
-    vocab: int,
+    groups: Sequence[Rows], places: Sequence[CachePlace], slots: NDArray[np.int32], lengths: NDArray[np.int32]
 ) -> NoReturn:
     sizes = [len(group.token_ids) for group in groups]
     _check_tails(slots, lengths, np.repeat([place.capacity for place in places], sizes))
-    _check_range("token", token_ids, vocab)
-    _check_range("position", positions, MOST_POSITIONS)
     for group, place, size in zip(groups, places, sizes, strict=True):
         _check_group(group, size, place.capacity)
     raise ValueError("found rows that do not fit their caches")

@@ -44,7 +44,7 @@ from swiftbatch.worker.kernels.kv_codes import cuda_row_width
 from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.quantized_weights import AnyLinear
 from swiftbatch.worker.kernels.rope_cos_sin import angles, kept_as, query_scales
-from swiftbatch.worker.kernels.rope_scaling import QueryGrowth, Rotary
+from swiftbatch.worker.kernels.rope_scaling import Rotary
 
 
 class CudaDecoder:
@@ -96,13 +96,7 @@ class CudaDecoder:
         self._attending, self._mixing = _numbers_of(weights.layers)
         self.mixers = _recurrent_layers_of(weights, states, self._linear, num_rows)
         self._angles = self._angles_of(np.arange(num_angles), arena.device) if turns is None else turns
-        self._still = self._angles  # layers without rotation use these
-        if any(layer.is_nope for layer in weights.layers):
-            self._still = self._angles_of(np.zeros(num_angles, dtype=np.int64), arena.device)
-        if (other := other_rotary(weights.layers)) is not None:
-            self._other_angles = self._angles_of(np.arange(num_angles), arena.device, other)
-        growth = weights.rotary.growth
-        self._query_scales = None if growth is None else self._scales_of(growth, num_positions, arena.device)
+        self._add_other_angles(num_angles, num_positions, arena.device)
         self._allocate(arena.device)
         self.attention: Attention = new_attention(attention, shape, self.layout, sizes.scale, arena.device)
         if not isinstance(self.attention, TritonAttention | MLAAttention):
@@ -183,13 +177,22 @@ class CudaDecoder:
         if sizes.logit_softcap:
             softcap_logits(self.logits, sizes.logit_softcap)
 
+    def _add_other_angles(self, num_angles: int, num_positions: int, device: torch.device) -> None:
+        """Add the angles of layers that rotate in another way than most, and the factors of queries."""
+        rotary, layers, sizes = self._weights.rotary, self._weights.layers, self.sizes
+        self._still = self._angles  # layers without rotation use these
+        if any(layer.is_nope for layer in layers):
+            self._still = self._angles_of(np.zeros(num_angles, dtype=np.int64), device)
+        if (other := other_rotary(layers)) is not None:
+            self._other_angles = self._angles_of(np.arange(num_angles), device, other)
+        self._query_scales: Tensor | None = None
+        if rotary.growth is not None:
+            self._query_scales = query_scales(rotary.growth, np.arange(num_positions), sizes.dtype).to(device)
+
     def _angles_of(self, rows: NDArray[np.int64], device: torch.device, own: Rotary | None = None) -> Tensor:
         """Return rotary angles in the model's dtype, `[num_rows, head_dim]`."""
         rotary, dtype = own or self._weights.rotary, self.sizes.dtype
         return angles(rotary, rows, dtype).to(kept_as(rotary, dtype)).to(device)
-
-    def _scales_of(self, growth: QueryGrowth, num_positions: int, device: torch.device) -> Tensor:
-        return query_scales(growth, np.arange(num_positions), self.sizes.dtype).to(device)
 
     def _add_norm(self, delta: Tensor | None, behind: Tensor | None, front: Tensor | None, normed: Tensor) -> Tensor:
         """Add a sublayer's output, normed if it has an output norm. Return the input of the next sublayer."""

@@ -182,8 +182,7 @@ class TableLayout:
 
         Raises ValueError, and changes nothing, if the arena or the table lacks room.
         """
-        fits = buffer.shape == (self.size,)
-        if fits and is_filled_in_c(self._in_c, buffer, sequences, pages, window_pages):
+        if buffer.shape == (self.size,) and is_filled_in_c(self._in_c, buffer, sequences, pages, window_pages):
             return
         given = _Given.of(sequences)
         self._check(given)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -276,7 +278,6 @@ class ScanAttention(TritonAttention):
         num_heads = other.query.shape[1]
         self.found = ScanScratch.empty(texts.sizes, num_heads, self.shape.num_splits, full.device, self.shape.num_rows)
         self._texts, self._full, self._pages = texts, full, pages
-        self._constants = scan_constants(self.shape, texts.sizes)
 
     def attend(self, layer: int, kept: KeptLayer, table: CudaRowTable[Tensor], mixed: Tensor) -> None:
         """Attend to the partial cache, the tail and the scanned text. Raises ValueError without biases."""
@@ -289,24 +290,24 @@ class ScanAttention(TritonAttention):
 
     def _choose(self, layer: int, table: CudaRowTable[Tensor]) -> None:
         """Fill `found` up to and including the chosen keys."""
-        texts, found, num_kv_heads, constants = self._texts, self.found, self.shape.num_kv_heads, self._constants
+        texts, found, num_kv_heads = self._texts, self.found, self.shape.num_kv_heads
         codes, means, spreads = texts.codes[layer], texts.means[layer], texts.spreads[layer]
         num_pairs = len(table.groups) * num_kv_heads
         attend_to_clusters[(num_pairs, texts.sizes.most_clusters)](
             self.query, texts.moments[layer], found.stats, found.gains, table.groups, texts.num_chunks,
-            self.scale, **constants["attend_to_clusters"],
+            self.scale, **self._constants(attend_to_clusters),
         )  # fmt: skip
         sample_scores[(num_pairs, MOST_SAMPLED // SAMPLED_PER_PROGRAM)](
             self.query, codes, means, spreads, found.samples, table.groups, texts.num_chunks,
-            **constants["sample_scores"],
+            **self._constants(sample_scores),
         )  # fmt: skip
         find_threshold[(self.shape.num_rows, num_kv_heads * self.shape.heads_per_kv)](
             found.samples, found.stats, found.limits, table.rows, texts.num_chunks, texts.flat_deviations,
-            texts.sizes.num_best, **constants["find_threshold"],
+            texts.sizes.num_best, **self._constants(find_threshold),
         )  # fmt: skip
         choose_keys[(num_pairs, self.shape.num_splits)](
             self.query, codes, means, spreads, found.limits, found.entries, found.counts, table.groups,
-            texts.num_chunks, **constants["choose_keys"],
+            texts.num_chunks, **self._constants(choose_keys),
         )  # fmt: skip
 
     def _read_best(self, layer: int, table: CudaRowTable[Tensor]) -> None:
@@ -317,7 +318,7 @@ class ScanAttention(TritonAttention):
             found.entries, found.counts, found.output, found.lse, table.groups, texts.num_chunks,
             self.scale * SCALE_TO_LOG2, texts.sizes.first, full.stride(1), full.stride(3), full.stride(4),
             0 if pages is None else pages.numbers.stride(0), PAGE=0 if pages is None else pages.page,
-            **self._constants["attend_best"],
+            **self._constants(attend_best),
         )  # fmt: skip
 
     def _merge(self, layer: int, kept: KeptLayer, table: CudaRowTable[Tensor], mixed: Tensor) -> None:
@@ -327,5 +328,8 @@ class ScanAttention(TritonAttention):
             self.query, kept.keys, kept.values, self.scratch.output, self.scratch.lse, found.output, found.lse,
             texts.moments[layer], found.stats, found.gains, found.limits, mixed, table.rows, table.tail_slots,
             texts.num_chunks, self.scale * SCALE_TO_LOG2, self.scale, *kept.keys.stride()[:3],
-            **self._constants["scan_merge"],
+            **self._constants(scan_merge),
         )  # fmt: skip
+
+    def _constants(self, kernel: Any) -> dict[str, int]:
+        return scan_constants(kernel, self.shape, self._texts.sizes)

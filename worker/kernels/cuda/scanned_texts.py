@@ -8,7 +8,7 @@ score is the query times its chunk's mean plus each code's level times the dimen
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -119,8 +119,8 @@ class ScanScratch:
         )  # fmt: skip
 
 
-def scan_constants(shape: AttentionShape, sizes: TextSizes) -> dict[str, dict[str, int]]:
-    """Return constants, warps and stages of each scan kernel by name."""
+def scan_constants(kernel: Any, shape: AttentionShape, sizes: TextSizes) -> dict[str, int]:
+    """Return the constants that a scan kernel takes, its warps and stages."""
     width = triton.next_power_of_2(shape.head_dim)
     known = {
         "NUM_ROWS": shape.num_rows,
@@ -143,23 +143,10 @@ def scan_constants(shape: AttentionShape, sizes: TextSizes) -> dict[str, dict[st
         "MOST_SAMPLED": MOST_SAMPLED,
         "PER_PROGRAM": SAMPLED_PER_PROGRAM,
     }
-    heads = ("NUM_KV_HEADS", "HEADS_PER_KV", "HEAD_DIM", "TILE_ROWS", "WIDTH")
-    chunks = ("BLOCK", "CHUNK", "MOST_CHUNKS")
-    clouds = ("CLUSTER_CHUNKS", "MOST_CLUSTERS")
-    names = {
-        "attend_to_clusters": (*heads, *clouds, "NUM_ROWS", "COLUMNS"),
-        "sample_scores": (*heads, *chunks, "QUARTER", "MOST_SAMPLED", "PER_PROGRAM"),
-        "find_threshold": (*clouds, "NUM_HEADS", "BLOCK", "CHUNK", "MOST_SAMPLED", "CLUSTERS_WIDTH"),
-        "choose_keys": (*heads, *chunks, "QUARTER", "NUM_SPLITS"),
-        "attend_best": (*heads, *chunks, "NUM_SPLITS", "NUM_ROWS"),
-        "scan_merge": (*heads, *clouds, "BLOCK", "CHUNK", "NUM_SPLITS", "LEAST_BLOCKS", "NUM_ROWS"),
-    }
-    wide = {"find_threshold", "choose_keys", "scan_merge"} if shape.dtype == torch.bfloat16 else names
-    return {
-        kernel: {name: known[name] for name in own}
-        | {"num_warps": 8 if kernel in wide else 4, "num_stages": 3 if kernel == "attend_best" else 2}
-        for kernel, own in names.items()
-    }
+    name = kernel.__name__
+    is_wide = shape.dtype != torch.bfloat16 or name in ("find_threshold", "choose_keys", "scan_merge")
+    options = {"num_warps": 8 if is_wide else 4, "num_stages": 3 if name == "attend_best" else 2}
+    return {each: known[each] for each in kernel.arg_names if each in known} | options
 
 
 @triton.jit

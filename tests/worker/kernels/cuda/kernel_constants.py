@@ -195,8 +195,8 @@ def wide_kernels(dtype: str) -> dict[str, Made]:
         "choice of Qwen3": (moe_router.choose_row, choice_of | dict.fromkeys(("router_bias_ptr", "choice_bias_ptr"))),
         "sort of choices": (moe_router.sort_choices, moe_router.sort_constants(QWEN3, MOST_ROWS)),
     }
-    constants = scan_constants(attention, TextSizes(32, 4, KV_HEADS, HEAD_DIM, 97, 256, 16))
-    found["look at clouds"] = scan_attention.attend_to_clusters, constants["attend_to_clusters"]
+    sizes, clouds = TextSizes(32, 4, KV_HEADS, HEAD_DIM, 97, 256, 16), scan_attention.attend_to_clusters
+    found["look at clouds"] = clouds, scan_constants(clouds, attention, sizes)
     if dtype == "bf16":
         found["packed uint4 with offsets"] = product(packed, num_tile_rows=tile)
     return {f"{name} of {MOST_ROWS} rows": made for name, made in found.items()}
@@ -205,7 +205,7 @@ def wide_kernels(dtype: str) -> dict[str, Made]:
 def scan_kernels(dtype: str, head_dim: int = HEAD_DIM) -> dict[str, Made]:
     """Texts have 100,000 positions."""
     attention = AttentionShape(KV_HEADS, HEADS // KV_HEADS, head_dim, NUM_SPLITS, DTYPES[dtype])
-    constants = scan_constants(attention, TextSizes(32, 4, KV_HEADS, head_dim, 97, 256, 16))
+    sizes = TextSizes(32, 4, KV_HEADS, head_dim, 97, 256, 16)
     made = {
         "look at clouds": scan_attention.attend_to_clusters,
         "sample": choice.sample_scores,
@@ -214,7 +214,7 @@ def scan_kernels(dtype: str, head_dim: int = HEAD_DIM) -> dict[str, Made]:
         "attend to the best": scan.attend_best,
         "merge all": scan_attention.scan_merge,
     }
-    found: dict[str, Made] = {name: (kernel, dict(constants[kernel.__name__])) for name, kernel in made.items()}
+    found: dict[str, Made] = {name: (kernel, scan_constants(kernel, attention, sizes)) for name, kernel in made.items()}
     reads = found["attend to the best"][1]
     found["attend to the best in pages"] = scan.attend_best, reads | {"PAGE": GPU_PAGE}
     reads |= {"PAGE": 0, "full_slots_ptr": None, "pages_ptr": None}
