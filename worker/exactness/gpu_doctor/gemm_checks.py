@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -13,9 +13,10 @@ from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row, differ
 from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
 from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, WeightKernel, triton_linear
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
-from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, AnyLinear, Code, PackedMatrix, Weight
+from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, AnyLinear, Code, PackedLinear, PackedMatrix, Weight
 
 COMPARED_COLUMNS = 1024  # a float64 reference is slow, so only these are compared
+Multiply = Callable[[Tensor, Weight, Tensor | None, Tensor], None]
 SUM_ERROR = 1e-5  # allowed error of a float32 sum, relative to the sum of absolute products
 
 
@@ -87,7 +88,7 @@ def _try_kernel(parts: Parts, kernel_name: str, kernel: WeightKernel, name: str,
     }
 
 
-def _into(kernel: WeightKernel, out: Tensor, rows: Tensor, linear: AnyLinear) -> None:
+def _into(kernel: Multiply, out: Tensor, rows: Tensor, linear: AnyLinear) -> None:
     kernel(rows, linear.weight, linear.bias, out)
 
 
@@ -125,7 +126,7 @@ def first_columns(weight: Weight) -> Tensor:
     return weight.rows(chosen).dequantized() if isinstance(weight, PackedMatrix) else weight[chosen]
 
 
-def _seconds(parts: Parts, run: functools.partial[None], linears: list[AnyLinear], depth: int) -> float:
+def _seconds(parts: Parts, run: functools.partial[None], linears: Sequence[AnyLinear], depth: int) -> float:
     """Time the products in turn, so that weights come from memory, not a cache."""
     rows = random_rows(parts, depth, parts.generator(3))
 
@@ -215,8 +216,8 @@ def _try_packed_kernel(parts: Parts, name: str, matrices: list[PackedMatrix]) ->
     columns, depth = matrices[0].shape
     num_rows = parts.kernels.num_rows
     out = torch.zeros(num_rows, columns, device=parts.device)
-    rows = random_rows(parts, depth, parts.generator(3))
-    seconds = parts.seconds(functools.partial(_multiply_all, rows, matrices, out))
+    run = functools.partial(_into, triton_linear, out)
+    seconds = _seconds(parts, run, [PackedLinear(each) for each in matrices], depth)
     return {
         "weights": name,
         "group": matrices[0].group_size,
@@ -227,11 +228,6 @@ def _try_packed_kernel(parts: Parts, name: str, matrices: list[PackedMatrix]) ->
         "ms": 1000 * seconds / len(matrices),
         "GB/s": sum(each.nbytes for each in matrices) / seconds / 1e9,
     }
-
-
-def _multiply_all(rows: Tensor, matrices: list[PackedMatrix], out: Tensor) -> None:
-    for matrix in matrices:
-        triton_linear(rows, matrix, None, out)
 
 
 def _num_unlike_plain(parts: Parts, matrix: PackedMatrix, out: Tensor) -> int:

@@ -204,7 +204,12 @@ class FlashAttention:
             num_splits=self._num_splits,  # 0 would let flash-attn choose by the number of groups
             return_softmax_lse=True,
         )
-        merge_tails(self.query, kept, output, lse, mixed, table, self._scale, self._shape)
+        # `output` is [num_groups, rows_per_group * heads_per_kv, num_kv_heads, head_dim], `lse` float32 [num_groups,
+        # num_kv_heads, rows_per_group * heads_per_kv], natural, and inf for an empty prefix
+        tail_merge_packed[(len(mixed), self._shape.num_kv_heads)](
+            self.query, kept.keys, kept.values, output, lse, mixed, table.rows, table.tail_slots, table.packed,
+            self._scale * SCALE_TO_LOG2, *kept.keys.stride()[:3], **packed_constants(self._shape),
+        )  # fmt: skip
 
     def put(self, query: Tensor, table: CudaRowTable[Tensor]) -> None:
         self.query.fill_(torch.nan)
@@ -214,22 +219,6 @@ class FlashAttention:
     def heads(self) -> Tensor:
         shape = self._shape
         return self.query.view(-1, shape.heads_per_kv, shape.num_kv_heads, shape.head_dim).transpose(1, 2)
-
-
-def merge_tails(
-    query: Tensor,  # [num_groups * rows_per_group, num_heads, head_dim], heads as in `packed_head`
-    kept: KeptLayer,
-    output: Tensor,  # [num_groups, rows_per_group * heads_per_kv, num_kv_heads, head_dim], of prefixes
-    lse: Tensor,  # [num_groups, num_kv_heads, rows_per_group * heads_per_kv] float32, natural; inf: an empty prefix
-    mixed: Tensor,  # [num_rows, num_heads, head_dim]
-    table: CudaRowTable[Tensor],
-    scale: float,
-    shape: AttentionShape,
-) -> None:
-    tail_merge_packed[(len(mixed), shape.num_kv_heads)](
-        query, kept.keys, kept.values, output, lse, mixed, table.rows, table.tail_slots, table.packed,
-        scale * SCALE_TO_LOG2, *kept.keys.stride()[:3], **packed_constants(shape),
-    )  # fmt: skip
 
 
 def packed_constants(shape: AttentionShape) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from swiftbatch.worker.kernels.quantized_weights import (
     Weight,
     linear_from,
     plain,
-    plain_linear,
     stacked,
 )
 from swiftbatch.worker.kernels.rope_scaling import Rotary
@@ -134,7 +133,7 @@ def stacked_latent(layer: LayerWeights, query: AnyLinear | None, device: torch.d
     """Copy to the device, where `query` already is. Returns None for a layer without latent attention."""
     if layer.key_up is None or layer.value_up is None or layer.key_norm is None:
         return None
-    ups = (plain_linear(each).weight.detach().to(device).contiguous() for each in (layer.key_up, layer.value_up))
+    ups = (plain(each.weight).detach().to(device).contiguous() for each in (layer.key_up, layer.value_up))
     query_norm = None if layer.query_norm is None else layer.query_norm.detach().to(device)
     return StackedMLA(query, query_norm, layer.key_norm.detach().to(device), *ups)
 

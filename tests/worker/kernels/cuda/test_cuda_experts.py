@@ -17,11 +17,12 @@ from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_experts
 from swiftbatch.worker.kernels.decoder_weights import ExpertWeights
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kernels.layer_specs import Activation, Routing, Score
-from swiftbatch.worker.kernels.quantized_weights import Code, Linear, PackedLinear, linear_from, plain_linear
+from swiftbatch.worker.kernels.quantized_weights import Code, Linear, PackedLinear, linear_from
 from tests.worker.kernels.cuda.launches import launched
 from tests.worker.kernels.expert_parts import EXPERT_SHAPES, ExpertShape, random_experts
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32
 from tests.worker.kernels.packed_parts import random_packed
+from tests.worker.kernels.plain_parts import plain_linear
 from tests.worker.kernels.reference import ACTIVATIONS
 from tests.worker.kernels.reference_experts import reference_choice, reference_experts
 from tests.worker.kernels.test_experts import ROUTINGS
