@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -11,12 +11,11 @@ from torch import Tensor
 from swiftbatch.jobs.run.compute_options import LinearName
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row, differing_bits
 from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
-from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, WeightKernel, triton_linear
+from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, LinearKernel, triton_linear
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
 from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, AnyLinear, Code, PackedLinear, PackedMatrix, Weight
 
 COMPARED_COLUMNS = 1024  # a float64 reference is slow, so only these are compared
-Multiply = Callable[[Tensor, Weight, Tensor | None, Tensor], None]
 SUM_ERROR = 1e-5  # allowed error of a float32 sum, relative to the sum of absolute products
 
 
@@ -27,7 +26,7 @@ def check_gemms(parts: Parts) -> Finding:
     rows: list[Row] = []
     good: list[LinearName] = []
     for kernel_name in kernels:
-        kernel = WeightKernel(LINEAR_KERNELS[kernel_name])
+        kernel = LINEAR_KERNELS[kernel_name]
         tried = [_try_kernel(parts, kernel_name, kernel, name, linears) for name, linears in shapes.items()]
         rows += tried
         if all(row["differing"] == 0 and float(row["error"]) <= 1 for row in tried):
@@ -67,7 +66,7 @@ def weight_shapes(weights: StackedWeights) -> dict[str, list[AnyLinear]]:
     }
 
 
-def _try_kernel(parts: Parts, kernel_name: str, kernel: WeightKernel, name: str, linears: list[AnyLinear]) -> Row:
+def _try_kernel(parts: Parts, kernel_name: str, kernel: LinearKernel, name: str, linears: list[AnyLinear]) -> Row:
     columns, depth = linears[0].weight.shape
     out_dtype = torch.float32 if name == "head" else parts.dtype
     num_rows = parts.kernels.num_rows
@@ -88,7 +87,7 @@ def _try_kernel(parts: Parts, kernel_name: str, kernel: WeightKernel, name: str,
     }
 
 
-def _into(kernel: Multiply, out: Tensor, rows: Tensor, linear: AnyLinear) -> None:
+def _into(kernel: LinearKernel, out: Tensor, rows: Tensor, linear: AnyLinear) -> None:
     kernel(rows, linear.weight, linear.bias, out)
 
 

@@ -22,7 +22,7 @@ from swiftbatch.worker.kernels.cuda.attention_backends import (
 from swiftbatch.worker.kernels.cuda.cuda_recurrence import StateBuffers
 from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import CudaRecurrentLayers, scale
 from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, PageTable, TableLayout
-from swiftbatch.worker.kernels.cuda.gemm import LinearKernel, WeightKernel
+from swiftbatch.worker.kernels.cuda.gemm import LinearKernel
 from swiftbatch.worker.kernels.cuda.mla_kernels import CudaMLA
 from swiftbatch.worker.kernels.cuda.moe_gemm import CudaExperts
 from swiftbatch.worker.kernels.cuda.row_kernels import (
@@ -92,7 +92,7 @@ class CudaDecoder:
         num_angles = weights.rotary.num_rows(num_positions)
         table = (arena.shape[2], capacity, shape.rows_per_group, num_angles, sizes.vocab, BLOCK)
         self.layout = TableLayout(*table, None if pages is None else pages.page, num_rows, windowed is not None)
-        self._weights, self._arena, self._pages, self._linear = weights, arena, pages, WeightKernel(linear)
+        self._weights, self._arena, self._pages, self._linear = weights, arena, pages, linear
         self._attending, self._mixing = _numbers_of(weights.layers)
         self.mixers = _recurrent_layers_of(weights, states, self._linear, num_rows)
         self._angles = self._angles_of(np.arange(num_angles), arena.device) if turns is None else turns
@@ -312,7 +312,7 @@ def _numbers_of(layers: Sequence[StackedLayer]) -> tuple[list[int], list[int]]:
 
 
 def _recurrent_layers_of(
-    weights: StackedWeights, states: StateBuffers | None, linear: WeightKernel, num_rows: int
+    weights: StackedWeights, states: StateBuffers | None, linear: LinearKernel, num_rows: int
 ) -> CudaRecurrentLayers | None:
     """Return the recurrent layers, or None if the model has none.
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.cuda_recurrence import StateBuffers, StateLayout, StateTable, walk, weigh_paths
-from swiftbatch.worker.kernels.cuda.gemm import WeightKernel
+from swiftbatch.worker.kernels.cuda.gemm import LinearKernel
 from swiftbatch.worker.kernels.cuda.triton_primitives import rounded
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.kernels.layer_specs import (
@@ -331,7 +331,7 @@ class CudaRecurrentLayers:
     """All mixers of a decoder, which share buffers and so run one at a time."""
 
     def __init__(
-        self, sizes: RecurrentSizes, states: StateBuffers, dtype: torch.dtype, linear: WeightKernel, num_rows: int
+        self, sizes: RecurrentSizes, states: StateBuffers, dtype: torch.dtype, linear: LinearKernel, num_rows: int
     ) -> None:
         self.layout = StateLayout(states.num_slots, states.layout.ring, sizes.conv_width - 1, num_rows)
         self._sizes, self._states, self._linear = sizes, states, linear

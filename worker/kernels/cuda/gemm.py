@@ -23,13 +23,15 @@ MOST_TILE_BYTES = 256  # pipelined blocks must fit an A100's shared memory
 class LinearKernel(Protocol):
     """Product `rows [num_rows, depth] @ weight [columns, depth].T + bias [columns]`, summed in float32."""
 
-    def __call__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    def __call__(self, rows: Tensor, weight: Weight, bias: Tensor | None, out: Tensor) -> None:
         """Write `out [num_rows, columns]`, in the rows' dtype or float32."""
 
 
-def cublas_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Multiply with cuBLAS, or on a CPU with torch's library; `out` then has the rows' dtype."""
-    if out.dtype != rows.dtype:
+def cublas_linear(rows: Tensor, weight: Weight, bias: Tensor | None, out: Tensor) -> None:
+    """Multiply with cuBLAS, on a CPU with torch's library if `out` has the rows' dtype; packed weights in Triton."""
+    if isinstance(weight, PackedMatrix):
+        triton_linear(rows, weight, bias, out)
+    elif out.dtype != rows.dtype:
         torch.ops.aten.mm.dtype_out(rows, weight.t(), out.dtype, out=out)
         if bias is not None:
             out.add_(bias)
@@ -247,16 +249,3 @@ def is_multiplied_packed(weight: PackedMatrix) -> bool:
     fits = fills_blocks(weight.group_size, weight.shape[1])
     is_known = weight.code != "e4m3" or not ((weight.codes & 127) == 127).any()
     return weight.dtype == torch.bfloat16 and fits and bool(is_known)
-
-
-class WeightKernel:
-    """Kernel for weights of both forms: `plain` for plain weights, `triton_linear` for packed ones."""
-
-    def __init__(self, plain: LinearKernel) -> None:
-        self._plain = plain
-
-    def __call__(self, rows: Tensor, weight: Weight, bias: Tensor | None, out: Tensor) -> None:
-        if isinstance(weight, PackedMatrix):
-            triton_linear(rows, weight, bias, out)
-        else:
-            self._plain(rows, weight, bias, out)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable
-from swiftbatch.worker.kernels.cuda.gemm import TILE_COLUMNS, WeightKernel, read
+from swiftbatch.worker.kernels.cuda.gemm import TILE_COLUMNS, LinearKernel, read
 from swiftbatch.worker.kernels.cuda.kv_kernels import load_rows, store_halves
 from swiftbatch.worker.kernels.cuda.row_kernels import is_padding, normed_row
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedMLA
@@ -354,7 +354,7 @@ class CudaMLA:
     """Buffers of latent attention, and its launches around the attention itself."""
 
     def __init__(
-        self, sizes: DecoderSizes, latent: MLASizes, linear: WeightKernel, device: torch.device, num_rows: int
+        self, sizes: DecoderSizes, latent: MLASizes, linear: LinearKernel, device: torch.device, num_rows: int
     ) -> None:
         """Allocate buffers of zeros, because padding rows must not hold NaN."""
         self._sizes, self._latent, self._linear, self._num_rows = sizes, latent, linear, num_rows

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.gemm import (
     TILE_COLUMNS,
-    WeightKernel,
+    LinearKernel,
     form_constants,
     packed_block,
     read,
@@ -143,7 +143,7 @@ class CudaExperts:
         dtype: torch.dtype,
         activation: Activation,
         device: Any,
-        linear: WeightKernel,
+        linear: LinearKernel,
         num_rows: int = NUM_ROWS,
     ) -> None:
         routings = [each.routing for each in layers]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.gemm import WeightKernel, triton_linear
+from swiftbatch.worker.kernels.cuda.gemm import triton_linear
 from swiftbatch.worker.kernels.cuda.moe_gemm import CudaExperts
 from swiftbatch.worker.kernels.cuda.moe_router import TILE, num_tiles
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_experts
@@ -49,9 +49,7 @@ def weights_of(shape: ExpertShape, dtype: torch.dtype, hidden: int = HIDDEN) -> 
 
 def kernels_of(weights: ExpertWeights, dtype: torch.dtype, hidden: int = HIDDEN) -> CudaExperts:
     """Make experts whose buffers are cleared."""
-    made = CudaExperts(
-        [stacked_experts(weights, CPU)], hidden, dtype, Activation.SILU, CPU, WeightKernel(triton_linear)
-    )
+    made = CudaExperts([stacked_experts(weights, CPU)], hidden, dtype, Activation.SILU, CPU, triton_linear)
     for buffer in vars(made).values():
         if isinstance(buffer, Tensor):
             buffer.fill_(torch.nan if buffer.is_floating_point() else 10**6)
