@@ -1,9 +1,7 @@
-"""Linear-attention, SSM and convolution layers on a GPU: weights, inputs of rows, launches."""
+"""Linear-attention, SSM and convolution layers on a GPU: inputs of rows, and launches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,16 +11,10 @@ from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.cuda_recurrence import StateBuffers, StateLayout, StateTable, walk, weigh_paths
 from swiftbatch.worker.kernels.cuda.gemm import LinearKernel
+from swiftbatch.worker.kernels.cuda.stacked_weights import StackedRecurrentLayer, wide_columns
 from swiftbatch.worker.kernels.cuda.triton_primitives import rounded
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
-from swiftbatch.worker.kernels.layer_specs import (
-    RecurrentForm,
-    RecurrentSizes,
-    RecurrentWeights,
-    StepLayout,
-    recurrent_float_shapes,
-)
-from swiftbatch.worker.kernels.quantized_weights import AnyLinear
+from swiftbatch.worker.kernels.layer_specs import RecurrentForm, RecurrentSizes, StepLayout
 
 DELTA_NET, CONVOLUTION = tl.constexpr(int(RecurrentForm.DELTA_NET)), tl.constexpr(int(RecurrentForm.CONVOLUTION))
 LENGTH_EPSILON = tl.constexpr(1e-6)  # added to the squared lengths by which delta nets divide queries and keys
@@ -182,10 +174,9 @@ def gate_convolution(
 
 def convolution_constants(sizes: RecurrentSizes, layout: StepLayout, has_tap_bias: bool) -> dict[str, Any]:
     """Return the constants of the convolution."""
-    columns = sizes.columns()
     return {
         "CHANNELS": sizes.num_channels,
-        "COLUMNS": sum(columns[role] for role in wide_roles(sizes)),
+        "COLUMNS": wide_columns(sizes),
         "TAPS": sizes.conv_width,
         "HAS_TAP_BIAS": has_tap_bias,
         "FORM": int(sizes.form),
@@ -193,11 +184,6 @@ def convolution_constants(sizes: RecurrentSizes, layout: StepLayout, has_tap_bia
         "STEP": layout.words * 4 // layout.item_size,
         "BLOCK": BLOCK,
     }
-
-
-def wide_roles(sizes: RecurrentSizes) -> tuple[str, ...]:
-    """Return the roles of the projections that are stacked as `wide`."""
-    return ("inputs", "gates", "betas") if sizes.form == RecurrentForm.CONVOLUTION else ("inputs", "gates")
 
 
 def ready_constants(sizes: RecurrentSizes, layout: StepLayout, has_tap_bias: bool) -> dict[str, Any]:
@@ -221,51 +207,6 @@ def gate_constants(sizes: RecurrentSizes, layout: StepLayout, has_tap_bias: bool
 
 
 # Layers with a state or a convolution in CUDA kernels: four launches between products, or a single one.
-
-
-Stack = Callable[[Sequence[AnyLinear], torch.device], AnyLinear]
-
-
-@dataclass(frozen=True)
-class StackedRecurrentLayer:
-    """Products of a mixer, stacked: those of channels, those of heads, and the output."""
-
-    sizes: RecurrentSizes
-    wide: AnyLinear  # computes inputs, gates, and in pure convolutions the gates of inputs
-    narrow: AnyLinear | None  # computes one or two numbers per head
-    output: AnyLinear
-    floats: dict[str, Tensor]  # `rates` determine the decays
-    scales: tuple[Tensor, Tensor] | None = None  # factors of the columns of `wide` and `narrow`
-
-    @property
-    def products(self) -> list[AnyLinear]:
-        return [self.wide, self.output, *([] if self.narrow is None else [self.narrow])]
-
-
-def stacked_recurrent_layer(mixer: RecurrentWeights, device: torch.device, stack: Stack) -> StackedRecurrentLayer:
-    """Copy a mixer's weights to a device, stacked. Raises ValueError for other shapes than `sizes` has."""
-    sizes, linears = mixer.sizes, mixer.linears
-    for role, numbers, shape in recurrent_float_shapes(mixer):
-        if numbers is not None and tuple(numbers.shape) != shape:
-            raise ValueError(f"found {role} as {list(numbers.shape)}, expected {list(shape)}")
-    floats = {role: numbers.detach().float().to(device).contiguous() for role, numbers in mixer.floats.items()}
-    scales = floats.pop("scales", None)
-    if "rates" in floats:
-        floats["rates"] = floats["rates"].exp()
-    heads = ("betas", "steps") if sizes.form == RecurrentForm.DELTA_NET else ("steps",)
-    return StackedRecurrentLayer(
-        sizes,
-        stack([linears[role] for role in wide_roles(sizes)], device),
-        None if sizes.form == RecurrentForm.CONVOLUTION else stack([linears[role] for role in heads], device),
-        stack([linears["output"]], device),
-        floats,
-        None if scales is None else _split(scales.to(linears["output"].weight.dtype), sizes),
-    )
-
-
-def _split(scales: Tensor, sizes: RecurrentSizes) -> tuple[Tensor, Tensor]:
-    wide = sum(sizes.columns()[role] for role in wide_roles(sizes))
-    return scales[:wide], scales[wide:]
 
 
 NAME = "states 1"  # part of the numerics of models with mixers
@@ -306,14 +247,13 @@ def finish_group(
 
 def finish_constants(sizes: RecurrentSizes) -> dict[str, Any]:
     """Return the constants of `finish_group`."""
-    columns = sizes.columns()
     group = sizes.norm_width or sizes.value_dim
     return {
         "NUMBERS": sizes.width,
         "VALUE_DIM": sizes.value_dim,
         "GROUP": group,
-        "GATES": columns["inputs"],
-        "COLUMNS": sum(columns[role] for role in wide_roles(sizes)),
+        "GATES": sizes.columns()["inputs"],
+        "COLUMNS": wide_columns(sizes),
         "HAS_NORM": sizes.norm_width > 0,
         "FORM": int(sizes.form),
         "WIDTH": triton.next_power_of_2(group),
@@ -336,12 +276,12 @@ class CudaRecurrentLayers:
         self.layout = StateLayout(states.num_slots, states.layout.ring, sizes.conv_width - 1, num_rows)
         self._sizes, self._states, self._linear = sizes, states, linear
         device = states.steps.device
-        columns, heads = sizes.columns(), sizes.num_heads
+        heads = sizes.num_heads
 
         def rows(*shape: int, kind: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(num_rows, *shape, dtype=kind, device=device)
 
-        self._wide = rows(sum(columns[role] for role in wide_roles(sizes)), kind=dtype)
+        self._wide = rows(wide_columns(sizes), kind=dtype)
         self._narrow = rows((1 + (sizes.form == RecurrentForm.DELTA_NET)) * heads, kind=dtype)
         self._mixed = rows(sizes.width, kind=dtype)
         self._queries = rows(sizes.num_key_heads, sizes.key_dim)
