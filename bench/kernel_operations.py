@@ -17,11 +17,11 @@ import torch
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import SequenceRows, tree_rows
-from swiftbatch.worker.kernels.compute_threads import ELEMENTS, Team
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
 from swiftbatch.worker.kernels.kernel_sizes import LANES
 from swiftbatch.worker.kernels.native_decoder import native_attention
-from swiftbatch.worker.kernels.native_quantized_weights import quantized_rows
+from swiftbatch.worker.kernels.native_library import Team
+from swiftbatch.worker.kernels.native_weights import ELEMENTS, quantized_rows
 from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, Code, PackedMatrix
 from swiftbatch.worker.kernels.row_tables import address_of
 from swiftbatch.worker.kv.full_cache import FullKVCache

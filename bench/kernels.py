@@ -23,9 +23,9 @@ from swiftbatch.jobs.run.compute_options import Device
 from swiftbatch.worker.decode_bench import BenchError, BenchOptions, check_length
 from swiftbatch.worker.forward.native_forwards import NativeForwards
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.kernels.compute_threads import ELEMENTS, Team
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
-from swiftbatch.worker.kernels.instruction_sets import chosen_variant, load_library, why_none
+from swiftbatch.worker.kernels.native_library import Team, chosen_variant, load_library, why_none
+from swiftbatch.worker.kernels.native_weights import ELEMENTS
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.model.model_files import locate_model
 

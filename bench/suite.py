@@ -22,7 +22,7 @@ from swiftbatch.jobs.errors import UserError
 from swiftbatch.scheduler.commands.options.model_options import say
 from swiftbatch.worker.decode_bench import BenchOptions, DecodeBenchOptions, run_decode_bench
 from swiftbatch.worker.drafters.catalogue import ENGINES
-from swiftbatch.worker.kernels.instruction_sets import chosen_variant
+from swiftbatch.worker.kernels.native_library import chosen_variant
 from swiftbatch.worker.model.model_files import locate_model
 
 MACHINE, PAGE = "machine.json", "speed.md"

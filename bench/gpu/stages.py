@@ -38,7 +38,7 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES, NUM_ROWS
-from swiftbatch.worker.kernels.kv_quantization import CODES, coded, numbers_of
+from swiftbatch.worker.kernels.kv_codes import CODES, coded, numbers_of
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_offload import OffloadedArena, PinnedMemory
 from swiftbatch.worker.kv.scan_cache import ScanKVCache

@@ -25,7 +25,7 @@ from swiftbatch.worker.forward.hardware import cpu_capability, gpu_here, hardwar
 from swiftbatch.worker.forward.rows_per_forward import RunLoad, most_rows, rows_that_pay
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels, refuse_kv_dtype
-from swiftbatch.worker.kernels.instruction_sets import chosen_numerics
+from swiftbatch.worker.kernels.native_library import chosen_numerics
 from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, splits_of
 from swiftbatch.worker.kv.kv_capacity import NUM_UNWRITTEN, held_in_windows
 from swiftbatch.worker.kv.model_sizes import read_sizes

@@ -6,7 +6,7 @@ import pytest
 
 from bench.agreement import Options, run
 from swiftbatch.worker.decode_bench import BenchError
-from swiftbatch.worker.kernels.instruction_sets import NO_KERNELS, OVERRIDE
+from swiftbatch.worker.kernels.native_library import NO_KERNELS, OVERRIDE
 from tests.worker.kernels.kernel_parts import needs_kernels
 
 

@@ -15,7 +15,7 @@ from bench.kernels import Options, run
 from bench.tables import Record
 from swiftbatch.worker.decode_bench import BenchError
 from swiftbatch.worker.kernels import build
-from swiftbatch.worker.kernels.instruction_sets import OVERRIDE, load_library
+from swiftbatch.worker.kernels.native_library import OVERRIDE, load_library
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
 
 

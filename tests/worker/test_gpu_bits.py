@@ -28,7 +28,7 @@ from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingD
 from swiftbatch.worker.drafters.self_speculation.draft_chain import RoundPlan
 from swiftbatch.worker.drafters.self_speculation.round_planner import Planner
 from swiftbatch.worker.drafters.self_speculation.self_speculation import SelfSpeculationDrafter
-from swiftbatch.worker.exactness.batch_invariance import MAX_LENGTH, NUM_CACHES, probe_rows
+from swiftbatch.worker.exactness.forward_comparisons import MAX_LENGTH, NUM_CACHES, probe_rows
 from swiftbatch.worker.exactness.gpu_doctor.forward_checks import ROOM, work_digest
 from swiftbatch.worker.exactness.gpu_doctor.gemm_checks import random_matrix
 from swiftbatch.worker.exactness.gpu_doctor.model_under_test import ArenaTarget, Parts
@@ -39,7 +39,7 @@ from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedExperts
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES, TILE_ROWS
-from swiftbatch.worker.kernels.kv_quantization import CODES
+from swiftbatch.worker.kernels.kv_codes import CODES
 from swiftbatch.worker.kernels.layer_specs import Routing, Score
 from swiftbatch.worker.kernels.quantized_weights import Code, Weight, linear_from
 from swiftbatch.worker.kv.gpu_memory_plan import most_of_a_job

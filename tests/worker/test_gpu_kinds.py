@@ -14,9 +14,8 @@ import triton
 from packaging.version import Version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from swiftbatch.worker.exactness.batch_invariance import MAX_LENGTH, NUM_CACHES, probe_rows
+from swiftbatch.worker.exactness.forward_comparisons import MAX_LENGTH, NUM_CACHES, compare, probe_rows
 from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
-from swiftbatch.worker.exactness.transformers_agreement import compare
 from swiftbatch.worker.model.architectures.catalogue import ARCHITECTURES
 from swiftbatch.worker.model.model_files import locate_model
 from tests.worker.model.kind_parts import save_tiny, tiny_config

@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 
-from swiftbatch.worker.exactness.batch_invariance import MAX_LENGTH, NUM_CACHES, probe_rows
+from swiftbatch.worker.exactness.forward_comparisons import MAX_LENGTH, NUM_CACHES, probe_rows
 from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK

@@ -18,7 +18,7 @@ from swiftbatch.scheduler.cli import main
 from swiftbatch.worker.forward.native_forwards import NativeForwards
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS, SLOT_LENGTHS, _slots, inspect_model
-from swiftbatch.worker.kernels.instruction_sets import chosen_variant
+from swiftbatch.worker.kernels.native_library import chosen_variant
 from swiftbatch.worker.kv.gpu_memory_plan import one_slot
 from swiftbatch.worker.kv.model_sizes import read_sizes
 from swiftbatch.worker.model.architectures.catalogue import ARCHITECTURES

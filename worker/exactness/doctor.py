@@ -11,13 +11,12 @@ from swiftbatch.jobs.json_records import Frozen
 from swiftbatch.jobs.run.compute_options import KVDtype
 from swiftbatch.jobs.run.run_records import Exactness
 from swiftbatch.worker.config import Computation
-from swiftbatch.worker.exactness.batch_invariance import MAX_LENGTH, num_caches, probe_rows
 from swiftbatch.worker.exactness.doctor_verdicts import keep_verdict, verdict_key
-from swiftbatch.worker.exactness.transformers_agreement import Agreement, compare
+from swiftbatch.worker.exactness.forward_comparisons import MAX_LENGTH, Agreement, compare, num_caches, probe_rows
 from swiftbatch.worker.forward.hardware import cpu_capability, hardware_of
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.gpu_kernel_choice import DEFAULT_KERNELS, with_kv
-from swiftbatch.worker.kernels.instruction_sets import chosen_variant, numerics_of, runnable_variants, why_none
+from swiftbatch.worker.kernels.native_library import chosen_variant, numerics_of, runnable_variants, why_none
 from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.model.model_files import locate_model
 

@@ -19,7 +19,7 @@ from swiftbatch.worker.kernels.gpu_kernel_choice import (
     refuse_latent,
     refuse_without_kernels,
 )
-from swiftbatch.worker.kernels.instruction_sets import chosen_variant
+from swiftbatch.worker.kernels.native_library import chosen_variant
 from swiftbatch.worker.model.compute_path import short_length
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import ModelFiles, eos_token_ids_of, read_config

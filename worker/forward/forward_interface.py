@@ -12,8 +12,8 @@ import torch
 from swiftbatch.worker.forward.expert_counts import ExpertCounts
 from swiftbatch.worker.forward.multi_step_decode import DecodedChain
 from swiftbatch.worker.forward.tile_packing import SequenceRows, tails
-from swiftbatch.worker.kernels.compute_threads import Team
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
+from swiftbatch.worker.kernels.native_library import Team
 from swiftbatch.worker.kernels.row_tables import Rows
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.sparse_cache import NewEntries, Scanned, SparseCache, SparseCacheFactory

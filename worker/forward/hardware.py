@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.kernels.instruction_sets import cpu_flags
+from swiftbatch.worker.kernels.native_library import cpu_flags
 
 if TYPE_CHECKING:
     import torch

@@ -13,9 +13,9 @@ from swiftbatch.worker.forward.multi_step_decode import DecodedChain, draw_chain
 from swiftbatch.worker.forward.tile_packing import SequenceRows, known_rows, tree_rows
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, DecoderWeights
 from swiftbatch.worker.kernels.gpu_kernel_choice import with_kv
-from swiftbatch.worker.kernels.instruction_sets import numerics_of
 from swiftbatch.worker.kernels.layer_specs import MOST_ROWS
 from swiftbatch.worker.kernels.native_decoder import NativeDecoder
+from swiftbatch.worker.kernels.native_library import numerics_of
 from swiftbatch.worker.kernels.row_tables import Rows
 from swiftbatch.worker.kv.file_offload import FileRows
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache

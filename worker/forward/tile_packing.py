@@ -16,8 +16,8 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from swiftbatch.worker.kernels.instruction_sets import chosen_library
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, FEWEST_COLUMNS, MIN_ROWS, TILE_ROWS
+from swiftbatch.worker.kernels.native_library import chosen_library
 from swiftbatch.worker.kernels.row_tables import address_of
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree

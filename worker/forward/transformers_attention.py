@@ -12,11 +12,11 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from swiftbatch.worker.forward.tile_packing import SequenceRows, tail_mask
-from swiftbatch.worker.kernels.compute_threads import ELEMENTS, Team, shared_team
-from swiftbatch.worker.kernels.instruction_sets import kernel_numerics, load_library
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, HEAD_DIMS, TILE_ROWS
 from swiftbatch.worker.kernels.layer_specs import AttentionView
 from swiftbatch.worker.kernels.native_decoder import native_attention
+from swiftbatch.worker.kernels.native_library import Team, kernel_numerics, load_library, shared_team
+from swiftbatch.worker.kernels.native_weights import ELEMENTS
 from swiftbatch.worker.model.attention_needs import FULL, LayerNeeds, Span
 
 

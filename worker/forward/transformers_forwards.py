@@ -34,8 +34,8 @@ from swiftbatch.worker.forward.transformers_attention import (
 )
 from swiftbatch.worker.forward.transformers_recurrent import runs_in_kernels, take_over_recurrent_layers
 from swiftbatch.worker.kernels.gpu_kernel_choice import with_kv
-from swiftbatch.worker.kernels.instruction_sets import kernel_numerics
 from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
+from swiftbatch.worker.kernels.native_library import kernel_numerics
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.sparse_cache import Entries, NewEntries, SparseCacheFactory
 from swiftbatch.worker.model.attention_needs import FULL, observe_layers

@@ -13,10 +13,9 @@ from torch.nn.functional import pad, silu, softplus
 
 from swiftbatch.worker.forward.tile_packing import SequenceRows
 from swiftbatch.worker.forward.transformers_attention import BatchInvariantRows
-from swiftbatch.worker.kernels.compute_threads import Team, shared_team
-from swiftbatch.worker.kernels.instruction_sets import load_library
 from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
-from swiftbatch.worker.kernels.recurrence import Steps, are_known_states, native_steps
+from swiftbatch.worker.kernels.native_library import Team, load_library, shared_team
+from swiftbatch.worker.kernels.native_recurrence import Steps, are_known_states, native_steps
 from swiftbatch.worker.kv.recurrent_cache import RecurrentLayer, RecurrentStates
 from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentShape
 from swiftbatch.worker.model.attention_needs import attention_of, form_of, recurrent_layers

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
-from swiftbatch.worker.kernels.compute_threads import Team
-from swiftbatch.worker.kernels.instruction_sets import chosen_variant, load_library
+from swiftbatch.worker.kernels.native_library import Team, chosen_variant, load_library
 
 FAST_VARIANTS = ("avx512-bf16",)  # with AMX, torch multiplies tiles itself
 HEAD_DIM = SIDE = 64  # as in source/causal_blocks.h

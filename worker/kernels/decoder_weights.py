@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swiftbatch.worker.kernels.kernel_sizes import LANES, MLASizes, sizes_fault
+from swiftbatch.worker.kernels.kernel_sizes import COUNTS, LANES, MLASizes, sizes_fault
 from swiftbatch.worker.kernels.layer_specs import (
     Activation,
     NormForm,
@@ -147,17 +147,7 @@ class DecoderSizes:
     def __post_init__(self) -> None:
         if self.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"found a decoder of {self.dtype}, expected bfloat16 or float32")
-        fault = sizes_fault(
-            num_layers=self.num_layers,
-            hidden=self.hidden,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            intermediate=self.intermediate,
-            vocab=self.vocab,
-            latent=self.latent,
-        )
-        if fault:
+        if fault := sizes_fault(**{name: getattr(self, name) for name in COUNTS}, latent=self.latent):
             raise ValueError(fault)
 
     @property
@@ -253,21 +243,7 @@ def decoder_weights(model: Any) -> DecoderWeights | None:
         return None
     if len(decoder.layers) != config.num_hidden_layers or {each.dtype for each in model.parameters()} != {model.dtype}:
         return None
-    attention = decoder.layers[0].self_attn
-    try:
-        sizes = DecoderSizes(
-            num_layers=len(decoder.layers),
-            hidden=config.hidden_size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=attention.head_dim,
-            intermediate=config.intermediate_size,
-            vocab=model.lm_head.weight.shape[0],
-            epsilon=config.rms_norm_eps,
-            scale=attention.scaling,
-            dtype=model.dtype,
-        )
-    except ValueError:
+    if (sizes := _sizes_of(model)) is None:
         return None
     frequencies = decoder.rotary_emb.inv_freq
     # some dimensions are not rotated, or are rotated by non-finite angles
@@ -281,6 +257,25 @@ def decoder_weights(model: Any) -> DecoderWeights | None:
         linear_of(model.lm_head),
         _rotary(config, decoder.rotary_emb, sizes.head_dim),
     )
+
+
+def _sizes_of(model: Any) -> DecoderSizes | None:
+    config, attention = model.config, model.model.layers[0].self_attn
+    try:
+        return DecoderSizes(
+            num_layers=len(model.model.layers),
+            hidden=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=attention.head_dim,
+            intermediate=config.intermediate_size,
+            vocab=model.lm_head.weight.shape[0],
+            epsilon=config.rms_norm_eps,
+            scale=attention.scaling,
+            dtype=model.dtype,
+        )
+    except ValueError:
+        return None
 
 
 def _windows(model: Any) -> list[int | None] | None:

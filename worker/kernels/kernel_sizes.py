@@ -18,6 +18,7 @@ BLOCK_DEPTH = 128  # numbers along the depth that a GPU's matrix products read p
 KV_SCALE_BYTES = 4  # a scale follows the codes of an 8-bit key or value
 CUDA_SCALE_BYTES = 16  # the scale and its padding, which aligns a GPU's rows to 16 bytes
 HEAD_DIMS = range(64, 257, LANES)
+COUNTS = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "intermediate", "vocab")  # of a decoder
 MOST_LATENT, MOST_LATENT_HEADS = 16384, 1024  # largest size of a latent vector, and most heads that share it
 
 
@@ -65,7 +66,7 @@ def sizes_fault(
     head_dim: int,
     intermediate: int,
     vocab: int,
-    latent: MLASizes | None = None,
+    latent: MLASizes | None,
 ) -> str | None:
     """Return which size of a dense decoder the kernels do not support, or None if they support all."""
     if latent is not None and (fault := _latent_fault(latent, num_heads, num_kv_heads, head_dim)):

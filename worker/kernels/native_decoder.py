@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.compute_threads import ELEMENTS, Team, shared_team
 from swiftbatch.worker.kernels.decoder_weights import (
     DecoderSizes,
     DecoderWeights,
@@ -20,32 +20,36 @@ from swiftbatch.worker.kernels.decoder_weights import (
     other_rotary,
     shapes,
 )
-from swiftbatch.worker.kernels.instruction_sets import load_library
-from swiftbatch.worker.kernels.kernel_sizes import HEAD_DIMS
+from swiftbatch.worker.kernels.kernel_sizes import COUNTS, HEAD_DIMS
 from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView, recurrent_float_shapes
-from swiftbatch.worker.kernels.native_quantized_weights import load_experts, packed_rows, quantized_rows
-from swiftbatch.worker.kernels.native_recurrent_layers import SequenceTable, load_recurrent_layer
-from swiftbatch.worker.kernels.quantized_weights import AnyLinear, Linear, PackedLinear, Weight, plain, plain_linear
+from swiftbatch.worker.kernels.native_library import Team, load_library, shared_team
+from swiftbatch.worker.kernels.native_recurrence import SequenceTable
+from swiftbatch.worker.kernels.native_weights import (
+    ELEMENTS,
+    QuantizedRows,
+    check_weights,
+    checked,
+    load_experts,
+    load_recurrent_layer,
+    load_weight,
+)
+from swiftbatch.worker.kernels.quantized_weights import Linear, PackedLinear, Weight
 from swiftbatch.worker.kernels.rope_cos_sin import AngleTable, QueryScaleTable
 from swiftbatch.worker.kernels.rope_scaling import Rotary
 from swiftbatch.worker.kernels.row_tables import CachePlace, LayerCacheShape, Rows, RowTable
 
-LAYER_ROLES = {  # in the order of `weight_role` in source/api.h
-    name: 3 + number
+ROLES = {  # in the order of `weight_role` in source/api.h; parts of a layer have the names of `LayerWeights`
+    name: number
     for number, name in enumerate(
         (
+            *("embedding", "final_norm", "head"),
             *("input_norm", "query", "key", "value", "query_norm", "key_norm", "output", "output_norm"),
             *("mlp_norm", "gate", "up", "down", "down_norm"),
+            *("without rotation", "seen window", "other angles", "curve", "sinks", "head_gate"),
+            *("without attention", "without products", "query_down", "key_up", "value_up"),
         )
     )
 }
-NOPE = 3 + len(LAYER_ROLES)
-WINDOW = NOPE + 1
-OTHER_ANGLES = WINDOW + 1
-CURVE = OTHER_ANGLES + 1
-SINKS = CURVE + 1
-HEAD_GATE, NO_ATTENTION, NO_PRODUCTS = range(SINKS + 1, SINKS + 4)
-LATENT_ROLES = {"query_down": NO_PRODUCTS + 1, "key_up": NO_PRODUCTS + 2, "value_up": NO_PRODUCTS + 3}
 
 
 class CDecoderSizes(ctypes.Structure):
@@ -53,7 +57,6 @@ class CDecoderSizes(ctypes.Structure):
 
     SCALES = ("epsilon", "scale", "embedding_scale", "residual_scale", "logit_scale", "score_softcap", "logit_softcap")
     MORE_SCALES = ("attention_in_scale", "key_scale", "attention_out_scale", "gate_scale", "down_scale")
-    COUNTS = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "intermediate", "vocab")
     FORMS = ("norm_form", "activation", "has_gates", "joins_heads", "norms_after_rope", "is_parallel")
     MORE_FORMS = ("qk_norms_differ", "gates_heads")
     LATENT = ("latent_rank", "query_rank", "nope_dim", "value_dim")
@@ -217,44 +220,27 @@ class NativeLayers:
             load_experts(self._library, self.handle, number, layer.experts, layer.shared_intermediate)
         if layer.mixer is not None:
             load_recurrent_layer(self._library, self.handle, number, layer.mixer)
-        if layer.head_gate is not None:
-            self._load_linear(number, HEAD_GATE, layer.head_gate)
-        if layer.sinks is not None:
-            self._load(number, SINKS, layer.sinks)
-        for name, role in (LAYER_ROLES | LATENT_ROLES).items():
-            part = getattr(layer, name)
+        for role in ROLES:
+            part = getattr(layer, role, None)
             if isinstance(part, Linear | PackedLinear):
-                self._load_linear(number, role, part)
+                self._load(number, role, part.weight, part.bias)
             elif part is not None:
                 self._load(number, role, part)
-        if layer.curve is not None:
-            self._load(number, CURVE, layer.curve)
         self._mark(number, layer)
 
     def _mark(self, number: int, layer: LayerWeights) -> None:
         """Tell the kernels which parts a layer lacks or computes differently."""
-        marks = {OTHER_ANGLES: layer.rotary is not None, NOPE: layer.is_nope}
-        marks |= {NO_ATTENTION: not layer.attends, NO_PRODUCTS: layer.up is None}
+        marks = {"other angles": layer.rotary is not None, "without rotation": layer.is_nope}
+        marks |= {"without attention": not layer.attends, "without products": layer.up is None}
         for role in (role for role, is_so in marks.items() if is_so):
-            self._library.decoder_load(self.handle, number, role, None, None)
+            self._library.decoder_load(self.handle, number, ROLES[role], None)
         if layer.window is not None:
-            self._library.decoder_load(self.handle, number, WINDOW, ctypes.byref(ctypes.c_int32(layer.window)), None)
+            self._load(number, "seen window", torch.tensor(layer.window, dtype=torch.int32))
 
-    def _load_linear(self, layer: int, role: int, linear: AnyLinear) -> None:
-        if isinstance(linear, PackedLinear) and (rows := quantized_rows(linear.weight)) is not None:
-            bias = None if linear.bias is None else linear.bias.detach().contiguous()
-            self._library.decoder_load_quantized(
-                self.handle, layer, role, rows.address, None if bias is None else bias.data_ptr()
-            )
-            return
-        found = plain_linear(linear)
-        self._load(layer, role, found.weight, found.bias)
-
-    def _load(self, layer: int, role: int, weight: Tensor, bias: Tensor | None = None) -> None:
-        weight, bias = weight.detach().contiguous(), None if bias is None else bias.detach().contiguous()
-        self._library.decoder_load(
-            self.handle, layer, role, weight.data_ptr(), None if bias is None else bias.data_ptr()
-        )
+    def _load(
+        self, layer: int, role: str, weight: Weight, bias: Tensor | None = None
+    ) -> tuple[Tensor | None, QuantizedRows | None]:
+        return load_weight(functools.partial(self._library.decoder_load, self.handle, layer, ROLES[role]), weight, bias)
 
 
 def _floats(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weight | None, tuple[int, ...]]]:
@@ -276,29 +262,7 @@ def conv_width_of(layers: Iterable[LayerWeights]) -> int | None:
     return next(iter(sizes)).conv_width if sizes else None
 
 
-def checked(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return the tensor. Raises ValueError if it has another dtype or shape, or is not on the CPU."""
-    _check(name, tensor, shape, dtype)
-    return tensor.detach().contiguous()
-
-
-def check_weights(weights: Iterable[tuple[str, Weight | None, tuple[int, ...]]], dtype: torch.dtype) -> None:
-    """Raise ValueError for a weight that has another dtype or shape, or is not on the CPU."""
-    for name, weight, shape in weights:
-        if weight is not None:
-            _check(name, weight, shape, dtype)
-
-
-def _check(name: str, weight: Weight, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if tuple(weight.shape) != shape or weight.dtype != dtype or weight.device.type != "cpu":
-        found = f"{weight.dtype} {list(weight.shape)} on {weight.device}"
-        raise ValueError(f"found {name} of {found}, expected {dtype} {list(shape)} on cpu")
-
-
 # Python interface of the compiled kernels, a decoder and attention; invalid arguments raise ValueError.
-
-
-EMBEDDING, FINAL_NORM, HEAD = range(3)  # `weight_role` of source/api.h
 
 
 class CAttentionSizes(ctypes.Structure):
@@ -335,14 +299,10 @@ class NativeDecoder(NativeLayers):
         """Raise ValueError for weights that the kernels do not support, KernelError if the library does not load."""
         _check_ends(weights)
         super().__init__(weights.sizes, weights.layers, weights.rotary, shared_team(load_library(variant), num_threads))
-        self.embedding, self._packed = weights.embedding, packed_rows(weights.embedding)
-        if self._packed is None:  # the kernels read the embedding in place, as they read the parts of a packed one
-            self.embedding = plain(weights.embedding).contiguous()
-            self._load(0, EMBEDDING, self.embedding)
-        else:
-            self._library.decoder_load_quantized(self.handle, 0, EMBEDDING, self._packed.address, None)
-        self._load(0, FINAL_NORM, weights.final_norm)
-        self._load_linear(0, HEAD, weights.head)
+        numbers, self._packed = self._load(0, "embedding", weights.embedding)  # the kernels read it in place
+        self.embedding = weights.embedding if numbers is None else numbers
+        self._load(0, "final_norm", weights.final_norm)
+        self._load(0, "head", weights.head.weight, weights.head.bias)
 
     def forward(
         self,

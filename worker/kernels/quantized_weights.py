@@ -174,16 +174,9 @@ class PackedLinear:
     weight: PackedMatrix
     bias: Tensor | None = None
 
-    def plain(self) -> Linear:
-        return Linear(self.weight.dequantized(), self.bias)
-
 
 AnyLinear = Linear | PackedLinear
 
 
 def linear_from(weight: Weight, bias: Tensor | None = None) -> AnyLinear:
     return PackedLinear(weight, bias) if isinstance(weight, PackedMatrix) else Linear(weight, bias)
-
-
-def plain_linear(linear: AnyLinear) -> Linear:
-    return linear.plain() if isinstance(linear, PackedLinear) else linear

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, KV_SCALE_BYTES
-from swiftbatch.worker.kernels.kv_quantization import KV_CODES
+from swiftbatch.worker.kernels.kv_codes import KV_CODES
 
 MOST_POSITIONS = 2**21
 
@@ -37,45 +37,25 @@ class Rows(Protocol):
     """Consecutive rows of one sequence after a cache."""
 
     @property
-    def cache(self) -> RowCache:
-        """Return the cache before the rows."""
-
+    def cache(self) -> RowCache: ...
     @property
-    def token_ids(self) -> list[int]:
-        """Return token ids, `[num_rows]`."""
-
+    def token_ids(self) -> list[int]: ...  # [num_rows]
     @property
-    def positions(self) -> list[int]:
-        """Return rows of the table of angles, `[num_rows]`."""
-
+    def positions(self) -> list[int]: ...  # [num_rows] rows of the table of angles
     @property
-    def first_entry(self) -> int:
-        """Return the cache entry of the first row; the others follow."""
-
+    def first_entry(self) -> int: ...  # the cache entry of the first row; the others follow
     @property
-    def boundary(self) -> int:
-        """Return the end of the prefix that all rows see."""
-
+    def boundary(self) -> int: ...  # the end of the prefix that all rows see
     @property
-    def tail_entries(self) -> np.ndarray:
-        """Return the cache entries from the boundary on that each row sees, `[num_rows, BLOCK]`."""
-
+    def tail_entries(self) -> np.ndarray: ...  # [num_rows, BLOCK] cache entries from the boundary on that each row sees
     @property
-    def tail_lengths(self) -> list[int]:
-        """Return the number of tail entries without padding, `[num_rows]`."""
-
+    def tail_lengths(self) -> list[int]: ...  # [num_rows] tail entries without padding
     @property
-    def biases(self) -> np.ndarray | None:
-        """Return `[boundary] float32`, added to the prefix's scores, or None if all are 0."""
-
+    def biases(self) -> np.ndarray | None: ...  # [boundary] float32, added to the prefix's scores; None: all are 0
     @property
-    def scanned(self) -> CodedKeys | None:
-        """Return the scanned keys that rows see in addition to the cache's entries."""
-
+    def scanned(self) -> CodedKeys | None: ...  # keys that rows see in addition to the cache's entries
     @property
-    def is_partial(self) -> bool:
-        """Return whether entries are not positions, so that windows do not apply."""
-
+    def is_partial(self) -> bool: ...  # entries are not positions, so windows do not apply
     def __len__(self) -> int: ...
 
 
@@ -182,7 +162,9 @@ class RowTable:
             length_address += size * 4
         numbers = token_ids.ctypes.data, positions.ctypes.data
         if not library.rows_fit(table, len(groups), *numbers, vocab, MOST_POSITIONS):
-            _refuse(groups, places, slots, lengths, token_ids, positions, vocab)
+            _check_range("token", token_ids, vocab)
+            _check_range("position", positions, MOST_POSITIONS)
+            _refuse(groups, places, slots, lengths)
         return cls(table, len(groups), len(token_ids), token_ids, positions, (slots, lengths, *biases))
 
 
@@ -206,18 +188,10 @@ def _narrowed(numbers: NDArray[Any]) -> NDArray[np.int32]:
 
 
 def _refuse(
-    groups: Sequence[Rows],
-    places: Sequence[CachePlace],
-    slots: NDArray[np.int32],
-    lengths: NDArray[np.int32],
-    token_ids: NDArray[np.int32],
-    positions: NDArray[np.int32],
-    vocab: int,
+    groups: Sequence[Rows], places: Sequence[CachePlace], slots: NDArray[np.int32], lengths: NDArray[np.int32]
 ) -> NoReturn:
     sizes = [len(group.token_ids) for group in groups]
     _check_tails(slots, lengths, np.repeat([place.capacity for place in places], sizes))
-    _check_range("token", token_ids, vocab)
-    _check_range("position", positions, MOST_POSITIONS)
     for group, place, size in zip(groups, places, sizes, strict=True):
         _check_group(group, size, place.capacity)
     raise ValueError("found rows that do not fit their caches")

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from swiftbatch.jobs.run.compute_options import KVDtype
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.kernel_sizes import KV_SCALE_BYTES
-from swiftbatch.worker.kernels.kv_quantization import CODES, coded, numbers_of
+from swiftbatch.worker.kernels.kv_codes import CODES, coded, numbers_of
 from swiftbatch.worker.kernels.layer_specs import RecurrentSizes
 from swiftbatch.worker.kv.huge_pages import FilledPages
 from swiftbatch.worker.kv.kv_capacity import (

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from swiftbatch.jobs.checkpoints.kv_segments import LayerStates, State
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, TILE_ROWS
-from swiftbatch.worker.kernels.recurrence import StepBuffers, are_known_states, folding_team, native_fold
+from swiftbatch.worker.kernels.native_recurrence import StepBuffers, are_known_states, folding_team, native_fold
 from swiftbatch.worker.kv.cache_rows import CacheShape
 from swiftbatch.worker.kv.kv_capacity import FIRST_STEPS
 from swiftbatch.worker.kv.kv_capacity import NUM_STEPS as NUM_STEPS

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swiftbatch.worker.kernels.cuda.scan_buffers import ScannedTexts, ScanScratch, TextSizes
+from swiftbatch.worker.kernels.cuda.scanned_texts import ScannedTexts, ScanScratch, TextSizes
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
-from swiftbatch.worker.kernels.scan_coding import (
+from swiftbatch.worker.kernels.kv_codes import (
     CLUSTER_CHUNKS,
     SCAN_CHUNK,
     add_to_cluster,

@@ -11,13 +11,12 @@ from collections.abc import Sequence as Items
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.compute_threads import ELEMENTS, shared_team
-from swiftbatch.worker.kernels.instruction_sets import chosen_variant, load_library
 from swiftbatch.worker.kernels.kernel_sizes import KV_SCALE_BYTES
-from swiftbatch.worker.kernels.kv_quantization import KV_CODES
+from swiftbatch.worker.kernels.kv_codes import CLUSTER_CHUNKS, KV_CODES, SCAN_CHUNK, flat_deviation, most_chunks
 from swiftbatch.worker.kernels.native_decoder import CAttentionSizes
+from swiftbatch.worker.kernels.native_library import chosen_variant, load_library, shared_team
+from swiftbatch.worker.kernels.native_weights import ELEMENTS
 from swiftbatch.worker.kernels.row_tables import CachePlace, LayerCacheShape
-from swiftbatch.worker.kernels.scan_coding import CLUSTER_CHUNKS, SCAN_CHUNK, flat_deviation, most_chunks
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.huge_pages import ask_for_huge_pages
 from swiftbatch.worker.kv.sparse_cache import NUM_PINNED, Entries, Keys, KeysToScan, NewEntries, Queries, SparseCache

@@ -20,8 +20,8 @@ from swiftbatch.worker.kernels.cuda.kv_kernels import (
     move_rows,
     moves_of,
 )
-from swiftbatch.worker.kernels.cuda.scan_buffers import ScannedTexts, TextSizes
-from swiftbatch.worker.kernels.scan_coding import most_chunks
+from swiftbatch.worker.kernels.cuda.scanned_texts import ScannedTexts, TextSizes
+from swiftbatch.worker.kernels.kv_codes import most_chunks
 from swiftbatch.worker.kv.cache_rows import NO_SLOT
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, KVRoomError

@@ -13,7 +13,7 @@ import torch
 
 from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.run.compute_options import LogprobsMode
-from swiftbatch.worker.kernels.instruction_sets import chosen_variant
+from swiftbatch.worker.kernels.native_library import chosen_variant
 from swiftbatch.worker.sampling import native_sampler as native
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.logits_processors import Context, adjusted, only_allowed

@@ -16,7 +16,7 @@ import torch
 from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.run.compute_options import LogprobsMode
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.kernels.instruction_sets import KernelError, chosen_variant, load_library
+from swiftbatch.worker.kernels.native_library import KernelError, chosen_variant, load_library
 from swiftbatch.worker.kernels.row_tables import address_of
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.filters import NUMBERS, filter_numbers

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from swiftbatch.worker.kernels.instruction_sets import chosen_variant, load_library
+from swiftbatch.worker.kernels.native_library import chosen_variant, load_library
 from swiftbatch.worker.kernels.row_tables import address_of
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

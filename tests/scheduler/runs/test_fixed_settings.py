@@ -22,7 +22,7 @@ from swiftbatch.worker.exactness.doctor_verdicts import keep_verdict, verdict_ke
 from swiftbatch.worker.forward.hardware import hardware_of, has_cuda
 from swiftbatch.worker.kernels import gpu_kernel_choice
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
-from swiftbatch.worker.kernels.instruction_sets import OVERRIDE, chosen_numerics
+from swiftbatch.worker.kernels.native_library import OVERRIDE, chosen_numerics
 from swiftbatch.worker.model.model_files import locate_model
 from tests import ROOT
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
@@ -161,5 +161,5 @@ def test_a_verdict_is_known_to_runs_on_the_same_kernels_alone(
     assert exactness() == "not probed"
     verdict = diagnose(Computation(**said), num_rows=64).verdict
     assert exactness() == verdict
-    monkeypatch.setattr("swiftbatch.worker.kernels.instruction_sets.NUMERICS_VERSION", 0)
+    monkeypatch.setattr("swiftbatch.worker.kernels.native_library.NUMERICS_VERSION", 0)
     assert exactness() == "not probed"

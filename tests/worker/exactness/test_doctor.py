@@ -15,7 +15,7 @@ from swiftbatch.scheduler.cli import main
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.exactness.doctor import Diagnosis, diagnose
 from swiftbatch.worker.exactness.doctor_verdicts import known_verdict
-from swiftbatch.worker.kernels.instruction_sets import NO_KERNELS, OVERRIDE
+from swiftbatch.worker.kernels.native_library import NO_KERNELS, OVERRIDE
 from tests.worker.exactness.spoilt_attention import rows_that_depend_on_neighbours
 
 pytestmark = pytest.mark.long

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from swiftbatch.worker.exactness.batch_invariance import probe_rows, random_tree
+from swiftbatch.worker.exactness.forward_comparisons import probe_rows, random_tree
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import SequenceRows
 from swiftbatch.worker.kernels.kernel_sizes import MIN_ROWS

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from swiftbatch.worker.exactness.batch_invariance import probe_rows
-from swiftbatch.worker.exactness.transformers_agreement import compare
+from swiftbatch.worker.exactness.forward_comparisons import compare, probe_rows
 from swiftbatch.worker.forward.hardware import torch_gemms
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.transformers_attention import attend_in_torch, attends_of, attention_kernel
 from swiftbatch.worker.forward.transformers_forwards import TransformersForwards
-from swiftbatch.worker.kernels.instruction_sets import NO_KERNELS, OVERRIDE
+from swiftbatch.worker.kernels.native_library import NO_KERNELS, OVERRIDE
 from swiftbatch.worker.model.model_files import locate_model
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
 from tests.worker.model.kind_parts import EACH_KIND, target_that_drops, tiny_config, tiny_model, tiny_target

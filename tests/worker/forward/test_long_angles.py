@@ -13,7 +13,7 @@ import torch
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.engine.prefix_cache import SHORTEST
-from swiftbatch.worker.exactness.transformers_agreement import compare
+from swiftbatch.worker.exactness.forward_comparisons import compare
 from swiftbatch.worker.forward import forward_backend
 from swiftbatch.worker.forward.forward_interface import partial_rows
 from swiftbatch.worker.forward.native_forwards import NativeForwards

@@ -12,12 +12,12 @@ from swiftbatch.jobs.checkpoints.kv_segments import LayerStates, decode_state, e
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.file_owner import Identity
 from swiftbatch.worker.drafters.catalogue import create_drafter
-from swiftbatch.worker.exactness.batch_invariance import random_tree
+from swiftbatch.worker.exactness.forward_comparisons import random_tree
 from swiftbatch.worker.forward.step_costs import measure_step_costs
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import max_tree_depth, tree_rows
-from swiftbatch.worker.kernels.instruction_sets import chosen_variant
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
+from swiftbatch.worker.kernels.native_library import chosen_variant
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import NUM_STEPS
 from swiftbatch.worker.sampling.draft_tree import DraftTree

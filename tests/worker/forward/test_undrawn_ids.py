@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.kernels.instruction_sets import NO_KERNELS, OVERRIDE
+from swiftbatch.worker.kernels.native_library import NO_KERNELS, OVERRIDE
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.text.tokenizer import TextCodec

@@ -19,13 +19,13 @@ from swiftbatch.worker.drafters.griffin.native_griffin import GriffinWeights
 from swiftbatch.worker.forward.forward_interface import SparseRows, partial_rows
 from swiftbatch.worker.forward.tile_packing import SequenceRows, max_tree_depth, tree_rows
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, DecoderWeights, LayerWeights
-from swiftbatch.worker.kernels.instruction_sets import runnable_variants
 from swiftbatch.worker.kernels.kernel_sizes import MLASizes
+from swiftbatch.worker.kernels.kv_codes import SCAN_CHUNK
 from swiftbatch.worker.kernels.layer_specs import Activation, NormForm
 from swiftbatch.worker.kernels.native_decoder import NativeDecoder
+from swiftbatch.worker.kernels.native_library import runnable_variants
 from swiftbatch.worker.kernels.quantized_weights import Linear
 from swiftbatch.worker.kernels.rope_scaling import QueryGrowth, Rotary, default_frequencies
-from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.scan_cache import ScannedKeys
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree

@@ -14,9 +14,9 @@ from swiftbatch.worker.kernels.quantized_weights import (
     Code,
     PackedMatrix,
     linear_from,
-    plain_linear,
 )
 from tests.worker.kernels.kernel_parts import Shape, random_weights
+from tests.worker.kernels.plain_parts import plain_linear
 
 PRODUCTS = ("query", "key", "value", "output", "gate", "up", "down")
 

@@ -15,9 +15,9 @@ from swiftbatch.worker.kernels.quantized_weights import (
     Linear,
     PackedLinear,
     PackedMatrix,
-    plain_linear,
 )
 from tests.worker.kernels.kernel_parts import Shape, random_weights
+from tests.worker.kernels.plain_parts import plain_linear
 
 LINEARS = ("query", "key", "value", "output", "gate", "up", "down")
 KINDS: tuple[tuple[Code, int, bool], ...] = (  # codes, the size of a group, whether there are offsets
@@ -93,14 +93,14 @@ def packed_weights(shape: Shape) -> DecoderWeights:
 
 def dequantized(weights: DecoderWeights) -> DecoderWeights:
     def plain_layer(layer: LayerWeights) -> LayerWeights:
-        own = {name: each.plain() for name in LINEARS if (each := getattr(layer, name)) is not None}
+        own = {name: plain_linear(each) for name in LINEARS if (each := getattr(layer, name)) is not None}
         if layer.experts is None:
             return dataclasses.replace(layer, **own)
         parts = {f"{role}s": [*map(plain_linear, linears)] for role, linears in layer.experts.linears().items()}
         return dataclasses.replace(layer, experts=dataclasses.replace(layer.experts, **parts), **own)
 
     assert isinstance(weights.head, PackedLinear)
-    return dataclasses.replace(weights, layers=[*map(plain_layer, weights.layers)], head=weights.head.plain())
+    return dataclasses.replace(weights, layers=[*map(plain_layer, weights.layers)], head=plain_linear(weights.head))
 
 
 def _turns() -> Iterator[tuple[Code, int, bool]]:

@@ -10,7 +10,8 @@ from torch.nn.functional import linear
 
 from swiftbatch.worker.kernels.decoder_weights import ExpertWeights
 from swiftbatch.worker.kernels.layer_specs import Routing, Score
-from swiftbatch.worker.kernels.quantized_weights import AnyLinear, plain_linear
+from swiftbatch.worker.kernels.quantized_weights import AnyLinear
+from tests.worker.kernels.plain_parts import plain_linear
 
 Rounded = Callable[[Tensor], Tensor]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, LayerWeights
-from swiftbatch.worker.kernels.quantized_weights import plain_linear
+from tests.worker.kernels.plain_parts import plain_linear
 
 EPSILON = 1e-6  # of the norms of latent vectors, independent of the others'
 Rounding = Callable[[Tensor], Tensor]

@@ -30,13 +30,12 @@ from swiftbatch.worker.forward import tile_packing
 from swiftbatch.worker.forward.forward_interface import SparseRows
 from swiftbatch.worker.forward.tile_packing import SequenceRows, tree_rows
 from swiftbatch.worker.kernels import causal_attention, native_decoder
-from swiftbatch.worker.kernels.compute_threads import Team
 from swiftbatch.worker.kernels.cuda import cuda_row_table
-from swiftbatch.worker.kernels.cuda.cuda_row_table import TableLayout
+from swiftbatch.worker.kernels.cuda.cuda_row_table import TableLayout, is_filled_in_c
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
-from swiftbatch.worker.kernels.instruction_sets import open_library
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.kernels.native_decoder import NativeDecoder, native_attention
+from swiftbatch.worker.kernels.native_library import Team, open_library
 from swiftbatch.worker.kv import scan_cache
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
 from swiftbatch.worker.sampling import native_sampler as sampling
@@ -129,7 +128,7 @@ def fill_tables(numbers: random.Random, shape: Shape, groups: list[SequenceRows 
     buffer = np.zeros(layout.size, dtype=np.int32)
     for is_wrong in (False, True):
         given = [spoil(numbers, group) if is_wrong else group for group in groups]
-        fits = layout._native.fill(buffer, [*zip(given, range(len(given)), strict=True)], own, windowed)
+        fits = is_filled_in_c(layout._in_c, buffer, [*zip(given, range(len(given)), strict=True)], own, windowed)
         assert fits or is_wrong
     tree = random_tree(numbers, 70, 0, shape.vocab)
     tree.parents[numbers.randrange(len(tree))] = numbers.choice(SPOILED)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from swiftbatch.worker.kernels.causal_attention import FAST_VARIANTS, causal_attention, is_fast
-from swiftbatch.worker.kernels.instruction_sets import NO_KERNELS, OVERRIDE, chosen_variant
+from swiftbatch.worker.kernels.native_library import NO_KERNELS, OVERRIDE, chosen_variant
 
 BF16 = torch.bfloat16
 SCALING = 0.125

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from swiftbatch.worker.kernels.compute_threads import Team, shared_team
-from swiftbatch.worker.kernels.instruction_sets import load_library
+from swiftbatch.worker.kernels.native_library import Team, load_library, shared_team
 from tests.worker.kernels.kernel_parts import (
     SHAPES,
     VARIANTS,

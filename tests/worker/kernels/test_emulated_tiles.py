@@ -9,8 +9,8 @@ import torch
 from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kernels import native_decoder as native_module
 from swiftbatch.worker.kernels.build import find_compiler
-from swiftbatch.worker.kernels.instruction_sets import open_library
 from swiftbatch.worker.kernels.native_decoder import NativeDecoder
+from swiftbatch.worker.kernels.native_library import open_library
 from tests.worker.kernels.compiled_once import compiled_once
 from tests.worker.kernels.emulation import EMULATED, FLAGS_OF_EMULATION, OTHER
 from tests.worker.kernels.kernel_parts import (

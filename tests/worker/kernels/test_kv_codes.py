@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from swiftbatch.jobs.run.compute_options import KVDtype
-from swiftbatch.worker.kernels.compute_threads import Team
-from swiftbatch.worker.kernels.instruction_sets import load_library
-from swiftbatch.worker.kernels.kv_quantization import CODES, coded, numbers_of
+from swiftbatch.worker.kernels.kv_codes import CODES, coded, numbers_of
 from swiftbatch.worker.kernels.native_decoder import native_attention
+from swiftbatch.worker.kernels.native_library import Team, load_library
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from tests.worker.kernels.kernel_parts import (
     BF16,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.exactness.batch_invariance import random_tree
+from swiftbatch.worker.exactness.forward_comparisons import random_tree
 from swiftbatch.worker.forward.tile_packing import known_rows, tree_rows
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.layer_specs import RecurrentForm, RecurrentSizes, RecurrentWeights

@@ -19,10 +19,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from swiftbatch.worker.kernels.compute_threads import Team
 from swiftbatch.worker.kernels.decoder_weights import decoder_weights
-from swiftbatch.worker.kernels.instruction_sets import load_library
 from swiftbatch.worker.kernels.native_decoder import NativeDecoder, native_attention
+from swiftbatch.worker.kernels.native_library import Team, load_library
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from tests.worker.kernels.kernel_parts import (
     BF16,

@@ -13,10 +13,9 @@ from torch import Tensor
 from bench.kernel_operations import with_roof
 from swiftbatch.worker.kernels import native_decoder as native_module
 from swiftbatch.worker.kernels.build import find_compiler
-from swiftbatch.worker.kernels.compute_threads import ELEMENTS, Team
-from swiftbatch.worker.kernels.instruction_sets import load_library, open_library
 from swiftbatch.worker.kernels.native_decoder import NativeDecoder
-from swiftbatch.worker.kernels.native_quantized_weights import quantized_rows
+from swiftbatch.worker.kernels.native_library import Team, load_library, open_library
+from swiftbatch.worker.kernels.native_weights import ELEMENTS, quantized_rows
 from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, TABLES, Code, PackedMatrix
 from tests.worker.kernels.compiled_once import compiled_once
 from tests.worker.kernels.emulation import CAN_EMULATE, EMULATED, FLAGS_OF_EMULATION

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.compute_threads import Team
-from swiftbatch.worker.kernels.instruction_sets import load_library, runnable_variants
-from swiftbatch.worker.kernels.recurrence import Steps, native_fold, native_steps
+from swiftbatch.worker.kernels.native_library import Team, load_library, runnable_variants
+from swiftbatch.worker.kernels.native_recurrence import Steps, native_fold, native_steps
 
 HEADS, KEY_HEADS, KEY_DIM = 4, 2, 24
 TREE = [-1, 0, 0, 1, -2, 4, 4, 2, 3]  # parents of rows: two continue from states

@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from swiftbatch.worker.forward.native_forwards import NativeForwards
 from swiftbatch.worker.kernels.decoder_weights import decoder_weights
-from swiftbatch.worker.kernels.instruction_sets import chosen_variant
+from swiftbatch.worker.kernels.native_library import chosen_variant
 from swiftbatch.worker.kernels.rope_scaling import default_frequencies, rotary_of
 
 LLAMA31: dict[str, Any] = {

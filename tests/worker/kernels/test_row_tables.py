@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.forward.tile_packing import SequenceRows
-from swiftbatch.worker.kernels.compute_threads import Team
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
-from swiftbatch.worker.kernels.instruction_sets import load_library
 from swiftbatch.worker.kernels.native_decoder import NativeDecoder, native_attention
+from swiftbatch.worker.kernels.native_library import Team, load_library
 from swiftbatch.worker.kernels.quantized_weights import Linear
 from tests.worker.kernels.kernel_parts import (
     FLOAT32,

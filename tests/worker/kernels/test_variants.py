@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from swiftbatch.worker.kernels import build
-from swiftbatch.worker.kernels import instruction_sets as variants
-from swiftbatch.worker.kernels.instruction_sets import (
+from swiftbatch.worker.kernels import native_library as variants
+from swiftbatch.worker.kernels.native_library import (
     OVERRIDE,
     KernelError,
     chosen_variant,
@@ -137,7 +137,9 @@ def test_a_library_that_is_not_as_it_was_compiled_is_refused(size: int, tmp_path
     for file in (path, path.with_suffix(".sha256")):
         shutil.copy(file, tmp_path)
     open_library(tmp_path / path.name)
-    (tmp_path / path.name).write_bytes(path.read_bytes()[:size])
+    damaged = tmp_path / "damaged"  # the loaded file itself must stay whole, because its code still runs at exit
+    damaged.write_bytes(path.read_bytes()[:size])
+    damaged.replace(tmp_path / path.name)
     with pytest.raises(KernelError, match="is not as it was compiled; install swiftbatch anew"):
         open_library(tmp_path / path.name)
 
@@ -174,7 +176,7 @@ def test_instructions_that_the_system_denies_are_left_out(monkeypatch: pytest.Mo
     """A sandbox may deny AMX; then the next set is used."""
     monkeypatch.delenv(OVERRIDE, raising=False)
     [fastest, *others] = runnable_variants()
-    monkeypatch.setattr("swiftbatch.worker.kernels.instruction_sets.ASKING", (fastest,))
-    monkeypatch.setattr("swiftbatch.worker.kernels.instruction_sets._is_allowed", lambda _variant: False)
+    monkeypatch.setattr("swiftbatch.worker.kernels.native_library.ASKING", (fastest,))
+    monkeypatch.setattr("swiftbatch.worker.kernels.native_library._is_allowed", lambda _variant: False)
     assert runnable_variants() == others
     assert chosen_variant() == (others[0] if others else None)

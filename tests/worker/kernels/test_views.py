@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from swiftbatch.worker.forward.tile_packing import SequenceRows, tree_rows
-from swiftbatch.worker.kernels.compute_threads import Team
-from swiftbatch.worker.kernels.instruction_sets import load_library
 from swiftbatch.worker.kernels.layer_specs import AttentionView
 from swiftbatch.worker.kernels.native_decoder import native_attention
+from swiftbatch.worker.kernels.native_library import Team, load_library
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 from tests.worker.kernels.kernel_parts import (

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.forward.forward_interface import SparseRows, partial_rows
-from swiftbatch.worker.kernels.compute_threads import Team
-from swiftbatch.worker.kernels.instruction_sets import load_library
+from swiftbatch.worker.kernels.kv_codes import SCAN_CHUNK
 from swiftbatch.worker.kernels.native_decoder import native_attention
-from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
+from swiftbatch.worker.kernels.native_library import Team, load_library
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.scan_cache import ScannedKeys
 from swiftbatch.worker.sampling.draft_tree import DraftTree

@@ -9,7 +9,7 @@ from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.forward.forward_interface import partial_rows
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
-from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
+from swiftbatch.worker.kernels.kv_codes import SCAN_CHUNK
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.scan_cache import MOST_ENTRIES, NUM_RECENT, ScanKVCache
 from swiftbatch.worker.kv.sparse_cache import NUM_PINNED

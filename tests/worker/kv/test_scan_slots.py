@@ -13,8 +13,8 @@ from swiftbatch.jobs.run.compute_options import AttentionName
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.forward.cuda.cuda_loading import MOST_SCANNED, plan_wanted, with_rounds
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.kernels.cuda.scan_buffers import ScannedTexts, ScanScratch
-from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
+from swiftbatch.worker.kernels.cuda.scanned_texts import ScannedTexts, ScanScratch
+from swiftbatch.worker.kernels.kv_codes import SCAN_CHUNK
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.gpu_memory_plan import NO_DRAFTS, DraftMemory, GPUMemory, SlotsWanted, one_slot, plan_pages
 from swiftbatch.worker.kv.model_sizes import ModelSizes, read_sizes

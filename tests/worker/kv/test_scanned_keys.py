@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from swiftbatch.worker.kernels.scan_coding import CLUSTER_CHUNKS, MOMENT_STRIDE, SCAN_CHUNK, flat_deviation
+from swiftbatch.worker.kernels.kv_codes import CLUSTER_CHUNKS, MOMENT_STRIDE, SCAN_CHUNK, flat_deviation
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.scan_cache import Layers, ScannedKeys
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from swiftbatch.worker.exactness.transformers_agreement import Agreement, compare
+from swiftbatch.worker.exactness.forward_comparisons import Agreement, compare
 from swiftbatch.worker.forward import transformers_attention
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.transformers_forwards import TransformersForwards

@@ -11,7 +11,7 @@ from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig, GriffinModel
 from swiftbatch.worker.drafters.griffin.griffin_weights import save_griffin
 from swiftbatch.worker.drafters.tokenswift.decoding_heads import save_heads
-from swiftbatch.worker.exactness.transformers_agreement import compare
+from swiftbatch.worker.exactness.forward_comparisons import compare
 from swiftbatch.worker.forward.native_forwards import NativeForwards
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.causal_lm import load_causal_lm

@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from swiftbatch.worker.exactness.batch_invariance import probe_rows
-from swiftbatch.worker.exactness.transformers_agreement import _our_logits
+from swiftbatch.worker.exactness.forward_comparisons import _our_logits, probe_rows
 from swiftbatch.worker.kernels.layer_specs import Activation
 from swiftbatch.worker.kernels.rope_cos_sin import angles
 from swiftbatch.worker.model.causal_lm import load_causal_lm

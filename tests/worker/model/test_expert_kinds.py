@@ -9,8 +9,7 @@ from transformers import AutoConfig
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.compute_options import KVDtype
-from swiftbatch.worker.exactness.batch_invariance import probe_rows
-from swiftbatch.worker.exactness.transformers_agreement import compare
+from swiftbatch.worker.exactness.forward_comparisons import compare, probe_rows
 from swiftbatch.worker.forward.step_costs import measure_step_costs
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows

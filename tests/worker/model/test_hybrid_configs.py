@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from swiftbatch.worker.exactness.batch_invariance import probe_rows
+from swiftbatch.worker.exactness.forward_comparisons import probe_rows
 from swiftbatch.worker.forward.native_forwards import NativeForwards
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.inspection import inspect_model

@@ -16,7 +16,7 @@ from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig, Grif
 from swiftbatch.worker.drafters.griffin.griffin_weights import save_griffin
 from swiftbatch.worker.drafters.tokenswift.decoding_heads import save_heads
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.exactness.batch_invariance import probe_rows
+from swiftbatch.worker.exactness.forward_comparisons import probe_rows
 from swiftbatch.worker.forward.native_forwards import NativeForwards
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import DRAFT_FOLDER, PARTS_FOLDER, locate_model

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.exactness.transformers_agreement import compare
+from swiftbatch.worker.exactness.forward_comparisons import compare
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.transformers_forwards import TransformersForwards
 from swiftbatch.worker.inspection import inspect_model

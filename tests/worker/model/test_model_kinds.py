@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.exactness import transformers_agreement as agreement
-from swiftbatch.worker.exactness.batch_invariance import probe_rows
-from swiftbatch.worker.exactness.transformers_agreement import compare
+from swiftbatch.worker.exactness import forward_comparisons as agreement
+from swiftbatch.worker.exactness.forward_comparisons import compare, probe_rows
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.transformers_forwards import TransformersForwards
 from swiftbatch.worker.kv.model_sizes import read_sizes

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from swiftbatch.worker.exactness.transformers_agreement import compare
+from swiftbatch.worker.exactness.forward_comparisons import compare
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import what_refuses
 from tests.worker.model.folders import saved_as

@@ -16,11 +16,10 @@ from swiftbatch.worker.drafters.griffin.griffin_weights import packed_weights
 from swiftbatch.worker.drafters.griffin.native_griffin import GriffinWeights
 from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards, Surroundings
 from swiftbatch.worker.forward.forward_interface import Forwards
-from swiftbatch.worker.kernels.cuda.activations import activate
 from swiftbatch.worker.kernels.cuda.cuda_row_table import TableLayout
-from swiftbatch.worker.kernels.cuda.norm_rope_kernels import add_norm, rope_store
+from swiftbatch.worker.kernels.cuda.row_kernels import activate, add_norm, rope_store
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_layer
-from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, Scratch, attend
+from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, KeptLayer, Scratch, attend
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS
 from swiftbatch.worker.kernels.quantized_weights import AnyLinear, Linear
@@ -63,7 +62,7 @@ class CudaGriffin:
         self._expand, self._contract = weights.expand, weights.contract
         self._predict, self._regress = weights.predict, weights.regress
         self._layer = stacked_layer(weights.layer, arena.device)  # the unstacked weights are not kept
-        self._keys, self._values = arena[0]
+        self._kept = KeptLayer(*arena[0])
         self._features = features
         num_slots, capacity = arena.shape[2], arena.shape[4]
         attention = _attention(self._sizes, capacity)
@@ -103,10 +102,9 @@ class CudaGriffin:
         in_front, behind = layer.attention
         add_norm(table.rows, self._state, delta, layer.input_norm, epsilon, self._normed)
         self._run(self._normed, in_front, self._qkv)
-        rope_store(self._qkv, self._angles, layer.qk_norms, epsilon, table.rows, self._query, self._keys, self._values)
-        attend(
-            self._query, self._keys, self._values, None, table, self._scratch, self._mixed, self._sizes.scale
-        )  # fmt: skip
+        keys, values = self._kept.keys, self._kept.values
+        rope_store(self._qkv, self._angles, layer.qk_norms, epsilon, table.rows, self._query, keys, values)
+        attend(self._query, self._kept, table, self._scratch, self._mixed, self._sizes.scale)
         self._run(self._mixed.view(NUM_ROWS, -1), behind, self._delta)
         add_norm(table.rows, self._state, self._delta, layer.mlp_norm, epsilon, self._normed)
         assert layer.dense_mlp is not None, "a draft layer has no experts"

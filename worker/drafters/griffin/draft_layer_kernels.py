@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.activations import ACTIVE_COLUMNS
-from swiftbatch.worker.kernels.cuda.norm_rope_kernels import is_padding, root_mean
+from swiftbatch.worker.kernels.cuda.row_kernels import ACTIVE_COLUMNS, is_padding, root_mean
 from swiftbatch.worker.kernels.cuda.triton_primitives import rounded
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 

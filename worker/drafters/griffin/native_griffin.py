@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.compute_threads import ELEMENTS, Team
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, LayerWeights
 from swiftbatch.worker.kernels.kernel_sizes import LANES
-from swiftbatch.worker.kernels.native_decoder import NativeLayers, check_weights, checked
+from swiftbatch.worker.kernels.native_decoder import NativeLayers
+from swiftbatch.worker.kernels.native_library import Team
+from swiftbatch.worker.kernels.native_weights import ELEMENTS, check_weights, checked, load_weight
 from swiftbatch.worker.kernels.quantized_weights import Linear
 from swiftbatch.worker.kernels.rope_scaling import Rotary
 from swiftbatch.worker.kernels.row_tables import Rows
@@ -87,9 +89,8 @@ class NativeGriffin:
         self._handle: int = self._library.griffin_new(ctypes.byref(sizes))
         weakref.finalize(self, team.retire, self._library.griffin_free, self._handle)
         for role, linear, _ in weights.linears():
-            weight, bias = linear.weight.contiguous(), None if linear.bias is None else linear.bias.contiguous()
-            address = None if bias is None else bias.data_ptr()
-            self._library.griffin_load(self._handle, ROLES[role], weight.data_ptr(), address)
+            load = functools.partial(self._library.griffin_load, self._handle, ROLES[role])
+            load_weight(load, linear.weight, linear.bias)
 
     def forward(self, groups: Sequence[Rows], features: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
         """Return predicted and regressed features of all rows, `[num_rows, hidden]` like all inputs.

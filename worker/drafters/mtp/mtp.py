@@ -40,8 +40,8 @@ from swiftbatch.worker.drafters.mtp.predictor import (
 from swiftbatch.worker.forward.forward_interface import Forwards
 from swiftbatch.worker.forward.step_costs import Costs, seconds_of
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.kernels.compute_threads import Team
 from swiftbatch.worker.kernels.native_decoder import NativeLayers
+from swiftbatch.worker.kernels.native_library import Team
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence

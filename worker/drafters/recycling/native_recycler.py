@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from swiftbatch.worker.drafters.drafter_interface import WantedTree
-from swiftbatch.worker.kernels.instruction_sets import load_library
+from swiftbatch.worker.kernels.native_library import load_library
 from swiftbatch.worker.kernels.row_tables import address_of
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence

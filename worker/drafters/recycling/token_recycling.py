@@ -16,7 +16,7 @@ from swiftbatch.worker.drafters.recycling.native_recycler import NativeRecycling
 from swiftbatch.worker.drafters.tree_drafter import TreeDrafter
 from swiftbatch.worker.forward.step_costs import Costs
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.kernels.instruction_sets import chosen_variant
+from swiftbatch.worker.kernels.native_library import chosen_variant
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.verification import TOP_K, Verification

@@ -18,7 +18,7 @@ from swiftbatch.worker.drafters.tree_budget import (
 )
 from swiftbatch.worker.forward.step_costs import Costs, StepCosts
 from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
-from swiftbatch.worker.kernels.scan_coding import CLUSTER_CHUNKS, SCAN_CHUNK
+from swiftbatch.worker.kernels.kv_codes import CLUSTER_CHUNKS, SCAN_CHUNK
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
 from swiftbatch.worker.kv.scan_cache import MOST_ENTRIES
 

@@ -7,13 +7,14 @@ import random
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.exactness.batch_invariance import random_tree
+from swiftbatch.worker.exactness.forward_comparisons import random_tree
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row, differing_bits
 from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
 from swiftbatch.worker.forward.tile_packing import SequenceRows, max_tree_depth, tree_rows
 from swiftbatch.worker.kernels.cuda.attention_backends import ATTENTION_KERNELS, new_attention, shape_of
 from swiftbatch.worker.kernels.cuda.cuda_graph import Upload
 from swiftbatch.worker.kernels.cuda.cuda_row_table import TableLayout
+from swiftbatch.worker.kernels.cuda.tree_attention import KeptLayer
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.draft_tree import DraftTree
@@ -153,7 +154,7 @@ class OneLayer:
 
     def attend(self) -> None:
         kept = self.arena.buffer[0].expand(-1, len(self._caches), -1, -1, -1)
-        self._attention.attend(0, kept[0], kept[-1], None, self._table, self._mixed, pages=self.arena.pages)
+        self._attention.attend(0, KeptLayer(kept[0], kept[-1], pages=self.arena.pages), self._table, self._mixed)
 
     def exact(self, query: Tensor, rows: SequenceRows, row: int) -> Tensor:
         """Return one row's exact result `[num_heads, value_dim]` in float64."""

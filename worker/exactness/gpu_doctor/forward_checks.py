@@ -15,10 +15,9 @@ import torch
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.python_processes import environment_of_code, module_command
-from swiftbatch.worker.exactness.batch_invariance import MAX_LENGTH, num_caches, probe_rows, random_tree
+from swiftbatch.worker.exactness.forward_comparisons import MAX_LENGTH, compare, num_caches, probe_rows, random_tree
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row, differing_bits
 from swiftbatch.worker.exactness.gpu_doctor.model_under_test import ArenaTarget, Parts
-from swiftbatch.worker.exactness.transformers_agreement import compare
 from swiftbatch.worker.forward.tile_packing import max_tree_depth, tree_rows
 from swiftbatch.worker.kernels.cuda.cuda_graph import Graph, Repeated, Work
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -11,9 +11,9 @@ from torch import Tensor
 from swiftbatch.jobs.run.compute_options import LinearName
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row, differing_bits
 from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
-from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, WeightKernel, packed_linear, triton_linear
+from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, LinearKernel, triton_linear
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
-from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, AnyLinear, Code, PackedMatrix, Weight
+from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, AnyLinear, Code, PackedLinear, PackedMatrix, Weight
 
 COMPARED_COLUMNS = 1024  # a float64 reference is slow, so only these are compared
 SUM_ERROR = 1e-5  # allowed error of a float32 sum, relative to the sum of absolute products
@@ -26,7 +26,7 @@ def check_gemms(parts: Parts) -> Finding:
     rows: list[Row] = []
     good: list[LinearName] = []
     for kernel_name in kernels:
-        kernel = WeightKernel(LINEAR_KERNELS[kernel_name])
+        kernel = LINEAR_KERNELS[kernel_name]
         tried = [_try_kernel(parts, kernel_name, kernel, name, linears) for name, linears in shapes.items()]
         rows += tried
         if all(row["differing"] == 0 and float(row["error"]) <= 1 for row in tried):
@@ -66,7 +66,7 @@ def weight_shapes(weights: StackedWeights) -> dict[str, list[AnyLinear]]:
     }
 
 
-def _try_kernel(parts: Parts, kernel_name: str, kernel: WeightKernel, name: str, linears: list[AnyLinear]) -> Row:
+def _try_kernel(parts: Parts, kernel_name: str, kernel: LinearKernel, name: str, linears: list[AnyLinear]) -> Row:
     columns, depth = linears[0].weight.shape
     out_dtype = torch.float32 if name == "head" else parts.dtype
     num_rows = parts.kernels.num_rows
@@ -87,7 +87,7 @@ def _try_kernel(parts: Parts, kernel_name: str, kernel: WeightKernel, name: str,
     }
 
 
-def _into(kernel: WeightKernel, out: Tensor, rows: Tensor, linear: AnyLinear) -> None:
+def _into(kernel: LinearKernel, out: Tensor, rows: Tensor, linear: AnyLinear) -> None:
     kernel(rows, linear.weight, linear.bias, out)
 
 
@@ -125,7 +125,7 @@ def first_columns(weight: Weight) -> Tensor:
     return weight.rows(chosen).dequantized() if isinstance(weight, PackedMatrix) else weight[chosen]
 
 
-def _seconds(parts: Parts, run: functools.partial[None], linears: list[AnyLinear], depth: int) -> float:
+def _seconds(parts: Parts, run: functools.partial[None], linears: Sequence[AnyLinear], depth: int) -> float:
     """Time the products in turn, so that weights come from memory, not a cache."""
     rows = random_rows(parts, depth, parts.generator(3))
 
@@ -215,8 +215,8 @@ def _try_packed_kernel(parts: Parts, name: str, matrices: list[PackedMatrix]) ->
     columns, depth = matrices[0].shape
     num_rows = parts.kernels.num_rows
     out = torch.zeros(num_rows, columns, device=parts.device)
-    rows = random_rows(parts, depth, parts.generator(3))
-    seconds = parts.seconds(functools.partial(_multiply_all, rows, matrices, out))
+    run = functools.partial(_into, triton_linear, out)
+    seconds = _seconds(parts, run, [PackedLinear(each) for each in matrices], depth)
     return {
         "weights": name,
         "group": matrices[0].group_size,
@@ -229,11 +229,6 @@ def _try_packed_kernel(parts: Parts, name: str, matrices: list[PackedMatrix]) ->
     }
 
 
-def _multiply_all(rows: Tensor, matrices: list[PackedMatrix], out: Tensor) -> None:
-    for matrix in matrices:
-        packed_linear(rows, matrix, None, out)
-
-
 def _num_unlike_plain(parts: Parts, matrix: PackedMatrix, out: Tensor) -> int:
     """Return how many rows differ from the plain kernel with dequantized weights."""
     generator, plain = parts.generator(7), first_columns(matrix)
@@ -241,7 +236,7 @@ def _num_unlike_plain(parts: Parts, matrix: PackedMatrix, out: Tensor) -> int:
     differing = torch.zeros((), dtype=torch.int64, device=parts.device)
     for _ in range(parts.extent.num_tries):
         rows = random_rows(parts, matrix.shape[1], generator)
-        packed_linear(rows, matrix, None, out)
+        triton_linear(rows, matrix, None, out)
         triton_linear(rows, plain, None, expected)
         differing += (bits(out[:, : len(plain)].contiguous()) != bits(expected)).any(1).sum()
     return int(differing)

@@ -26,7 +26,7 @@ from swiftbatch.worker.exactness.gpu_doctor.machine_checks import check_machine,
 from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
 from swiftbatch.worker.forward.hardware import hardware_of, resolve_device
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
-from swiftbatch.worker.kernels.instruction_sets import chosen_numerics
+from swiftbatch.worker.kernels.native_library import chosen_numerics
 from swiftbatch.worker.model.model_files import locate_model
 
 CHECKS = (

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from swiftbatch.worker.exactness.batch_invariance import MOST_NODES
+from swiftbatch.worker.exactness.forward_comparisons import MOST_NODES
 from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.forward.cuda.cuda_loading import hold_gemms_steady, whole_arena
 from swiftbatch.worker.forward.forward_backend import DTYPES

@@ -21,7 +21,7 @@ from swiftbatch.worker.kernels.cuda.cuda_decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.cuda_graph import Capture, Upload, capture
 from swiftbatch.worker.kernels.cuda.cuda_recurrence import StateRows
 from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import NAME as STATES_NAME
-from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, WeightKernel, packed_gemm
+from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, LinearKernel, packed_gemm
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
 from swiftbatch.worker.kernels.gpu_kernel_choice import CUBLAS_WORKSPACES, CudaKernels, triton_version, with_kv
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
@@ -92,7 +92,7 @@ class Surroundings:
 
     embedding: Tensor  # [vocab, hidden]
     head: AnyLinear
-    linear: WeightKernel
+    linear: LinearKernel
     turns: tuple[Rotary, Tensor]
 
 
@@ -137,7 +137,7 @@ class CudaForwards:
         self._table = Upload(self._decoder.table_buffer)
         num_routed, met = sum(layer.experts is not None for layer in weights.layers), self._decoder.experts_met
         self.expert_counts = None if met is None else CudaExpertCounts(met, num_routed)
-        self.surroundings = Surroundings(weights.embedding, weights.head, WeightKernel(linear), self._decoder.turns)
+        self.surroundings = Surroundings(weights.embedding, weights.head, linear, self._decoder.turns)
         self._rounds = weakref.WeakKeyDictionary[SparseArena, CudaRounds]()  # freed with the drafter's arena
         self._prepare()
 

@@ -1,20 +1,34 @@
-"""Attention of a decoder's layers with its buffers, and the catalogue of kernels."""
+"""Attention of a decoder's layers with its buffers: our own kernels, flash-attn, and the catalogue of both."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from swiftbatch.jobs.run.compute_options import AttentionName
-from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, PageTable, TableLayout
-from swiftbatch.worker.kernels.cuda.flash_attention import FlashAttention
+from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, TableLayout
+from swiftbatch.worker.kernels.cuda.kv_kernels import load_rows
 from swiftbatch.worker.kernels.cuda.mla_kernels import MLAShape, attend_to_latents
-from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, Scratch, attend
+from swiftbatch.worker.kernels.cuda.row_kernels import packed_head
+from swiftbatch.worker.kernels.cuda.tree_attention import (
+    LOG2_E,
+    SCALE_TO_LOG2,
+    AttentionShape,
+    KeptLayer,
+    Scratch,
+    attend,
+    attend_tail,
+    merge_part,
+)
+from swiftbatch.worker.kernels.cuda.triton_primitives import rounded
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
-from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView
+from swiftbatch.worker.kernels.gpu_kernel_choice import flash_version
+from swiftbatch.worker.kernels.layer_specs import SEES_ALL
 
 
 class Attention(Protocol):
@@ -29,17 +43,7 @@ class Attention(Protocol):
     def places(self, table: CudaRowTable[Tensor]) -> Tensor | None:
         """Return where `rope_store` writes each row, `[num_rows]`, or None if rows stay in order."""
 
-    def attend(
-        self,
-        layer: int,
-        keys: Tensor,
-        values: Tensor,
-        bias: Tensor | None,
-        table: CudaRowTable[Tensor],
-        mixed: Tensor,
-        view: AttentionView = SEES_ALL,
-        pages: PageTable | None = None,
-    ) -> None:
+    def attend(self, layer: int, kept: KeptLayer, table: CudaRowTable[Tensor], mixed: Tensor) -> None:
         """Attend as `tree_attention.attend` does in a layer, without allocating. Raises ValueError."""
 
     def put(self, query: Tensor, table: CudaRowTable[Tensor]) -> None:
@@ -77,18 +81,8 @@ class TritonAttention(RowsInOrder):
     def numerics(self) -> str:
         return f"{len(self.scratch.lse)} splits"
 
-    def attend(
-        self,
-        layer: int,
-        keys: Tensor,
-        values: Tensor,
-        bias: Tensor | None,
-        table: CudaRowTable[Tensor],
-        mixed: Tensor,
-        view: AttentionView = SEES_ALL,
-        pages: PageTable | None = None,
-    ) -> None:
-        attend(self.query, keys, values, bias, table, self.scratch, mixed, self.scale, view, pages)
+    def attend(self, layer: int, kept: KeptLayer, table: CudaRowTable[Tensor], mixed: Tensor) -> None:
+        attend(self.query, kept, table, self.scratch, mixed, self.scale)
 
     def heads(self) -> Tensor:
         shape = self.shape
@@ -108,21 +102,132 @@ class MLAAttention(RowsInOrder):
     def numerics(self) -> str:
         return f"latent, {len(self.scratch.lse)} splits"
 
-    def attend(
-        self,
-        layer: int,
-        keys: Tensor,
-        values: Tensor,
-        bias: Tensor | None,
-        table: CudaRowTable[Tensor],
-        mixed: Tensor,
-        view: AttentionView = SEES_ALL,
-        pages: PageTable | None = None,
-    ) -> None:
-        attend_to_latents(self.shape, self.query, keys, bias, table, self.scratch, mixed, self.scale, pages)
+    def attend(self, layer: int, kept: KeptLayer, table: CudaRowTable[Tensor], mixed: Tensor) -> None:
+        attend_to_latents(self.shape, self.query, kept, table, self.scratch, mixed, self.scale)
 
     def heads(self) -> Tensor:
         return self.query[:, None]
+
+
+# Attention with flash-attn's kernel for prefixes, in two launches per layer. Splits depend on a slot's capacity, so a
+# row's bits depend on its boundary and that capacity.
+
+
+MOST_SPLITS = 128  # flash-attn's limit
+
+
+@triton.jit
+def tail_merge_packed(
+    query_ptr, key_ptr, value_ptr, output_ptr, lse_ptr, mixed_ptr, rows_ptr, tail_slots_ptr, packed_ptr,
+    scale_log2, stride_slot, stride_head, stride_entry,
+    NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS_PER_GROUP: tl.constexpr,
+    TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Program (row, KV head): the row's tail, merged with flash-attn's output and LSE of its prefix."""
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    slot = tl.load(rows_ptr + row * 5).to(tl.int64)
+    tail_length = tl.load(rows_ptr + row * 5 + 2)
+    if tail_length == 0:
+        return
+
+    index = tl.arange(0, TILE_ROWS)
+    is_real = index < HEADS_PER_KV
+    columns = tl.arange(0, WIDTH)
+    packed = packed_head(packed_ptr, row, index, kv_head, NUM_KV_HEADS, HEADS_PER_KV)
+    offsets = packed[:, None] * HEAD_DIM + columns[None, :]
+    query = load_rows(query_ptr + offsets, is_real, columns, HEAD_DIM, True)
+    cache = slot * stride_slot + kv_head.to(tl.int64) * stride_head
+    highest, total, acc = attend_tail(
+        query, key_ptr + cache, value_ptr + cache, tail_slots_ptr + row * BLOCK, tail_length, columns, scale_log2,
+        stride_entry, HEAD_DIM, BLOCK,
+    )  # fmt: skip
+
+    group_row = tl.load(packed_ptr + row) % ROWS_PER_GROUP
+    group = tl.load(packed_ptr + row) // ROWS_PER_GROUP
+    lse_row = (group * NUM_KV_HEADS + kv_head) * ROWS_PER_GROUP + group_row
+    lse = tl.load(lse_ptr + lse_row * HEADS_PER_KV + index, mask=is_real, other=0.0) * LOG2_E
+    lse = tl.where(lse < float("inf"), lse, float("-inf"))  # inf: the prefix is empty, or has NaN as does `part`
+    part = load_rows(output_ptr + offsets, is_real, columns, HEAD_DIM, True).to(tl.float32)
+    highest, total, acc = merge_part(part, lse, highest, total, acc)
+    places = (row * NUM_KV_HEADS + kv_head) * HEADS_PER_KV + index
+    mixed_ptr += places[:, None] * HEAD_DIM + columns[None, :]
+    is_place = is_real[:, None] & (columns < HEAD_DIM)[None, :]
+    tl.store(mixed_ptr, rounded(acc / total[:, None], mixed_ptr.dtype.element_ty), mask=is_place)
+
+
+class FlashAttention:
+    """`Attention` with flash-attn for prefixes; it allocates its own results, in the memory pool of the graph."""
+
+    def __init__(self, shape: AttentionShape, layout: TableLayout, scale: float, device: torch.device) -> None:
+        from flash_attn import flash_attn_with_kvcache
+
+        self._call: Any = flash_attn_with_kvcache
+        self._shape, self._scale = shape, scale
+        self._num_splits = min(shape.num_splits, MOST_SPLITS)
+        self._capacity = layout.capacity
+        self._size = (layout.num_groups, shape.rows_per_group * shape.heads_per_kv, shape.num_kv_heads, shape.head_dim)
+        num_places, num_heads = layout.num_groups * shape.rows_per_group, shape.num_kv_heads * shape.heads_per_kv
+        size = (num_places, num_heads, shape.head_dim)
+        self.query = torch.zeros(size, dtype=shape.dtype, device=device)
+
+    @property
+    def numerics(self) -> str:
+        return f"flash {flash_version()} prefixes in splits of {self.split_length}"
+
+    @property
+    def split_length(self) -> int:
+        """Return the positions per split, which depend on the capacity and are therefore part of the numerics."""
+        head_dim = self._shape.head_dim
+        block = 256 if head_dim <= 64 else 128 if head_dim <= 128 else 64  # flash-attn's block size
+        return int(triton.cdiv(triton.cdiv(self._capacity, block), self._num_splits) * block)
+
+    def places(self, table: CudaRowTable[Tensor]) -> Tensor:
+        return table.packed
+
+    def attend(self, layer: int, kept: KeptLayer, table: CudaRowTable[Tensor], mixed: Tensor) -> None:
+        if kept.bias is not None:
+            raise ValueError("found a bias, which flash-attn does not add to scores; attend with triton")
+        if kept.view != SEES_ALL:
+            raise ValueError("found a window, a soft cap or sinks beside flash-attn; attend with triton")
+        if kept.pages is not None:
+            raise ValueError("found pages beside flash-attn, whose splits follow from a slot; attend with triton")
+        slots, boundaries = table.prefixes
+        output, lse = self._call(
+            self.query.view(self._size),
+            kept.keys.transpose(1, 2),
+            kept.values.transpose(1, 2),
+            cache_seqlens=boundaries,  # without lengths, flash-attn runs another kernel
+            cache_batch_idx=slots,
+            softmax_scale=self._scale,
+            causal=False,
+            num_splits=self._num_splits,  # 0 would let flash-attn choose by the number of groups
+            return_softmax_lse=True,
+        )
+        # `output` is [num_groups, rows_per_group * heads_per_kv, num_kv_heads, head_dim], `lse` float32 [num_groups,
+        # num_kv_heads, rows_per_group * heads_per_kv], natural, and inf for an empty prefix
+        tail_merge_packed[(len(mixed), self._shape.num_kv_heads)](
+            self.query, kept.keys, kept.values, output, lse, mixed, table.rows, table.tail_slots, table.packed,
+            self._scale * SCALE_TO_LOG2, *kept.keys.stride()[:3], **packed_constants(self._shape),
+        )  # fmt: skip
+
+    def put(self, query: Tensor, table: CudaRowTable[Tensor]) -> None:
+        self.query.fill_(torch.nan)
+        heads = query.unflatten(1, (-1, self._shape.heads_per_kv)).transpose(1, 2)
+        self.query[table.packed[: len(query)].long()] = heads.flatten(1, 2)
+
+    def heads(self) -> Tensor:
+        shape = self._shape
+        return self.query.view(-1, shape.heads_per_kv, shape.num_kv_heads, shape.head_dim).transpose(1, 2)
+
+
+def packed_constants(shape: AttentionShape) -> dict[str, Any]:
+    given = shape.tail_constants() | {"ROWS_PER_GROUP": shape.rows_per_group}
+    unknown = ("NUM_ROWS", "NUM_SPLITS", "LEAST_BLOCKS", "WINDOW", "SOFTCAP_LOG2", "HAS_SINKS")
+    return {name: value for name, value in given.items() if name not in unknown}
+
+
+# The catalogue of kernels.
 
 
 AttentionKernel = Callable[[AttentionShape, TableLayout, float, torch.device], Attention]

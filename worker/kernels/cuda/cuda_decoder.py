@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.activations import activate, gate_heads, softcap_logits
 from swiftbatch.worker.kernels.cuda.attention_backends import (
     Attention,
     AttentionKernel,
@@ -23,20 +22,29 @@ from swiftbatch.worker.kernels.cuda.attention_backends import (
 from swiftbatch.worker.kernels.cuda.cuda_recurrence import StateBuffers
 from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import CudaRecurrentLayers, scale
 from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, PageTable, TableLayout
-from swiftbatch.worker.kernels.cuda.gemm import LinearKernel, WeightKernel
+from swiftbatch.worker.kernels.cuda.gemm import LinearKernel
 from swiftbatch.worker.kernels.cuda.mla_kernels import CudaMLA
 from swiftbatch.worker.kernels.cuda.moe_gemm import CudaExperts
-from swiftbatch.worker.kernels.cuda.norm_rope_kernels import add_norm, embed, norm_heads, rope_store
+from swiftbatch.worker.kernels.cuda.row_kernels import (
+    activate,
+    add_norm,
+    embed,
+    gate_heads,
+    norm_heads,
+    rope_store,
+    softcap_logits,
+)
 from swiftbatch.worker.kernels.cuda.scan_attention import ScanAttention
-from swiftbatch.worker.kernels.cuda.scan_buffers import ScannedTexts
+from swiftbatch.worker.kernels.cuda.scanned_texts import ScannedTexts
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedLayer, StackedWeights
+from swiftbatch.worker.kernels.cuda.tree_attention import KeptLayer
 from swiftbatch.worker.kernels.decoder_weights import other_rotary
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS, RING_LAYERS
-from swiftbatch.worker.kernels.kv_quantization import cuda_row_width
+from swiftbatch.worker.kernels.kv_codes import cuda_row_width
 from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.quantized_weights import AnyLinear
 from swiftbatch.worker.kernels.rope_cos_sin import angles, kept_as, query_scales
-from swiftbatch.worker.kernels.rope_scaling import QueryGrowth, Rotary
+from swiftbatch.worker.kernels.rope_scaling import Rotary
 
 
 class CudaDecoder:
@@ -52,8 +60,6 @@ class CudaDecoder:
         num_positions: int,
         num_splits: int,
         linear: LinearKernel,
-        bias: Tensor | None = None,
-        reduce: Callable[[Tensor], None] | None = None,
         attention: AttentionKernel = TritonAttention,
         pages: PageTable | None = None,
         states: StateBuffers | None = None,
@@ -64,9 +70,8 @@ class CudaDecoder:
         """Take `arena [num_layers, 2, num_slots, num_kv_heads, capacity, row_width]` of attending layers.
 
         Latent attention has one part in place of two. If it has only `RING_LAYERS` layers, the caller fills them in
-        turn. `bias [num_slots, capacity] float32` is added to scores of prefixes. `reduce` sums `[num_rows, hidden]`
-        over devices, in place. With `pages` the arena is one pool of pages, and `windowed` is the pool of layers with a
-        window. Raises ValueError.
+        turn. With `pages` the arena is one pool of pages, and `windowed` is the pool of layers with a window. Raises
+        ValueError.
         """
         sizes = self.sizes = weights.sizes
         attending = [layer for layer in weights.layers if layer.attention is not None]
@@ -76,36 +81,32 @@ class CudaDecoder:
             _check_arena(windowed[0], weights, self._in_windows.count(True))
         if pages is not None:
             arena = arena.expand(-1, -1, len(pages.numbers), -1, -1, -1)  # needs no copy: the stride is 0
-        self._kept = _layers_of(arena, None if windowed is None else windowed[0], self._in_windows)
+        views = [AttentionView(layer.window, sizes.score_softcap or None, layer.sinks) for layer in attending]
+        places = _layers_of(arena, None if windowed is None else windowed[0], self._in_windows)
+        self._kept = [
+            KeptLayer(rows[0], rows[-1], None, view, windowed[1] if windowed is not None and in_window else pages)
+            for rows, view, in_window in zip(places, views, self._in_windows, strict=True)
+        ]
         capacity = arena.shape[4] if pages is None else pages.capacity
         shape = self._shape = shape_of(sizes, num_splits, num_rows)
-        step = BLOCK if bias is None else 1
         num_angles = weights.rotary.num_rows(num_positions)
-        table = (arena.shape[2], capacity, shape.rows_per_group, num_angles, sizes.vocab, step)
+        table = (arena.shape[2], capacity, shape.rows_per_group, num_angles, sizes.vocab, BLOCK)
         self.layout = TableLayout(*table, None if pages is None else pages.page, num_rows, windowed is not None)
-        self._window_pages = None if windowed is None else windowed[1]
-        self._weights, self._arena, self._bias, self._pages = weights, arena, bias, pages
-        self._linear, self._reduce = WeightKernel(linear), reduce
+        self._weights, self._arena, self._pages, self._linear = weights, arena, pages, linear
         self._attending, self._mixing = _numbers_of(weights.layers)
         self.mixers = _recurrent_layers_of(weights, states, self._linear, num_rows)
-        self._views = [AttentionView(layer.window, sizes.score_softcap or None, layer.sinks) for layer in attending]
         self._angles = self._angles_of(np.arange(num_angles), arena.device) if turns is None else turns
-        self._still = self._angles  # layers without rotation use these
-        if any(layer.is_nope for layer in weights.layers):
-            self._still = self._angles_of(np.zeros(num_angles, dtype=np.int64), arena.device)
-        if (other := other_rotary(weights.layers)) is not None:
-            self._other_angles = self._angles_of(np.arange(num_angles), arena.device, other)
-        growth = weights.rotary.growth
-        self._query_scales = None if growth is None else self._scales_of(growth, num_positions, arena.device)
+        self._add_other_angles(num_angles, num_positions, arena.device)
         self._allocate(arena.device)
         self.attention: Attention = new_attention(attention, shape, self.layout, sizes.scale, arena.device)
         if not isinstance(self.attention, TritonAttention | MLAAttention):
-            _check_flash(arena.dtype, sizes.dtype, self._views)
+            _check_flash(arena.dtype, sizes.dtype, views)
 
     def over(self, arena: Tensor, bias: Tensor, texts: ScannedTexts | None = None) -> CudaDecoder:
         """Return the decoder over another arena, with shared buffers; only one of the two decoders may run at a time.
 
-        Rows also see `texts`, whose best keys are read from this decoder's arena.
+        `bias [num_slots, capacity] float32` is added to scores of prefixes, which may end anywhere. Rows also
+        see `texts`, whose best keys are read from this decoder's arena.
         """
         _check_arena(arena, self._weights, len(self._in_windows))
         if self.mixers is not None:
@@ -113,9 +114,11 @@ class CudaDecoder:
         if any(self._in_windows):
             raise ValueError("found layers whose caches forget, where no part of one is all there")
         other = copy.copy(self)
-        other._arena, other._bias, other._pages = arena, bias, None
-        other._kept = _layers_of(arena, None, self._in_windows)
-        other._views = [replace(view, window=None) for view in self._views]  # entries are not positions
+        other._arena, other._pages = arena, None
+        other._kept = [
+            KeptLayer(rows[0], rows[-1], bias, replace(kept.view, window=None))  # entries are not positions
+            for rows, kept in zip(_layers_of(arena, None, self._in_windows), self._kept, strict=True)
+        ]
         num_slots, capacity = arena.shape[2], arena.shape[4]
         other.layout = replace(self.layout, num_slots=num_slots, capacity=capacity, boundary_step=1, page=None)
         other._allocate_table(arena.device)
@@ -174,13 +177,22 @@ class CudaDecoder:
         if sizes.logit_softcap:
             softcap_logits(self.logits, sizes.logit_softcap)
 
+    def _add_other_angles(self, num_angles: int, num_positions: int, device: torch.device) -> None:
+        """Add the angles of layers that rotate in another way than most, and the factors of queries."""
+        rotary, layers, sizes = self._weights.rotary, self._weights.layers, self.sizes
+        self._still = self._angles  # layers without rotation use these
+        if any(layer.is_nope for layer in layers):
+            self._still = self._angles_of(np.zeros(num_angles, dtype=np.int64), device)
+        if (other := other_rotary(layers)) is not None:
+            self._other_angles = self._angles_of(np.arange(num_angles), device, other)
+        self._query_scales: Tensor | None = None
+        if rotary.growth is not None:
+            self._query_scales = query_scales(rotary.growth, np.arange(num_positions), sizes.dtype).to(device)
+
     def _angles_of(self, rows: NDArray[np.int64], device: torch.device, own: Rotary | None = None) -> Tensor:
         """Return rotary angles in the model's dtype, `[num_rows, head_dim]`."""
         rotary, dtype = own or self._weights.rotary, self.sizes.dtype
         return angles(rotary, rows, dtype).to(kept_as(rotary, dtype)).to(device)
-
-    def _scales_of(self, growth: QueryGrowth, num_positions: int, device: torch.device) -> Tensor:
-        return query_scales(growth, np.arange(num_positions), self.sizes.dtype).to(device)
 
     def _add_norm(self, delta: Tensor | None, behind: Tensor | None, front: Tensor | None, normed: Tensor) -> Tensor:
         """Add a sublayer's output, normed if it has an output norm. Return the input of the next sublayer."""
@@ -202,19 +214,14 @@ class CudaDecoder:
             self.mixers.run(self._state_table, self._mixing[number], layer.mixer, rows, out)
             if layer.attention is not None:
                 self._delta.add_(self._beside)
-        if self._reduce is not None:
-            self._reduce(self._delta)
 
     def _attend(self, number: int, layer: StackedLayer, rows: Tensor, in_front: AnyLinear, behind: AnyLinear) -> None:
         """Attend in the `number`-th attending layer."""
-        kept, view, table, pages = self._kept[number], self._views[number], self._table, self._pages
-        if self._in_windows[number]:
-            table, pages = self._window_table, self._window_pages
-        keys, values = kept[0], kept[-1]
+        kept, table = self._kept[number], self._window_table if self._in_windows[number] else self._table
         if self.sizes.attention_in_scale != 1.0:
             rows = torch.mul(rows, self.sizes.attention_in_scale, out=self._scaled)
-        self._take_heads(layer, in_front, rows, keys, values, table)
-        self.attention.attend(number, keys, values, self._bias, table, self._mixed, view, pages)
+        self._take_heads(layer, in_front, rows, kept, table)
+        self.attention.attend(number, kept, table, self._mixed)
         found = self._mixed
         if self.sizes.gates_heads:
             gate_heads(self._table.rows, self._qkv, found)
@@ -224,38 +231,29 @@ class CudaDecoder:
         scale(self._delta, self.sizes.attention_out_scale)
 
     def _take_heads(
-        self,
-        layer: StackedLayer,
-        in_front: AnyLinear,
-        rows: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        table: CudaRowTable[Tensor],
+        self, layer: StackedLayer, in_front: AnyLinear, rows: Tensor, kept: KeptLayer, table: CudaRowTable[Tensor]
     ) -> None:
         attention, sizes = self.attention, self.sizes
         if layer.latent is not None and self._latents is not None:
-            self._latents.keep(layer.latent, in_front, rows, table, self._angles, keys, attention.query)
+            self._latents.keep(layer.latent, in_front, rows, table, self._angles, kept.keys, attention.query)
             return
         turns = self._still if layer.is_nope else self._angles if layer.rotary is None else self._other_angles
         self._linear(rows, in_front.weight, in_front.bias, self._qkv)
         first, num_keys = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
         scale(self._qkv[:, first : first + num_keys], sizes.key_scale)
         if layer.joint_norms is not None:
-            num_queries = sizes.num_heads * sizes.head_dim
-            norm_heads(table.rows, self._qkv, layer.joint_norms, num_queries, sizes.epsilon, sizes.norm_form)
+            norm_heads(table.rows, self._qkv, layer.joint_norms, first, sizes.epsilon, sizes.norm_form)
         rope_store(
             self._qkv, turns, layer.qk_norms, sizes.epsilon, table.rows,
-            attention.query, keys, values, attention.places(table), sizes.norm_form, sizes.norms_after_rope,
+            attention.query, kept.keys, kept.values, attention.places(table), sizes.norm_form, sizes.norms_after_rope,
             self._query_scales,
         )  # fmt: skip
 
     def _run_mlp(self, layer: StackedLayer, rows: Tensor) -> None:
         if layer.dense_mlp is not None:
             wide, down = layer.dense_mlp
-            gate_up, activated = (
-                _of_width(self._gate_up, wide.weight.shape[0]),
-                _of_width(self._activated, down.weight.shape[1]),
-            )
+            gate_up = _of_width(self._gate_up, wide.weight.shape[0])
+            activated = _of_width(self._activated, down.weight.shape[1])
             self._linear(rows, wide.weight, wide.bias, gate_up)
             scale(gate_up[:, : activated.shape[1]], self.sizes.gate_scale)
             activate(self._table.rows, gate_up, activated, self.sizes.activation, layer.curve)
@@ -264,8 +262,6 @@ class CudaDecoder:
         if layer.experts is not None and self._experts is not None:
             has_shared = layer.dense_mlp is not None
             self._experts.run(self._table.rows, layer.experts, rows, self._delta, has_shared)
-        if self._reduce is not None:
-            self._reduce(self._delta)
 
     def _allocate(self, device: torch.device) -> None:
         """Allocate static buffers of zeros, because padding rows must not hold NaN."""
@@ -316,7 +312,7 @@ def _numbers_of(layers: Sequence[StackedLayer]) -> tuple[list[int], list[int]]:
 
 
 def _recurrent_layers_of(
-    weights: StackedWeights, states: StateBuffers | None, linear: WeightKernel, num_rows: int
+    weights: StackedWeights, states: StateBuffers | None, linear: LinearKernel, num_rows: int
 ) -> CudaRecurrentLayers | None:
     """Return the recurrent layers, or None if the model has none.
 

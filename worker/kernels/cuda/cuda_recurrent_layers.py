@@ -1,9 +1,7 @@
-"""Linear-attention, SSM and convolution layers on a GPU: weights, inputs of rows, launches."""
+"""Linear-attention, SSM and convolution layers on a GPU: inputs of rows, and launches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,17 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.cuda_recurrence import StateBuffers, StateLayout, StateTable, walk, weigh_paths
-from swiftbatch.worker.kernels.cuda.gemm import WeightKernel
+from swiftbatch.worker.kernels.cuda.gemm import LinearKernel
+from swiftbatch.worker.kernels.cuda.stacked_weights import StackedRecurrentLayer, wide_columns
 from swiftbatch.worker.kernels.cuda.triton_primitives import rounded
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
-from swiftbatch.worker.kernels.layer_specs import (
-    RecurrentForm,
-    RecurrentSizes,
-    RecurrentWeights,
-    StepLayout,
-    recurrent_float_shapes,
-)
-from swiftbatch.worker.kernels.quantized_weights import AnyLinear
+from swiftbatch.worker.kernels.layer_specs import RecurrentForm, RecurrentSizes, StepLayout
 
 DELTA_NET, CONVOLUTION = tl.constexpr(int(RecurrentForm.DELTA_NET)), tl.constexpr(int(RecurrentForm.CONVOLUTION))
 LENGTH_EPSILON = tl.constexpr(1e-6)  # added to the squared lengths by which delta nets divide queries and keys
@@ -182,10 +174,9 @@ def gate_convolution(
 
 def convolution_constants(sizes: RecurrentSizes, layout: StepLayout, has_tap_bias: bool) -> dict[str, Any]:
     """Return the constants of the convolution."""
-    columns = sizes.columns()
     return {
         "CHANNELS": sizes.num_channels,
-        "COLUMNS": sum(columns[role] for role in wide_roles(sizes)),
+        "COLUMNS": wide_columns(sizes),
         "TAPS": sizes.conv_width,
         "HAS_TAP_BIAS": has_tap_bias,
         "FORM": int(sizes.form),
@@ -193,11 +184,6 @@ def convolution_constants(sizes: RecurrentSizes, layout: StepLayout, has_tap_bia
         "STEP": layout.words * 4 // layout.item_size,
         "BLOCK": BLOCK,
     }
-
-
-def wide_roles(sizes: RecurrentSizes) -> tuple[str, ...]:
-    """Return the roles of the projections that are stacked as `wide`."""
-    return ("inputs", "gates", "betas") if sizes.form == RecurrentForm.CONVOLUTION else ("inputs", "gates")
 
 
 def ready_constants(sizes: RecurrentSizes, layout: StepLayout, has_tap_bias: bool) -> dict[str, Any]:
@@ -220,82 +206,7 @@ def gate_constants(sizes: RecurrentSizes, layout: StepLayout, has_tap_bias: bool
     return convolution_constants(sizes, layout, has_tap_bias) | {"WIDTH": GATED_COLUMNS}
 
 
-def ready_heads(
-    table: StateTable[Tensor],
-    products: tuple[Tensor, Tensor],  # wide [num_rows, ...] and narrow
-    floats: dict[str, Tensor],
-    steps: tuple[Tensor, Tensor],  # inputs and words of one layer, [num_slots, ring, ...]
-    found: tuple[Tensor, Tensor, Tensor, Tensor],  # queries, values, own values, shares: float32
-    constants: dict[str, Any],
-) -> None:
-    """Launch the part of a layer that precedes its state: convolution, norms and factors of every head."""
-    wide, narrow = products
-    num_heads = constants["NUM_HEADS"] + 2 * constants["NUM_KEY_HEADS"]
-    ready_head[(len(table.rows), num_heads)](
-        table.rows, table.paths, wide, narrow, floats["taps"], floats.get("tap_bias"), floats["rates"],
-        floats["step_bias"], *steps, *found, **constants,
-    )  # fmt: skip
-
-
-def gate_convolutions(
-    table: StateTable[Tensor],
-    wide: Tensor,
-    floats: dict[str, Tensor],
-    inputs: Tensor,
-    mixed: Tensor,  # [num_rows, num_channels]
-    constants: dict[str, Any],
-) -> None:
-    gate_convolution[(len(table.rows), triton.cdiv(mixed.shape[1], GATED_COLUMNS))](
-        table.rows, table.paths, wide, floats["taps"], floats.get("tap_bias"), inputs, mixed, **constants
-    )
-
-
 # Layers with a state or a convolution in CUDA kernels: four launches between products, or a single one.
-
-
-Stack = Callable[[Sequence[AnyLinear], torch.device], AnyLinear]
-
-
-@dataclass(frozen=True)
-class StackedRecurrentLayer:
-    """Products of a mixer, stacked: those of channels, those of heads, and the output."""
-
-    sizes: RecurrentSizes
-    wide: AnyLinear  # computes inputs, gates, and in pure convolutions the gates of inputs
-    narrow: AnyLinear | None  # computes one or two numbers per head
-    output: AnyLinear
-    floats: dict[str, Tensor]  # `rates` determine the decays
-    scales: tuple[Tensor, Tensor] | None = None  # factors of the columns of `wide` and `narrow`
-
-    @property
-    def products(self) -> list[AnyLinear]:
-        return [self.wide, self.output, *([] if self.narrow is None else [self.narrow])]
-
-
-def stacked_recurrent_layer(mixer: RecurrentWeights, device: torch.device, stack: Stack) -> StackedRecurrentLayer:
-    """Copy a mixer's weights to a device, stacked. Raises ValueError for other shapes than `sizes` has."""
-    sizes, linears = mixer.sizes, mixer.linears
-    for role, numbers, shape in recurrent_float_shapes(mixer):
-        if numbers is not None and tuple(numbers.shape) != shape:
-            raise ValueError(f"found {role} as {list(numbers.shape)}, expected {list(shape)}")
-    floats = {role: numbers.detach().float().to(device).contiguous() for role, numbers in mixer.floats.items()}
-    scales = floats.pop("scales", None)
-    if "rates" in floats:
-        floats["rates"] = floats["rates"].exp()
-    heads = ("betas", "steps") if sizes.form == RecurrentForm.DELTA_NET else ("steps",)
-    return StackedRecurrentLayer(
-        sizes,
-        stack([linears[role] for role in wide_roles(sizes)], device),
-        None if sizes.form == RecurrentForm.CONVOLUTION else stack([linears[role] for role in heads], device),
-        stack([linears["output"]], device),
-        floats,
-        None if scales is None else _split(scales.to(linears["output"].weight.dtype), sizes),
-    )
-
-
-def _split(scales: Tensor, sizes: RecurrentSizes) -> tuple[Tensor, Tensor]:
-    wide = sum(sizes.columns()[role] for role in wide_roles(sizes))
-    return scales[:wide], scales[wide:]
 
 
 NAME = "states 1"  # part of the numerics of models with mixers
@@ -336,34 +247,18 @@ def finish_group(
 
 def finish_constants(sizes: RecurrentSizes) -> dict[str, Any]:
     """Return the constants of `finish_group`."""
-    columns = sizes.columns()
     group = sizes.norm_width or sizes.value_dim
     return {
         "NUMBERS": sizes.width,
         "VALUE_DIM": sizes.value_dim,
         "GROUP": group,
-        "GATES": columns["inputs"],
-        "COLUMNS": sum(columns[role] for role in wide_roles(sizes)),
+        "GATES": sizes.columns()["inputs"],
+        "COLUMNS": wide_columns(sizes),
         "HAS_NORM": sizes.norm_width > 0,
         "FORM": int(sizes.form),
         "WIDTH": triton.next_power_of_2(group),
         "num_warps": 1 if sizes.form == RecurrentForm.DELTA_NET else 4,
     }
-
-
-def finish(
-    table: StateTable[Tensor],
-    wide: Tensor,  # input products, with gates after inputs
-    found: Tensor,  # [num_rows, num_heads, value_dim] float32
-    own: Tensor,  # as found
-    floats: dict[str, Tensor],
-    mixed: Tensor,  # [num_rows, num_heads * value_dim] in the model's dtype
-    sizes: RecurrentSizes,
-) -> None:
-    constants = finish_constants(sizes)
-    finish_group[(len(table.rows), sizes.width // constants["GROUP"])](
-        table.rows, wide, found, own, floats.get("skip"), floats.get("norm"), mixed, sizes.epsilon, **constants
-    )
 
 
 def scale(rows: Tensor, factor: float) -> None:
@@ -376,17 +271,17 @@ class CudaRecurrentLayers:
     """All mixers of a decoder, which share buffers and so run one at a time."""
 
     def __init__(
-        self, sizes: RecurrentSizes, states: StateBuffers, dtype: torch.dtype, linear: WeightKernel, num_rows: int
+        self, sizes: RecurrentSizes, states: StateBuffers, dtype: torch.dtype, linear: LinearKernel, num_rows: int
     ) -> None:
         self.layout = StateLayout(states.num_slots, states.layout.ring, sizes.conv_width - 1, num_rows)
         self._sizes, self._states, self._linear = sizes, states, linear
         device = states.steps.device
-        columns, heads = sizes.columns(), sizes.num_heads
+        heads = sizes.num_heads
 
         def rows(*shape: int, kind: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(num_rows, *shape, dtype=kind, device=device)
 
-        self._wide = rows(sum(columns[role] for role in wide_roles(sizes)), kind=dtype)
+        self._wide = rows(wide_columns(sizes), kind=dtype)
         self._narrow = rows((1 + (sizes.form == RecurrentForm.DELTA_NET)) * heads, kind=dtype)
         self._mixed = rows(sizes.width, kind=dtype)
         self._queries = rows(sizes.num_key_heads, sizes.key_dim)
@@ -402,8 +297,7 @@ class CudaRecurrentLayers:
             rows = torch.mul(rows, self._sizes.in_scale, out=out)  # `out` is overwritten last
         self._linear(rows, mixer.wide.weight, mixer.wide.bias, self._wide)
         if mixer.narrow is None:
-            constants = gate_constants(self._sizes, self._states.layout, "tap_bias" in mixer.floats)
-            gate_convolutions(table, self._wide, mixer.floats, self._states.inputs[number], self._mixed, constants)
+            self._gate(table, number, mixer)
         else:
             self._linear(rows, mixer.narrow.weight, mixer.narrow.bias, self._narrow)
             if mixer.scales is not None:
@@ -413,15 +307,29 @@ class CudaRecurrentLayers:
         self._linear(self._mixed, mixer.output.weight, mixer.output.bias, out)
         scale(out, self._sizes.out_scale)
 
+    def _gate(self, table: StateTable[Tensor], number: int, mixer: StackedRecurrentLayer) -> None:
+        floats, inputs = mixer.floats, self._states.inputs[number]
+        grid = (len(table.rows), triton.cdiv(self._mixed.shape[1], GATED_COLUMNS))
+        gate_convolution[grid](
+            table.rows, table.paths, self._wide, floats["taps"], floats.get("tap_bias"), inputs, self._mixed,
+            **gate_constants(self._sizes, self._states.layout, "tap_bias" in floats),
+        )  # fmt: skip
+
     def _run_heads(self, table: StateTable[Tensor], number: int, mixer: StackedRecurrentLayer) -> None:
-        sizes, layout = self._sizes, self._states.layout
+        sizes, layout, floats = self._sizes, self._states.layout, mixer.floats
         states, steps, inputs = (
             each[number] for each in (self._states.states, self._states.steps, self._states.inputs)
         )
-        constants = ready_constants(sizes, layout, "tap_bias" in mixer.floats)
-        found = self._queries, self._values, self._own, self._shares
-        ready_heads(table, (self._wide, self._narrow), mixer.floats, (inputs, steps), found, constants)
+        ready_head[(len(table.rows), sizes.num_heads + 2 * sizes.num_key_heads)](
+            table.rows, table.paths, self._wide, self._narrow, floats["taps"], floats.get("tap_bias"), floats["rates"],
+            floats["step_bias"], inputs, steps, self._queries, self._values, self._own, self._shares,
+            **ready_constants(sizes, layout, "tap_bias" in floats),
+        )  # fmt: skip
         weights = *self._scores, self._wholes
         weigh_paths(table, steps, self._queries, weights, sizes, layout)
         walk(table, states, steps, (self._queries, self._values, self._shares), weights, self._found, sizes, layout)
-        finish(table, self._wide, self._found, self._own, mixer.floats, self._mixed, sizes)
+        constants = finish_constants(sizes)
+        finish_group[(len(table.rows), sizes.width // constants["GROUP"])](
+            table.rows, self._wide, self._found, self._own, floats.get("skip"), floats.get("norm"), self._mixed,
+            sizes.epsilon, **constants,
+        )  # fmt: skip

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from swiftbatch.worker.kernels.instruction_sets import chosen_library
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS
+from swiftbatch.worker.kernels.native_library import chosen_library
 from swiftbatch.worker.kernels.row_tables import address_of
 
 if TYPE_CHECKING:
@@ -43,37 +43,30 @@ class CGivenPages(ctypes.Structure):
     _fields_ = (("numbers", ctypes.POINTER(c_int64)), ("count", c_int64))
 
 
-class NativeFill:
-    """Fills tables of one layout in C."""
-
-    def __init__(self, layout: CTableLayout, size: int) -> None:
-        self._layout, self._size = layout, size
-        self._address = ctypes.addressof(layout)
-
-    def fill(
-        self,
-        buffer: NDArray[np.int32],
-        sequences: Sequence[tuple[Rows, int]],
-        pages: Sequence[Sequence[int]],
-        window_pages: Sequence[Sequence[int]],
-    ) -> bool:
-        """Fill a buffer as `TableLayout.fill` does; return False if that would raise or kernels are missing."""
-        library, page = chosen_library(), self._layout.page
-        if library is None or not sequences or buffer.shape != (self._size,) or not buffer.flags.c_contiguous:
-            return False
-        numbers, by_row = _numbers_of(sequences)
-        tails, num_rows = np.concatenate([rows.tail_entries for rows, _ in sequences]), sum(numbers[::4])
-        if tails.shape != (num_rows, BLOCK) or tails.dtype != np.int64 or len(by_row) != 3 * num_rows:
-            return False
-        given = array("q", [*numbers, *by_row])
-        address = given.buffer_info()[0]
-        places = [address + 8 * (len(numbers) + num_rows * part) for part in range(3)]
-        own, windowed = (_pages_of(each, numbers, page) for each in (pages, window_pages))
-        filled = library.table_fill(
-            *(self._address, address, len(sequences), *places, address_of(tails)),
-            *(ctypes.addressof(own), ctypes.addressof(windowed), address_of(buffer)),
-        )
-        return bool(filled)
+def is_filled_in_c(
+    layout: CTableLayout,
+    buffer: NDArray[np.int32],
+    sequences: Sequence[tuple[Rows, int]],
+    pages: Sequence[Sequence[int]],
+    window_pages: Sequence[Sequence[int]],
+) -> bool:
+    """Fill a buffer as `TableLayout.fill` does; return False if that would raise or kernels are missing."""
+    library = chosen_library()
+    if library is None or not sequences or not buffer.flags.c_contiguous:
+        return False
+    numbers, by_row = _numbers_of(sequences)
+    tails, num_rows = np.concatenate([rows.tail_entries for rows, _ in sequences]), sum(numbers[::4])
+    if tails.shape != (num_rows, BLOCK) or tails.dtype != np.int64 or len(by_row) != 3 * num_rows:
+        return False
+    given = array("q", [*numbers, *by_row])
+    address = given.buffer_info()[0]
+    places = [address + 8 * (len(numbers) + num_rows * part) for part in range(3)]
+    own, windowed = (_pages_of(each, numbers, layout.page) for each in (pages, window_pages))
+    filled = library.table_fill(
+        *(ctypes.addressof(layout), address, len(sequences), *places, address_of(tails)),
+        *(ctypes.addressof(own), ctypes.addressof(windowed), address_of(buffer)),
+    )
+    return bool(filled)
 
 
 def _numbers_of(sequences: Sequence[tuple[Rows, int]]) -> tuple[list[int], list[int]]:
@@ -154,8 +147,7 @@ class TableLayout:
     boundary_step: int = BLOCK  # boundaries are multiples of this; it is 1 for a partial cache
     page: int | None = None  # entries per page; None if each slot's entries are contiguous
     num_rows: int = NUM_ROWS  # a fixed shape keeps numerics, graph and cost the same
-    # a second pool's entries and tails follow the table
-    has_window_pages: bool = False
+    has_window_pages: bool = False  # a second pool's entries and tails follow the table
 
     @property
     def num_groups(self) -> int:
@@ -190,7 +182,7 @@ class TableLayout:
 
         Raises ValueError, and changes nothing, if the arena or the table lacks room.
         """
-        if self._native.fill(buffer, sequences, pages, window_pages):
+        if buffer.shape == (self.size,) and is_filled_in_c(self._in_c, buffer, sequences, pages, window_pages):
             return
         given = _Given.of(sequences)
         self._check(given)
@@ -212,11 +204,11 @@ class TableLayout:
         self._fill_groups(table, given)
 
     @functools.cached_property
-    def _native(self) -> NativeFill:
+    def _in_c(self) -> CTableLayout:
         windows = self._start_of_windows if self.has_window_pages else 0
         numbers = (self.num_slots, self.capacity, self.rows_per_group, self.num_positions, self.vocab)
         sizes = (self.boundary_step, self.page or 0, self.num_rows, self.num_groups, windows)
-        return NativeFill(CTableLayout(*numbers, *sizes), self.size)
+        return CTableLayout(*numbers, *sizes)
 
     def _fill_groups(self, table: CudaRowTable[NDArray[np.int32]], given: _Given) -> None:
         most, counts = self.rows_per_group, self._num_groups_of(given)

@@ -15,19 +15,23 @@ from swiftbatch.worker.kernels.kernel_sizes import BLOCK_DEPTH, NUM_ROWS, fills_
 from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, Code, PackedMatrix, Weight
 
 TILE_COLUMNS = 32  # small enough to occupy every multiprocessor
+PLAIN_FORM = {"IS_PACKED": False, "DECODE": None, "PER_BYTE": 1, "NUM_GROUPS": 1, "GROUP": 1, "HAS_OFFSETS": False}
+NO_PARTS = (None,) * 3
 MOST_TILE_BYTES = 256  # pipelined blocks must fit an A100's shared memory
 
 
 class LinearKernel(Protocol):
     """Product `rows [num_rows, depth] @ weight [columns, depth].T + bias [columns]`, summed in float32."""
 
-    def __call__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    def __call__(self, rows: Tensor, weight: Weight, bias: Tensor | None, out: Tensor) -> None:
         """Write `out [num_rows, columns]`, in the rows' dtype or float32."""
 
 
-def cublas_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Multiply with cuBLAS, or on a CPU with torch's library; `out` then has the rows' dtype."""
-    if out.dtype != rows.dtype:
+def cublas_linear(rows: Tensor, weight: Weight, bias: Tensor | None, out: Tensor) -> None:
+    """Multiply with cuBLAS, on a CPU with torch's library if `out` has the rows' dtype; packed weights in Triton."""
+    if isinstance(weight, PackedMatrix):
+        triton_linear(rows, weight, bias, out)
+    elif out.dtype != rows.dtype:
         torch.ops.aten.mm.dtype_out(rows, weight.t(), out.dtype, out=out)
         if bias is not None:
             out.add_(bias)
@@ -37,71 +41,7 @@ def cublas_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
         torch.addmm(bias, rows, weight.t(), out=out)
 
 
-@triton.jit
-def multiply_columns(
-    input_ptr, weight_ptr, bias_ptr, out_ptr, num_columns,
-    TILE_ROWS: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr,
-):  # fmt: skip
-    """Program (rows, columns): sums the blocks along the depth in order, then adds the bias."""
-    rows = tl.arange(0, TILE_ROWS)
-    input_ptr += tl.program_id(0) * TILE_ROWS * DEPTH
-    out_ptr += tl.program_id(0) * TILE_ROWS * num_columns
-    columns = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
-    is_column = columns < num_columns
-    known = tl.where(is_column, columns, 0)  # padding columns read column 0 and are not stored
-    depth = tl.arange(0, BLOCK_DEPTH)
-    input_ptr += rows[:, None] * DEPTH + depth[None, :]
-    weight_ptr += known.to(tl.int64)[None, :] * DEPTH + depth[:, None]
-    acc = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
-    for start in range(0, DEPTH, BLOCK_DEPTH):
-        if DEPTH % BLOCK_DEPTH == 0:
-            x = tl.load(input_ptr + start)
-            w = tl.load(weight_ptr + start)
-        else:
-            x = tl.load(input_ptr + start, mask=(depth < DEPTH - start)[None, :], other=0.0)
-            w = tl.load(weight_ptr + start, mask=(depth < DEPTH - start)[:, None], other=0.0)
-        acc = dot(x, w, acc)
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + known).to(tl.float32)[None, :]
-    places = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
-    tl.store(out_ptr + places, rounded(acc, out_ptr.dtype.element_ty), mask=is_column[None, :])
-
-
-def triton_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    num_columns, depth = weight.shape
-    multiply_columns[gemm_grid(rows, num_columns)](
-        rows, weight, bias, out, num_columns, **multiply_constants(depth, bias is not None, tile_rows(rows))
-    )
-
-
-def tile_rows(rows: Tensor) -> int:
-    """Return the rows per program: all rows, or as many as shared memory allows."""
-    return min(len(rows), MOST_TILE_BYTES // rows.element_size())
-
-
-def gemm_grid(rows: Tensor, num_columns: int) -> tuple[int, int]:
-    """Return the grid; programs of the same columns are consecutive, so that they share weights in the cache."""
-    return len(rows) // tile_rows(rows), triton.cdiv(num_columns, TILE_COLUMNS)
-
-
-def multiply_constants(depth: int, has_bias: bool, num_tile_rows: int = NUM_ROWS) -> dict[str, int]:
-    """Return constants, warps and stages of `multiply_columns`."""
-    return {
-        "TILE_ROWS": num_tile_rows,
-        "DEPTH": depth,
-        "HAS_BIAS": has_bias,
-        "TILE_COLUMNS": TILE_COLUMNS,
-        "BLOCK_DEPTH": BLOCK_DEPTH,
-        "num_warps": 4,
-        "num_stages": 4,
-    }
-
-
-LINEAR_KERNELS: dict[LinearName, LinearKernel] = {"cublas": cublas_linear, "triton": triton_linear}
-
-
-# Products with packed weights, whose codes are decoded in registers.
+# Codes of packed weights, decoded in registers.
 
 
 @triton.jit
@@ -197,13 +137,15 @@ def packed_block(
     return in_one_place(numbers, BLOCK_DEPTH, COLUMNS)
 
 
+# Products of one kernel for plain and packed weights.
+
+
 @triton.jit
-def multiply_packed_columns(
-    input_ptr, codes_ptr, scales_ptr, offsets_ptr, bias_ptr, out_ptr, num_columns,
+def multiply_columns(
+    input_ptr, weight_ptr, codes_ptr, scales_ptr, offsets_ptr, bias_ptr, out_ptr, num_columns,
     TILE_ROWS: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr,
-    DECODE: tl.constexpr, PER_BYTE: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    HAS_OFFSETS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, IS_PACKED: tl.constexpr, DECODE: tl.constexpr,
+    PER_BYTE: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr, HAS_OFFSETS: tl.constexpr,
 ):  # fmt: skip
     """Program (rows, columns): sums the blocks along the depth in order, then adds the bias."""
     IS_WHOLE: tl.constexpr = DEPTH % BLOCK_DEPTH == 0
@@ -215,27 +157,77 @@ def multiply_packed_columns(
     known = tl.where(is_column, columns, 0).to(tl.int64)  # padding columns read column 0 and are not stored
     depth = tl.arange(0, BLOCK_DEPTH)
     input_ptr += rows[:, None] * DEPTH + depth[None, :]
+    if not IS_PACKED:
+        weight_ptr += known[None, :] * DEPTH + depth[:, None]
     acc = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
     for start in range(0, DEPTH, BLOCK_DEPTH):
         x = read(input_ptr + start, (depth < DEPTH - start)[None, :], IS_WHOLE)
-        w = packed_block(
-            codes_ptr, scales_ptr, offsets_ptr, known, start,
-            DEPTH, TILE_COLUMNS, BLOCK_DEPTH, DECODE, PER_BYTE, NUM_GROUPS, GROUP, HAS_OFFSETS,
-        )  # fmt: skip
-        acc = dot(x, narrowed(w, x.dtype), acc)
+        if IS_PACKED:
+            numbers = packed_block(
+                codes_ptr, scales_ptr, offsets_ptr, known, start,
+                DEPTH, TILE_COLUMNS, BLOCK_DEPTH, DECODE, PER_BYTE, NUM_GROUPS, GROUP, HAS_OFFSETS,
+            )  # fmt: skip
+            w = narrowed(numbers, x.dtype)
+        else:
+            w = read(weight_ptr + start, (depth < DEPTH - start)[:, None], IS_WHOLE)
+        acc = dot(x, w, acc)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + known).to(tl.float32)[None, :]
     out_ptr += rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
     tl.store(out_ptr, rounded(acc, out_ptr.dtype.element_ty), mask=is_column[None, :])
 
 
-def packed_linear(rows: Tensor, weight: PackedMatrix, bias: Tensor | None, out: Tensor) -> None:
-    """Write what `triton_linear` writes for the dequantized weight; on a CPU in Triton's interpreter."""
+def triton_linear(rows: Tensor, weight: Weight, bias: Tensor | None, out: Tensor) -> None:
+    """Multiply in Triton, on a CPU in its interpreter; a packed weight gives the bits of the dequantized one."""
     num_columns = weight.shape[0]
-    multiply_packed_columns[gemm_grid(rows, num_columns)](
-        rows, weight.codes, weight.scales, weight.offsets, bias, out, num_columns,
-        **packed_constants(weight, bias is not None, tile_rows(rows)),
+    grid = len(rows) // tile_rows(rows), triton.cdiv(num_columns, TILE_COLUMNS)  # programs of the same columns in turn
+    multiply_columns[grid](
+        rows, *weight_arguments(weight), bias, out, num_columns,
+        **multiply_constants(weight, bias is not None, tile_rows(rows)),
     )  # fmt: skip
+
+
+def weight_arguments(weight: Weight) -> tuple[Tensor | None, ...]:
+    """Return a plain weight, then codes, scales and offsets of a packed one."""
+    return (
+        (None, weight.codes, weight.scales, weight.offsets) if isinstance(weight, PackedMatrix) else (weight, *NO_PARTS)
+    )
+
+
+def tile_rows(rows: Tensor) -> int:
+    """Return the rows per program: all rows, or as many as shared memory allows."""
+    return min(len(rows), MOST_TILE_BYTES // rows.element_size())
+
+
+def multiply_constants(weight: Weight, has_bias: bool, num_tile_rows: int = NUM_ROWS) -> dict[str, Any]:
+    """Return constants, warps and stages of `multiply_columns`."""
+    return form_constants(weight) | {
+        "TILE_ROWS": num_tile_rows,
+        "DEPTH": weight.shape[1],
+        "HAS_BIAS": has_bias,
+        "TILE_COLUMNS": TILE_COLUMNS,
+        "BLOCK_DEPTH": BLOCK_DEPTH,
+        "num_warps": 4,
+        "num_stages": 4,
+    }
+
+
+def form_constants(weight: Weight) -> dict[str, Any]:
+    """Return the constants of a weight's form, packed or not."""
+    if not isinstance(weight, PackedMatrix):
+        return PLAIN_FORM
+    depth, num_groups = weight.shape[1], weight.scales.shape[1]
+    return {
+        "IS_PACKED": True,
+        "DECODE": DECODERS[weight.code],
+        "PER_BYTE": 8 // CODE_BITS[weight.code],
+        "NUM_GROUPS": num_groups,
+        "GROUP": weight.group_size if num_groups > 1 else max(depth, BLOCK_DEPTH),
+        "HAS_OFFSETS": weight.offsets is not None,
+    }
+
+
+LINEAR_KERNELS: dict[LinearName, LinearKernel] = {"cublas": cublas_linear, "triton": triton_linear}
 
 
 def packed_gemm(rows: Tensor, weight: PackedMatrix, bias: Tensor | None) -> Tensor:
@@ -245,44 +237,15 @@ def packed_gemm(rows: Tensor, weight: PackedMatrix, bias: Tensor | None) -> Tens
     ]
     out = torch.empty(len(blocks) * NUM_ROWS, weight.shape[0], device=rows.device)
     for block, found in zip(blocks, out.split(NUM_ROWS), strict=True):
-        packed_linear(block, weight, bias, found)
+        triton_linear(block, weight, bias, found)
     return out[: rows.shape[:-1].numel()].view(*rows.shape[:-1], -1)
 
 
-def packed_constants(weight: PackedMatrix, has_bias: bool, num_tile_rows: int = NUM_ROWS) -> dict[str, Any]:
-    return multiply_constants(weight.shape[1], has_bias, num_tile_rows) | form_constants(weight)
-
-
-def form_constants(weight: PackedMatrix) -> dict[str, Any]:
-    """Return the constants that `packed_block` needs for a matrix."""
-    depth, num_groups = weight.shape[1], weight.scales.shape[1]
-    return {
-        "DECODE": DECODERS[weight.code],
-        "PER_BYTE": 8 // CODE_BITS[weight.code],
-        "NUM_GROUPS": num_groups,
-        "GROUP": weight.group_size if num_groups > 1 else max(depth, BLOCK_DEPTH),
-        "HAS_OFFSETS": weight.offsets is not None,
-    }
-
-
 def is_multiplied_packed(weight: PackedMatrix) -> bool:
-    """Return whether `packed_linear` supports a matrix: groups fit blocks, and no code is NaN.
+    """Return whether `triton_linear` supports a matrix: groups fit blocks, and no code is NaN.
 
     Float32 is not supported: without tensor cores, registers would spill.
     """
     fits = fills_blocks(weight.group_size, weight.shape[1])
     is_known = weight.code != "e4m3" or not ((weight.codes & 127) == 127).any()
     return weight.dtype == torch.bfloat16 and fits and bool(is_known)
-
-
-class WeightKernel:
-    """Kernel for weights of both forms: `plain` for plain weights, `packed_linear` for packed ones."""
-
-    def __init__(self, plain: LinearKernel) -> None:
-        self._plain = plain
-
-    def __call__(self, rows: Tensor, weight: Weight, bias: Tensor | None, out: Tensor) -> None:
-        if isinstance(weight, PackedMatrix):
-            packed_linear(rows, weight, bias, out)
-        else:
-            self._plain(rows, weight, bias, out)

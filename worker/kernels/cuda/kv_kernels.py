@@ -11,7 +11,7 @@ import triton.language as tl
 from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
 from swiftbatch.worker.kernels.cuda.gemm import e4m3, signed_byte
 from swiftbatch.worker.kernels.cuda.triton_primitives import in_one_place, narrowed, rounded
-from swiftbatch.worker.kernels.kv_quantization import LARGEST, cuda_row_width
+from swiftbatch.worker.kernels.kv_codes import LARGEST, cuda_row_width
 
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds a number to an integer in the low bits
 MOST_INT8, MOST_E4M3 = (tl.constexpr(each) for each in LARGEST.values())

@@ -10,15 +10,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, PageTable
-from swiftbatch.worker.kernels.cuda.gemm import TILE_COLUMNS, WeightKernel, read
+from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable
+from swiftbatch.worker.kernels.cuda.gemm import TILE_COLUMNS, LinearKernel, read
 from swiftbatch.worker.kernels.cuda.kv_kernels import load_rows, store_halves
-from swiftbatch.worker.kernels.cuda.norm_rope_kernels import is_padding, normed_row
+from swiftbatch.worker.kernels.cuda.row_kernels import is_padding, normed_row
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedMLA
-from swiftbatch.worker.kernels.cuda.tree_attention import LOG2_E as LOG2_OF_E
 from swiftbatch.worker.kernels.cuda.tree_attention import (
+    LOG2_E,
     SCALE_TO_LOG2,
     TAIL_TILE_ROWS,
+    KeptLayer,
     Scratch,
     merge_split,
     split_blocks,
@@ -113,7 +114,7 @@ def latent_block(
     scores = dot(query_second, tl.trans(rows_second), scores)
     scores = dot(query_rope, tl.trans(rows_rope), scores) * scale_log2
     if HAS_BIAS:
-        scores += (bias * LOG2_OF_E)[None, :]
+        scores += (bias * LOG2_E)[None, :]
     new_highest = tl.maximum(highest, tl.max(scores, 1))
     probabilities = tl.exp2(scores - new_highest[:, None])
     decay = tl.exp2(highest - new_highest)
@@ -233,29 +234,28 @@ def latent_tail_merge(
 def attend_to_latents(
     shape: MLAShape,
     query: Tensor,  # [num_rows, num_heads, entry_dim]
-    kept: Tensor,  # [num_slots, 1, capacity, entry_dim], one layer of the arena
-    bias: Tensor | None,  # [num_slots, capacity] float32, as in `attend`
+    kept: KeptLayer,  # whose keys are [num_slots, 1, capacity, entry_dim]
     table: CudaRowTable[Tensor],
     scratch: Scratch,
     mixed: Tensor,  # [num_rows, num_heads, rank]
     scale: float,
-    pages: PageTable | None = None,
 ) -> None:
     """Attend with each row's heads to the entries that the row sees.
 
     Leaves padding rows unchanged, allocates nothing.
     """
-    scale_log2, strides = scale * SCALE_TO_LOG2, (kept.stride(0), kept.stride(2))
+    entries, scale_log2, strides = kept.keys, scale * SCALE_TO_LOG2, (kept.keys.stride(0), kept.keys.stride(2))
+    bias, pages, *more_strides = kept.prefix_arguments()
     latent_prefix_split[(len(table.groups) * shape.num_tiles, shape.num_splits)](
-        query, kept, bias, None if pages is None else pages.numbers, scratch.output, scratch.lse, table.groups,
-        scale_log2, *strides, 0 if bias is None else bias.stride(0), 0 if pages is None else pages.numbers.stride(0),
-        HAS_BIAS=bias is not None, PAGE=0 if pages is None else pages.page, **shape.prefix_constants(),
+        query, entries, bias, pages, scratch.output, scratch.lse, table.groups,
+        scale_log2, *strides, *more_strides, **kept.prefix_constants(), **shape.prefix_constants(),
     )  # fmt: skip
     constants = shape.tail_constants()
     num_parts = triton.cdiv(shape.latent.rank, shape.tail_depth)
     latent_tail_merge[(shape.num_rows, triton.cdiv(shape.num_heads, TAIL_TILE_ROWS), num_parts)](
-        query, kept, scratch.output, scratch.lse, mixed, table.rows, table.tail_slots, scale_log2, *strides, **constants
-    )
+        query, entries, scratch.output, scratch.lse, mixed, table.rows, table.tail_slots, scale_log2, *strides,
+        **constants,
+    )  # fmt: skip
 
 
 # Other kernels of latent attention: norms, rotation, and products per head.
@@ -354,7 +354,7 @@ class CudaMLA:
     """Buffers of latent attention, and its launches around the attention itself."""
 
     def __init__(
-        self, sizes: DecoderSizes, latent: MLASizes, linear: WeightKernel, device: torch.device, num_rows: int
+        self, sizes: DecoderSizes, latent: MLASizes, linear: LinearKernel, device: torch.device, num_rows: int
     ) -> None:
         """Allocate buffers of zeros, because padding rows must not hold NaN."""
         self._sizes, self._latent, self._linear, self._num_rows = sizes, latent, linear, num_rows

@@ -13,8 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.activations import activated
-from swiftbatch.worker.kernels.cuda.gemm import TILE_COLUMNS, WeightKernel, form_constants, packed_block, read
+from swiftbatch.worker.kernels.cuda.gemm import (
+    TILE_COLUMNS,
+    LinearKernel,
+    form_constants,
+    packed_block,
+    read,
+    weight_arguments,
+)
 from swiftbatch.worker.kernels.cuda.moe_router import (
     ROUTER_COLUMNS,
     ROUTER_ROWS,
@@ -28,15 +34,14 @@ from swiftbatch.worker.kernels.cuda.moe_router import (
     sort_choices,
     sort_constants,
 )
-from swiftbatch.worker.kernels.cuda.norm_rope_kernels import is_padding
+from swiftbatch.worker.kernels.cuda.row_kernels import activated, is_padding
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedExperts
 from swiftbatch.worker.kernels.cuda.triton_primitives import dot, narrowed, rounded
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK_DEPTH, NUM_ROWS
 from swiftbatch.worker.kernels.layer_specs import Activation, Routing
-from swiftbatch.worker.kernels.quantized_weights import AnyLinear, PackedMatrix
+from swiftbatch.worker.kernels.quantized_weights import AnyLinear
 
 SUMMED_COLUMNS = 1024
-NO_FORM: dict[str, Any] = {"DECODE": None, "PER_BYTE": 1, "NUM_GROUPS": 1, "GROUP": 1, "HAS_OFFSETS": False}
 
 
 @triton.jit
@@ -138,7 +143,7 @@ class CudaExperts:
         dtype: torch.dtype,
         activation: Activation,
         device: Any,
-        linear: WeightKernel,
+        linear: LinearKernel,
         num_rows: int = NUM_ROWS,
     ) -> None:
         routings = [each.routing for each in layers]
@@ -207,13 +212,12 @@ class CudaExperts:
         `gates` is given only for the input projection, and has the activation's limits.
         """
         weight = linear.weight
-        parts = (weight.codes, weight.scales, weight.offsets) if isinstance(weight, PackedMatrix) else (None,) * 3
         num_columns = weight.shape[0] // routing.num_experts
         most_tiles = num_tiles(routing.num_experts, routing.num_chosen, self._num_rows)
         grid = (triton.cdiv(num_columns, TILE_COLUMNS), most_tiles)
         multiply_tile[grid](
-            rows, self._tile_experts, self._tile_pairs, weight if isinstance(weight, Tensor) else None, *parts,
-            linear.bias, out, num_columns, **tile_constants(routing, linear, gates, self._activation),
+            rows, self._tile_experts, self._tile_pairs, *weight_arguments(weight), linear.bias,
+            out, num_columns, **tile_constants(routing, linear, gates, self._activation),
         )  # fmt: skip
 
 
@@ -222,15 +226,13 @@ def tile_constants(
 ) -> dict[str, Any]:
     """Return constants, warps and stages of `multiply_tile`."""
     weight = linear.weight
-    form = form_constants(weight) if isinstance(weight, PackedMatrix) else NO_FORM
-    return form | {
+    return form_constants(weight) | {
         "PAIRS_PER_ROW": 1 if gates is None else routing.num_chosen,
         "TILE": TILE,
         "DEPTH": weight.shape[1],
         "HAS_BIAS": linear.bias is not None,
         "TILE_COLUMNS": TILE_COLUMNS,
         "BLOCK_DEPTH": BLOCK_DEPTH,
-        "IS_PACKED": isinstance(weight, PackedMatrix),
         "IS_GATED": gates is not None and gates.has_gates,
         "IS_ACTIVATED": gates is not None,
         "ACTIVATION": int(activation),

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from swiftbatch.worker.kernels.cuda.norm_rope_kernels import is_padding
+from swiftbatch.worker.kernels.cuda.row_kernels import is_padding
 from swiftbatch.worker.kernels.cuda.triton_primitives import dot, rounded
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kernels.layer_specs import Routing, Score

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -12,30 +11,32 @@ from torch import Tensor
 from swiftbatch.worker.kernels.cuda.attention_backends import TritonAttention
 from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, PageTable
 from swiftbatch.worker.kernels.cuda.kv_kernels import in_pool, load_kept, load_rows
-from swiftbatch.worker.kernels.cuda.scan_buffers import (
+from swiftbatch.worker.kernels.cuda.scanned_texts import (
     MOST_SAMPLED,
     SAMPLED_PER_PROGRAM,
     ScannedTexts,
     ScanScratch,
+    choose_keys,
+    find_threshold,
     group_of,
+    sample_scores,
     scan_constants,
     tile_of,
 )
-from swiftbatch.worker.kernels.cuda.scan_top_keys import choose_keys, find_threshold, sample_scores
 from swiftbatch.worker.kernels.cuda.tree_attention import (
+    LOG2_E,
     MERGE_STAGES,
-    AttentionShape,
-    Scratch,
+    SCALE_TO_LOG2,
+    KeptLayer,
     attend_tail,
+    attend_to_prefixes,
     merge_part,
     merge_split,
-    prefix_split,
     split_blocks,
 )
 from swiftbatch.worker.kernels.cuda.triton_primitives import dot, rounded
-from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView
+from swiftbatch.worker.kernels.layer_specs import SEES_ALL
 
-LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST_VARIANCE = tl.constexpr(1e-4)  # limits the variance of scores
 
 
@@ -262,127 +263,73 @@ def attend_best(
         tl.store(lse_ptr + place, lse, mask=is_real)
 
 
-@dataclass(frozen=True)
-class Scan:
-    """Launches of the scan in one layer, without allocations or synchronization with the host."""
+class ScanAttention(TritonAttention):
+    """`Attention` to partial caches and scanned texts, without allocations or synchronization with the host.
 
-    shape: AttentionShape
-    texts: ScannedTexts
-    scratch: ScanScratch
-    scale: float
-    full: Tensor  # [:, 2, :, num_kv_heads, :, row_width], the layout of all full caches
-    pages: PageTable | None = None  # None if the entries of full caches are contiguous
-
-    def choose(self, layer: int, query: Tensor, table: CudaRowTable[Tensor]) -> None:
-        """Fill the scratch up to and including the chosen keys. `query` is `[num_rows, num_heads, head_dim]`."""
-        texts, scratch, num_kv_heads = self.texts, self.scratch, self.shape.num_kv_heads
-        constants = scan_constants(self.shape, texts.sizes)
-        codes, means, spreads = texts.codes[layer], texts.means[layer], texts.spreads[layer]
-        num_pairs = len(table.groups) * num_kv_heads
-        attend_to_clusters[(num_pairs, texts.sizes.most_clusters)](
-            query, texts.moments[layer], scratch.stats, scratch.gains, table.groups, texts.num_chunks,
-            self.scale, **constants["attend_to_clusters"],
-        )  # fmt: skip
-        sample_scores[(num_pairs, MOST_SAMPLED // SAMPLED_PER_PROGRAM)](
-            query, codes, means, spreads, scratch.samples, table.groups, texts.num_chunks, **constants["sample_scores"],
-        )  # fmt: skip
-        find_threshold[(self.shape.num_rows, num_kv_heads * self.shape.heads_per_kv)](
-            scratch.samples, scratch.stats, scratch.limits, table.rows, texts.num_chunks, texts.flat_deviations,
-            texts.sizes.num_best, **constants["find_threshold"],
-        )  # fmt: skip
-        choose_keys[(num_pairs, self.shape.num_splits)](
-            query, codes, means, spreads, scratch.limits, scratch.entries, scratch.counts, table.groups,
-            texts.num_chunks, **constants["choose_keys"],
-        )  # fmt: skip
-
-    def read_best(self, layer: int, query: Tensor, table: CudaRowTable[Tensor]) -> None:
-        """Attend to the chosen keys of one layer of full caches."""
-        texts, scratch, full, pages = self.texts, self.scratch, self.full, self.pages
-        attend_best[(len(table.groups) * self.shape.num_kv_heads, self.shape.num_splits)](
-            query, full, texts.addresses[layer], texts.full_slots, None if pages is None else pages.numbers,
-            scratch.entries, scratch.counts, scratch.output, scratch.lse, table.groups, texts.num_chunks,
-            self.scale * math.log2(math.e), texts.sizes.first, full.stride(1), full.stride(3), full.stride(4),
-            0 if pages is None else pages.numbers.stride(0), PAGE=0 if pages is None else pages.page,
-            **scan_constants(self.shape, texts.sizes)["attend_best"],
-        )  # fmt: skip
-
-    def merge(
-        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, prefixes: Scratch, table: CudaRowTable[Tensor],
-        mixed: Tensor,
-    ) -> None:  # fmt: skip
-        """Merge all partial results and the tails of one layer. Padding rows of `mixed` are unchanged."""
-        texts, scratch = self.texts, self.scratch
-        scan_merge[(self.shape.num_rows, self.shape.num_kv_heads)](
-            query, keys, values, prefixes.output, prefixes.lse, scratch.output, scratch.lse, texts.moments[layer],
-            scratch.stats, scratch.gains, scratch.limits, mixed, table.rows, table.tail_slots, texts.num_chunks,
-            self.scale * math.log2(math.e), self.scale, *keys.stride()[:3],
-            **scan_constants(self.shape, texts.sizes)["scan_merge"],
-        )  # fmt: skip
-
-
-def scan_attend(
-    scan: Scan,
-    layer: int,
-    query: Tensor,  # [num_rows, num_heads, head_dim], contiguous
-    entries: tuple[Tensor, Tensor],  # keys and values of partial caches, [num_slots, num_kv_heads, capacity, head_dim]
-    bias: Tensor,  # [num_slots, capacity] float32, added to scores of the entries' prefix
-    table: CudaRowTable[Tensor],
-    prefixes: Scratch,
-    mixed: Tensor,  # as query
-) -> None:
-    """Attend with each row's heads to the partial cache, its tail and the scanned text. Padding rows are unchanged."""
-    keys, values = entries
-    shape = scan.shape
-    prefix_split[(len(table.groups) * shape.num_kv_heads, shape.num_splits)](
-        query, keys, values, bias, None, prefixes.output, prefixes.lse, table.groups, table.rows,
-        scan.scale * math.log2(math.e), *keys.stride()[:3], bias.stride(0), 0,
-        HAS_BIAS=True, PAGE=0, **shape.prefix_constants(),
-    )  # fmt: skip
-    scan.choose(layer, query, table)
-    scan.read_best(layer, query, table)
-    scan.merge(layer, query, keys, values, prefixes, table, mixed)
-
-
-class ScanAttention:
-    """`Attention` that shares a `TritonAttention`'s queries and partial sums; only one of both may run at a time."""
+    It shares another one's queries and partial sums, so only one of both may run at a time.
+    """
 
     def __init__(self, other: TritonAttention, texts: ScannedTexts, full: Tensor, pages: PageTable | None) -> None:
         """Take the texts to scan.
 
         Their best keys are read from full caches with the layout of `full [:, 2, :, num_kv_heads, :, row_width]`.
         """
-        shape, num_heads = other.shape, other.query.shape[1]
-        scratch = ScanScratch.empty(texts.sizes, num_heads, shape.num_splits, full.device, shape.num_rows)
-        self._other = other
-        self._scan = Scan(shape, texts, scratch, other.scale, full, pages)
-        self.query = other.query
+        self.shape, self.scale, self.scratch, self.query = other.shape, other.scale, other.scratch, other.query
+        num_heads = other.query.shape[1]
+        self.found = ScanScratch.empty(texts.sizes, num_heads, self.shape.num_splits, full.device, self.shape.num_rows)
+        self._texts, self._full, self._pages = texts, full, pages
 
-    @property
-    def numerics(self) -> str:
-        return self._other.numerics
-
-    def places(self, table: CudaRowTable[Tensor]) -> None:
-        return None
-
-    def attend(
-        self,
-        layer: int,
-        keys: Tensor,
-        values: Tensor,
-        bias: Tensor | None,
-        table: CudaRowTable[Tensor],
-        mixed: Tensor,
-        view: AttentionView = SEES_ALL,
-        pages: PageTable | None = None,
-    ) -> None:
-        """Attend as `scan_attend` does. Raises ValueError without biases, or with a window."""
-        if bias is None or view != SEES_ALL or pages is not None:
+    def attend(self, layer: int, kept: KeptLayer, table: CudaRowTable[Tensor], mixed: Tensor) -> None:
+        """Attend to the partial cache, the tail and the scanned text. Raises ValueError without biases."""
+        if kept.bias is None or kept.view != SEES_ALL or kept.pages is not None:
             raise ValueError("found no biases, which entries of partial caches have, or a window, which they have not")
-        scratch = self._other.scratch
-        scan_attend(self._scan, layer, self.query, (keys, values), bias, table, scratch, mixed)
+        attend_to_prefixes(self.shape, self.query, kept, table, self.scratch, self.scale)
+        self._choose(layer, table)
+        self._read_best(layer, table)
+        self._merge(layer, kept, table, mixed)
 
-    def put(self, query: Tensor, table: CudaRowTable[Tensor]) -> None:
-        self._other.put(query, table)
+    def _choose(self, layer: int, table: CudaRowTable[Tensor]) -> None:
+        """Fill `found` up to and including the chosen keys."""
+        texts, found, num_kv_heads = self._texts, self.found, self.shape.num_kv_heads
+        codes, means, spreads = texts.codes[layer], texts.means[layer], texts.spreads[layer]
+        num_pairs = len(table.groups) * num_kv_heads
+        attend_to_clusters[(num_pairs, texts.sizes.most_clusters)](
+            self.query, texts.moments[layer], found.stats, found.gains, table.groups, texts.num_chunks,
+            self.scale, **self._constants(attend_to_clusters),
+        )  # fmt: skip
+        sample_scores[(num_pairs, MOST_SAMPLED // SAMPLED_PER_PROGRAM)](
+            self.query, codes, means, spreads, found.samples, table.groups, texts.num_chunks,
+            **self._constants(sample_scores),
+        )  # fmt: skip
+        find_threshold[(self.shape.num_rows, num_kv_heads * self.shape.heads_per_kv)](
+            found.samples, found.stats, found.limits, table.rows, texts.num_chunks, texts.flat_deviations,
+            texts.sizes.num_best, **self._constants(find_threshold),
+        )  # fmt: skip
+        choose_keys[(num_pairs, self.shape.num_splits)](
+            self.query, codes, means, spreads, found.limits, found.entries, found.counts, table.groups,
+            texts.num_chunks, **self._constants(choose_keys),
+        )  # fmt: skip
 
-    def heads(self) -> Tensor:
-        return self._other.heads()
+    def _read_best(self, layer: int, table: CudaRowTable[Tensor]) -> None:
+        """Attend to the chosen keys of one layer of full caches."""
+        texts, found, full, pages = self._texts, self.found, self._full, self._pages
+        attend_best[(len(table.groups) * self.shape.num_kv_heads, self.shape.num_splits)](
+            self.query, full, texts.addresses[layer], texts.full_slots, None if pages is None else pages.numbers,
+            found.entries, found.counts, found.output, found.lse, table.groups, texts.num_chunks,
+            self.scale * SCALE_TO_LOG2, texts.sizes.first, full.stride(1), full.stride(3), full.stride(4),
+            0 if pages is None else pages.numbers.stride(0), PAGE=0 if pages is None else pages.page,
+            **self._constants(attend_best),
+        )  # fmt: skip
+
+    def _merge(self, layer: int, kept: KeptLayer, table: CudaRowTable[Tensor], mixed: Tensor) -> None:
+        """Merge all partial results and the tails of one layer. Padding rows of `mixed` are unchanged."""
+        texts, found = self._texts, self.found
+        scan_merge[(self.shape.num_rows, self.shape.num_kv_heads)](
+            self.query, kept.keys, kept.values, self.scratch.output, self.scratch.lse, found.output, found.lse,
+            texts.moments[layer], found.stats, found.gains, found.limits, mixed, table.rows, table.tail_slots,
+            texts.num_chunks, self.scale * SCALE_TO_LOG2, self.scale, *kept.keys.stride()[:3],
+            **self._constants(scan_merge),
+        )  # fmt: skip
+
+    def _constants(self, kernel: Any) -> dict[str, int]:
+        return scan_constants(kernel, self.shape, self._texts.sizes)

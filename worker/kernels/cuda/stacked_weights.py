@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import StackedRecurrentLayer, stacked_recurrent_layer
 from swiftbatch.worker.kernels.cuda.gemm import is_multiplied_packed
 from swiftbatch.worker.kernels.decoder_weights import (
     DecoderSizes,
@@ -17,7 +16,13 @@ from swiftbatch.worker.kernels.decoder_weights import (
     LayerWeights,
     MayBeLatent,
 )
-from swiftbatch.worker.kernels.layer_specs import Routing
+from swiftbatch.worker.kernels.layer_specs import (
+    RecurrentForm,
+    RecurrentSizes,
+    RecurrentWeights,
+    Routing,
+    recurrent_float_shapes,
+)
 from swiftbatch.worker.kernels.quantized_weights import (
     AnyLinear,
     Linear,
@@ -25,7 +30,6 @@ from swiftbatch.worker.kernels.quantized_weights import (
     Weight,
     linear_from,
     plain,
-    plain_linear,
     stacked,
 )
 from swiftbatch.worker.kernels.rope_scaling import Rotary
@@ -134,9 +138,58 @@ def stacked_latent(layer: LayerWeights, query: AnyLinear | None, device: torch.d
     """Copy to the device, where `query` already is. Returns None for a layer without latent attention."""
     if layer.key_up is None or layer.value_up is None or layer.key_norm is None:
         return None
-    ups = (plain_linear(each).weight.detach().to(device).contiguous() for each in (layer.key_up, layer.value_up))
+    ups = (plain(each.weight).detach().to(device).contiguous() for each in (layer.key_up, layer.value_up))
     query_norm = None if layer.query_norm is None else layer.query_norm.detach().to(device)
     return StackedMLA(query, query_norm, layer.key_norm.detach().to(device), *ups)
+
+
+def wide_columns(sizes: RecurrentSizes) -> int:
+    """Return the number of columns of a mixer's `wide`."""
+    return sum(sizes.columns()[role] for role in _wide_roles(sizes))
+
+
+def _wide_roles(sizes: RecurrentSizes) -> tuple[str, ...]:
+    """Return the roles of the projections that are stacked as `wide`."""
+    return ("inputs", "gates", "betas") if sizes.form == RecurrentForm.CONVOLUTION else ("inputs", "gates")
+
+
+@dataclass(frozen=True)
+class StackedRecurrentLayer:
+    """Products of a mixer, stacked: those of channels, those of heads, and the output."""
+
+    sizes: RecurrentSizes
+    wide: AnyLinear  # computes inputs, gates, and in pure convolutions the gates of inputs
+    narrow: AnyLinear | None  # computes one or two numbers per head
+    output: AnyLinear
+    floats: dict[str, Tensor]  # `rates` determine the decays
+    scales: tuple[Tensor, Tensor] | None = None  # factors of the columns of `wide` and `narrow`
+
+    @property
+    def products(self) -> list[AnyLinear]:
+        return [self.wide, self.output, *([] if self.narrow is None else [self.narrow])]
+
+
+def stacked_recurrent_layer(mixer: RecurrentWeights, device: torch.device) -> StackedRecurrentLayer:
+    """Copy a mixer's weights to a device, stacked. Raises ValueError for other shapes than `sizes` has."""
+    sizes, linears = mixer.sizes, mixer.linears
+    for role, numbers, shape in recurrent_float_shapes(mixer):
+        if numbers is not None and tuple(numbers.shape) != shape:
+            raise ValueError(f"found {role} as {list(numbers.shape)}, expected {list(shape)}")
+    floats = {role: numbers.detach().float().to(device).contiguous() for role, numbers in mixer.floats.items()}
+    scales, num_wide = floats.pop("scales", None), wide_columns(sizes)
+    if scales is not None:
+        scales = scales.to(linears["output"].weight.dtype)
+    if "rates" in floats:
+        floats["rates"] = floats["rates"].exp()
+    heads = ("betas", "steps") if sizes.form == RecurrentForm.DELTA_NET else ("steps",)
+    return StackedRecurrentLayer(
+        sizes,
+        _stacked([linears[role] for role in _wide_roles(sizes)], device),
+        None if sizes.form == RecurrentForm.CONVOLUTION else _stacked([linears[role] for role in heads], device),
+        _stacked([linears["output"]], device),
+        floats,
+        None if scales is None else (scales[:num_wide], scales[num_wide:]),
+    )
 
 
 @dataclass(frozen=True)
@@ -280,7 +333,7 @@ def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool =
         curve=None if layer.curve is None else _moved(layer.curve, device),
         sinks=None if layer.sinks is None else _moved(layer.sinks, device),
         experts=None if layer.experts is None else stacked_experts(layer.experts, device),
-        mixer=None if layer.mixer is None else stacked_recurrent_layer(layer.mixer, device, _stacked),
+        mixer=None if layer.mixer is None else stacked_recurrent_layer(layer.mixer, device),
         latent=latent,
     )
 

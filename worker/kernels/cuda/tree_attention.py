@@ -378,34 +378,54 @@ def _seen(view: AttentionView) -> dict[str, Any]:
     return {"WINDOW": view.window or 0, "SOFTCAP_LOG2": (view.softcap or 0.0) * SCALE_TO_LOG2}
 
 
+@dataclass(frozen=True)
+class KeptLayer:
+    """Keys and values of one layer of an arena, and which of them its rows see."""
+
+    keys: Tensor  # [num_slots, num_kv_heads, capacity, row_width]
+    values: Tensor  # as keys, with the same strides; in latent attention the keys themselves
+    bias: Tensor | None = None  # [num_slots, capacity] float32, added to scores of the prefix; -inf hides an entry
+    view: AttentionView = SEES_ALL  # has sinks in float32, on the device
+    pages: PageTable | None = None  # None if each slot's entries are contiguous
+
+    def prefix_arguments(self) -> tuple[Tensor | None, Tensor | None, int, int]:
+        """Return what kernels of prefixes take: biases, pages, and the strides of both."""
+        bias, pages = self.bias, None if self.pages is None else self.pages.numbers
+        return bias, pages, 0 if bias is None else bias.stride(0), 0 if pages is None else pages.stride(0)
+
+    def prefix_constants(self) -> dict[str, Any]:
+        return {"HAS_BIAS": self.bias is not None, "PAGE": 0 if self.pages is None else self.pages.page}
+
+
+def attend_to_prefixes(
+    shape: AttentionShape, query: Tensor, kept: KeptLayer, table: CudaRowTable[Tensor], scratch: Scratch, scale: float
+) -> None:
+    """Fill `scratch` with the partial results of prefixes."""
+    bias, pages, *strides = kept.prefix_arguments()
+    prefix_split[(len(table.groups) * shape.num_kv_heads, shape.num_splits)](
+        query, kept.keys, kept.values, bias, pages, scratch.output, scratch.lse, table.groups, table.rows,
+        scale * SCALE_TO_LOG2, *kept.keys.stride()[:3], *strides,
+        **kept.prefix_constants(), **shape.prefix_constants(kept.view),
+    )  # fmt: skip
+
+
 def attend(
     query: Tensor,  # [num_rows, num_heads, head_dim], contiguous
-    keys: Tensor,  # [num_slots, num_kv_heads, capacity, row_width], one layer of the arena
-    values: Tensor,  # as keys, with the same strides
-    bias: Tensor | None,  # [num_slots, capacity] float32, added to scores of the prefix; -inf hides an entry
+    kept: KeptLayer,
     table: CudaRowTable[Tensor],
     scratch: Scratch,
     mixed: Tensor,  # as query
     scale: float,
-    view: AttentionView = SEES_ALL,  # has sinks in float32, on the device
-    pages: PageTable | None = None,  # None if each slot's entries are contiguous
 ) -> None:
     """Attend with each row's heads to the entries that the row sees.
 
     Leaves padding rows unchanged, allocates nothing.
     """
     num_rows, num_heads, head_dim = query.shape
-    num_kv_heads, num_splits = keys.shape[1], len(scratch.lse)
+    num_kv_heads, num_splits = kept.keys.shape[1], len(scratch.lse)
     shape = AttentionShape(num_kv_heads, num_heads // num_kv_heads, head_dim, num_splits, query.dtype, num_rows)
-    scale_log2 = scale * SCALE_TO_LOG2
-    strides = keys.stride()[:3]
-    prefix_split[(len(table.groups) * num_kv_heads, num_splits)](
-        query, keys, values, bias, None if pages is None else pages.numbers, scratch.output, scratch.lse,
-        table.groups, table.rows, scale_log2, *strides, 0 if bias is None else bias.stride(0),
-        0 if pages is None else pages.numbers.stride(0),
-        HAS_BIAS=bias is not None, PAGE=0 if pages is None else pages.page, **shape.prefix_constants(view),
-    )  # fmt: skip
+    attend_to_prefixes(shape, query, kept, table, scratch, scale)
     tail_merge[(num_rows, num_kv_heads)](
-        query, keys, values, scratch.output, scratch.lse, mixed, table.rows, table.tail_slots, view.sinks,
-        scale_log2, *strides, **shape.tail_constants(view),
+        query, kept.keys, kept.values, scratch.output, scratch.lse, mixed, table.rows, table.tail_slots,
+        kept.view.sinks, scale * SCALE_TO_LOG2, *kept.keys.stride()[:3], **shape.tail_constants(kept.view),
     )  # fmt: skip

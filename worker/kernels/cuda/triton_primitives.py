@@ -1,4 +1,4 @@
-"""Small Triton functions that kernels share: dot products, rounding, byte-wise search."""
+"""Small Triton functions that kernels share: dot products and rounding."""
 
 from __future__ import annotations
 
@@ -40,22 +40,3 @@ def narrowed(x, dtype: tl.constexpr):
     if INTERPRETED:
         x = rounded(x, dtype)
     return x.to(dtype)
-
-
-# Search among many numbers, byte by byte from the highest: four passes instead of 32 for single bits.
-
-
-@triton.jit
-def count_bytes(keys, is_counted, found, shift):
-    """Count how often each value `[256]` of a byte occurs in the keys whose higher bytes equal those of `found`."""
-    is_left = is_counted & (((keys >> shift) >> 8) == ((found >> shift) >> 8))
-    return tl.histogram(((keys >> shift) & 255).to(tl.int32), 256, mask=is_left)
-
-
-@triton.jit
-def byte_at(counts, place):
-    """Return the byte of the key at `place` in falling order, and its place among the keys with the same byte."""
-    values = tl.arange(0, 256)
-    reached = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts  # numbers with this byte or a higher one
-    value = tl.sum((reached >= place).to(tl.int32), 0) - 1
-    return value.to(tl.uint32), place - tl.sum(tl.where(values > value, counts, 0), 0)

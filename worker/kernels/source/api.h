@@ -166,6 +166,13 @@ typedef struct {
     int32_t group_size;  // neighbours along the depth that share a scale: even, for 4 bits a multiple of 8
 } quantized_rows;
 
+// A weight and its bias.
+typedef struct {
+    const void *numbers;              // in torch's layout, or
+    const quantized_rows *quantized;  // the same in 8 or 4 bits, which stay so
+    const void *bias;                 // or NULL
+} given_weight;
+
 // ---- a dense decoder
 
 typedef enum {
@@ -240,21 +247,15 @@ typedef enum {
 
 typedef struct decoder decoder;
 EXPORT decoder *decoder_new(const decoder_sizes *sizes);
-// Loads a weight, in torch's layout, and a bias or NULL. All are copied except the embedding, packed or not.
-EXPORT void decoder_load(decoder *decoder, int layer, int role, const void *weight, const void *bias);
-// The same for a matrix of 8 or 4 bits, which stays quantized.
-EXPORT void decoder_load_quantized(decoder *decoder, int layer, int role, const quantized_rows *weight, const void *bias);
+// Loads a weight (NULL for roles without one). All are copied except the embedding, packed or not.
+EXPORT void decoder_load(decoder *decoder, int layer, int role, const given_weight *given);
 // Gives a layer experts. Its gates, ups and downs, if any, are then the expert that all rows use.
 EXPORT void decoder_experts(decoder *decoder, int layer, const expert_sizes *sizes);
 // As `decoder_load`; `expert` is used in roles of one expert.
-EXPORT void decoder_load_expert(decoder *decoder, int layer, int role, int expert, const void *weight, const void *bias);
-EXPORT void decoder_load_quantized_expert(decoder *decoder, int layer, int role, int expert,
-                                          const quantized_rows *weight, const void *bias);
+EXPORT void decoder_load_expert(decoder *decoder, int layer, int role, int expert, const given_weight *given);
 // Gives a layer a mixer: instead of attention with NO_ATTENTION, else added to it.
 EXPORT void decoder_mixer(decoder *decoder, int layer, const mixer_sizes *sizes);
-EXPORT void decoder_load_mixer(decoder *decoder, int layer, int role, const void *weight, const void *bias);
-EXPORT void decoder_load_quantized_mixer(decoder *decoder, int layer, int role, const quantized_rows *weight,
-                                         const void *bias);
+EXPORT void decoder_load_mixer(decoder *decoder, int layer, int role, const given_weight *given);
 EXPORT void decoder_free(decoder *decoder);
 
 typedef struct {
@@ -291,8 +292,7 @@ typedef enum { FUSE, EXPAND, CONTRACT, PREDICT, REGRESS, FIRST_PART_NORM, SECOND
 
 typedef struct griffin griffin;
 EXPORT griffin *griffin_new(const griffin_sizes *sizes);
-// Loads a weight and its bias (or NULL), as `decoder_load`.
-EXPORT void griffin_load(griffin *griffin, int role, const void *weight, const void *bias);
+EXPORT void griffin_load(griffin *griffin, int role, const given_weight *given);
 EXPORT void griffin_free(griffin *griffin);
 // From features and embeddings [num_rows, hidden] to the decoder layer's input, `state` [num_rows, hidden].
 EXPORT void griffin_fuse(griffin *griffin, team *team, int num_rows, const void *features, const void *embeddings,

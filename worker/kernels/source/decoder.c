@@ -145,20 +145,24 @@ static void norm_load(const decoder_sizes *sizes, float **norm, int count, const
     for (int i = 0; i < count; i++) (*norm)[i] += 1.0f;
 }
 
-void decoder_load(decoder *decoder, int layer, int role, const void *weight, const void *bias) {
+void decoder_load(decoder *decoder, int layer, int role, const given_weight *given) {
     const decoder_sizes *sizes = &decoder->sizes;
     layer_weights *to = &decoder->layers[layer];
     columns_of_role columns = role_columns(decoder, layer, (weight_role)role);
     if (columns.matrix) {
-        matrix_load(columns.matrix, columns.first_block, columns.kind, columns.num_columns, weight, bias);
+        matrix_load(columns.matrix, columns.first_block, columns.kind, columns.num_columns, given);
         return;
     }
+    const void *weight = given ? given->numbers : NULL;
     int hidden = sizes->hidden;
     bool has_all = sizes->joins_heads || sizes->head_norms_differ, is_latent = sizes->latent_rank;
     int query_width = is_latent ? sizes->query_rank : sizes->head_dim * (has_all ? sizes->num_heads : 1);
     int key_width = is_latent ? sizes->latent_rank : sizes->head_dim * (has_all ? sizes->num_kv_heads : 1);
     switch ((weight_role)role) {
-        case EMBEDDING: decoder->embedding = weight; break;
+        case EMBEDDING:
+            decoder->embedding = weight;
+            if (given->quantized) decoder->packed_embedding = *given->quantized;
+            break;
         case FINAL_NORM: norm_load(sizes, &decoder->final_norm, hidden, weight); break;
         case INPUT_NORM: norm_load(sizes, &to->input_norm, hidden, weight); break;
         case QUERY_NORM: norm_load(sizes, is_latent ? &to->latent.query_norm : &to->query_norm, query_width, weight); break;
@@ -180,15 +184,6 @@ void decoder_load(decoder *decoder, int layer, int role, const void *weight, con
     }
 }
 
-void decoder_load_quantized(decoder *decoder, int layer, int role, const quantized_rows *weight, const void *bias) {
-    if (role == EMBEDDING) {
-        decoder->packed_embedding = *weight;
-        return;
-    }
-    columns_of_role to = role_columns(decoder, layer, (weight_role)role);
-    matrix_load_quantized(to.matrix, to.first_block, to.kind, to.num_columns, weight, bias);
-}
-
 void decoder_experts(decoder *decoder, int layer, const expert_sizes *sizes) {
     layer_weights *to = &decoder->layers[layer];
     int hidden = decoder->sizes.hidden, columns = (1 + decoder->sizes.has_gates) * sizes->shared_intermediate;
@@ -201,13 +196,8 @@ void decoder_experts(decoder *decoder, int layer, const expert_sizes *sizes) {
     to->down = matrix_new((element)decoder->sizes.element, to->intermediate, hidden);
 }
 
-void decoder_load_expert(decoder *decoder, int layer, int role, int expert, const void *weight, const void *bias) {
-    experts_load(decoder->layers[layer].experts, (expert_role)role, expert, weight, bias);
-}
-
-void decoder_load_quantized_expert(decoder *decoder, int layer, int role, int expert, const quantized_rows *weight,
-                                   const void *bias) {
-    experts_load_quantized(decoder->layers[layer].experts, (expert_role)role, expert, weight, bias);
+void decoder_load_expert(decoder *decoder, int layer, int role, int expert, const given_weight *given) {
+    experts_load(decoder->layers[layer].experts, (expert_role)role, expert, given);
 }
 
 void decoder_mixer(decoder *decoder, int layer, const mixer_sizes *sizes) {
@@ -216,12 +206,8 @@ void decoder_mixer(decoder *decoder, int layer, const mixer_sizes *sizes) {
     to->mixer = mixer_new(sizes, &decoder->sizes);
 }
 
-void decoder_load_mixer(decoder *decoder, int layer, int role, const void *weight, const void *bias) {
-    mixer_load(decoder->layers[layer].mixer, (mixer_role)role, weight, bias);
-}
-
-void decoder_load_quantized_mixer(decoder *decoder, int layer, int role, const quantized_rows *weight, const void *bias) {
-    mixer_load_quantized(decoder->layers[layer].mixer, (mixer_role)role, weight, bias);
+void decoder_load_mixer(decoder *decoder, int layer, int role, const given_weight *given) {
+    mixer_load(decoder->layers[layer].mixer, (mixer_role)role, given);
 }
 
 // ---- operations on rows

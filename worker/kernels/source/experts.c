@@ -77,26 +77,20 @@ static expert_columns weight_columns(experts *experts, expert_role role, int exp
     }
 }
 
-void experts_load(experts *experts, expert_role role, int expert, const void *weight, const void *bias) {
+void experts_load(experts *experts, expert_role role, int expert, const given_weight *given) {
     int count = experts->sizes.num_experts;
     switch (role) {
-        case ROUTER: matrix_load(&experts->router.weight, 0, ALONE, count, weight, bias); break;
-        case CHOICE_BIAS: floats_load(&experts->router.choice_bias, count, weight); break;
+        case ROUTER: matrix_load(&experts->router.weight, 0, ALONE, count, given); break;
+        case CHOICE_BIAS: floats_load(&experts->router.choice_bias, count, given->numbers); break;
         case SHARED_GATE:
             experts->has_shared_gate = true;
-            matrix_load(&experts->shared_gate, 0, ALONE, 1, weight, bias);
+            matrix_load(&experts->shared_gate, 0, ALONE, 1, given);
             break;
         default: {
             expert_columns to = weight_columns(experts, role, expert);
-            matrix_load(to.matrix, 0, to.kind, to.num_columns, weight, bias);
+            matrix_load(to.matrix, 0, to.kind, to.num_columns, given);
         }
     }
-}
-
-void experts_load_quantized(experts *experts, expert_role role, int expert, const quantized_rows *weight,
-                            const void *bias) {
-    expert_columns to = weight_columns(experts, role, expert);
-    matrix_load_quantized(to.matrix, 0, to.kind, to.num_columns, weight, bias);
 }
 
 // ---- rows by expert

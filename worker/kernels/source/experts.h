@@ -23,10 +23,7 @@ typedef struct {
 
 experts *experts_new(const expert_sizes *sizes, const decoder_sizes *decoder);
 void experts_free(experts *experts);
-// Loads a weight and a bias (or NULL), as `decoder_load_expert`.
-void experts_load(experts *experts, expert_role role, int expert, const void *weight, const void *bias);
-void experts_load_quantized(experts *experts, expert_role role, int expert, const quantized_rows *weight,
-                            const void *bias);
+void experts_load(experts *experts, expert_role role, int expert, const given_weight *given);  // `decoder_load_expert`
 
 // Adds each row's experts to `out` [num_rows, hidden] if it holds the shared expert's output, else writes
 // them.

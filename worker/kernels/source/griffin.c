@@ -37,21 +37,21 @@ void griffin_free(griffin *griffin) {
     free(griffin);
 }
 
-static void load_norm(griffin *griffin, int part, const void *weight, const void *bias) {
-    vector_load(&griffin->norm_weights[part], griffin->sizes.element, griffin->sizes.hidden, weight);
-    vector_load(&griffin->norm_biases[part], griffin->sizes.element, griffin->sizes.hidden, bias);
+static void load_norm(griffin *griffin, int part, const given_weight *given) {
+    vector_load(&griffin->norm_weights[part], griffin->sizes.element, griffin->sizes.hidden, given->numbers);
+    vector_load(&griffin->norm_biases[part], griffin->sizes.element, griffin->sizes.hidden, given->bias);
 }
 
-void griffin_load(griffin *griffin, int role, const void *weight, const void *bias) {
+void griffin_load(griffin *griffin, int role, const given_weight *given) {
     int hidden = griffin->sizes.hidden;
     switch ((griffin_role)role) {
-        case FUSE: matrix_load(&griffin->fuse, 0, ALONE, hidden, weight, bias); break;
-        case EXPAND: matrix_load(&griffin->expand, 0, ALONE, griffin->sizes.expansion, weight, bias); break;
-        case CONTRACT: matrix_load(&griffin->contract, 0, ALONE, hidden, weight, bias); break;
-        case PREDICT: matrix_load(&griffin->head, 0, ALONE, hidden, weight, bias); break;
-        case REGRESS: matrix_load(&griffin->head, hidden / LANES, ALONE, hidden, weight, bias); break;
-        case FIRST_PART_NORM: load_norm(griffin, 0, weight, bias); break;
-        case SECOND_PART_NORM: load_norm(griffin, 1, weight, bias); break;
+        case FUSE: matrix_load(&griffin->fuse, 0, ALONE, hidden, given); break;
+        case EXPAND: matrix_load(&griffin->expand, 0, ALONE, griffin->sizes.expansion, given); break;
+        case CONTRACT: matrix_load(&griffin->contract, 0, ALONE, hidden, given); break;
+        case PREDICT: matrix_load(&griffin->head, 0, ALONE, hidden, given); break;
+        case REGRESS: matrix_load(&griffin->head, hidden / LANES, ALONE, hidden, given); break;
+        case FIRST_PART_NORM: load_norm(griffin, 0, given); break;
+        case SECOND_PART_NORM: load_norm(griffin, 1, given); break;
     }
 }
 

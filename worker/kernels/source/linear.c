@@ -69,17 +69,15 @@ static void load_bias(matrix *matrix, int first_block, columns_kind kind, int co
     }
 }
 
-void matrix_load(matrix *matrix, int first_block, columns_kind kind, int count, const void *weight, const void *bias) {
+static void load_numbers(matrix *matrix, int first_block, columns_kind kind, int count, const void *weight) {
     int bytes = matrix->element == BF16 ? 2 : 4;
     for (int row = 0; row < count; row += LANES) {
         int block = first_block + block_of(kind, row, count), left = count - row < LANES ? count - row : LANES;
         matrix_pack(matrix, block, (const char *)weight + (long)row * matrix->depth * bytes, left);
     }
-    load_bias(matrix, first_block, kind, count, bias);
 }
 
-void matrix_load_quantized(matrix *matrix, int first_block, columns_kind kind, int count, const quantized_rows *weight,
-                           const void *bias) {
+static void load_quantized(matrix *matrix, int first_block, columns_kind kind, int count, const quantized_rows *weight) {
     int num_blocks = (count + LANES - 1) / LANES;
     if (!matrix->quantized)
         matrix->quantized = allocate_clear(sizeof(quantized_block) * (size_t)(matrix->columns / LANES));
@@ -87,7 +85,12 @@ void matrix_load_quantized(matrix *matrix, int first_block, columns_kind kind, i
     matrix->parts = quantized_new(weight, matrix->depth, count, matrix->element, blocks, matrix->parts);
     for (int i = 0; i < num_blocks; i++) matrix->quantized[first_block + block_of(kind, i * LANES, count)] = blocks[i];
     free(blocks);
-    load_bias(matrix, first_block, kind, count, bias);
+}
+
+void matrix_load(matrix *matrix, int first_block, columns_kind kind, int count, const given_weight *given) {
+    if (given->quantized) load_quantized(matrix, first_block, kind, count, given->quantized);
+    else load_numbers(matrix, first_block, kind, count, given->numbers);
+    load_bias(matrix, first_block, kind, count, given->bias);
 }
 
 void vector_load(float **vector, int element, int count, const void *weight) {

@@ -23,11 +23,8 @@ void matrix_free(matrix *matrix);
 // Packs sixteen rows [16, depth] of a weight in torch's layout, `count` of them real, as one block of columns.
 void matrix_pack(matrix *matrix, int block, const void *rows, int count);
 void matrix_bias(matrix *matrix, int first_column, int count, const void *bias);
-// Loads `count` rows of a weight, and their biases (or NULL), into blocks from `first_block` on.
-void matrix_load(matrix *matrix, int first_block, columns_kind kind, int count, const void *weight, const void *bias);
-// The same for quantized rows, which stay so.
-void matrix_load_quantized(matrix *matrix, int first_block, columns_kind kind, int count, const quantized_rows *weight,
-                           const void *bias);
+// Loads `count` rows of a weight, and their biases, into blocks from `first_block` on.
+void matrix_load(matrix *matrix, int first_block, columns_kind kind, int count, const given_weight *given);
 void vector_load(float **vector, int element, int count, const void *weight);
 void floats_load(float **vector, int count, const void *numbers);  // any count
 

@@ -80,24 +80,20 @@ static void scales_load(mixer *mixer, const float *scales) {
     }
 }
 
-void mixer_load(mixer *mixer, mixer_role role, const void *weight, const void *bias) {
+void mixer_load(mixer *mixer, mixer_role role, const given_weight *given) {
     const mixer_sizes *sizes = &mixer->sizes;
+    const void *numbers = given->numbers;
     switch (role) {
-        case MIX_OUTPUT: matrix_load(&mixer->out, 0, ALONE, mixer->out.columns, weight, bias); break;
-        case MIX_TAPS: floats_load(&mixer->taps, sizes->conv_width * sizes->num_channels, weight); break;
-        case MIX_TAP_BIAS: floats_load(&mixer->tap_bias, sizes->num_channels, weight); break;
-        case MIX_RATES: rates_load(mixer, weight); break;
-        case MIX_STEP_BIAS: floats_load(&mixer->step_bias, sizes->num_heads, weight); break;
-        case MIX_SKIP: floats_load(&mixer->skip, sizes->num_heads, weight); break;
-        case MIX_NORM: floats_load(&mixer->norm, mixer->width, weight); break;
-        case MIX_SCALES: scales_load(mixer, weight); break;
-        default: matrix_load(&mixer->in, mixer->first_columns[role] / LANES, ALONE, part_width(mixer, role), weight, bias);
+        case MIX_OUTPUT: matrix_load(&mixer->out, 0, ALONE, mixer->out.columns, given); break;
+        case MIX_TAPS: floats_load(&mixer->taps, sizes->conv_width * sizes->num_channels, numbers); break;
+        case MIX_TAP_BIAS: floats_load(&mixer->tap_bias, sizes->num_channels, numbers); break;
+        case MIX_RATES: rates_load(mixer, numbers); break;
+        case MIX_STEP_BIAS: floats_load(&mixer->step_bias, sizes->num_heads, numbers); break;
+        case MIX_SKIP: floats_load(&mixer->skip, sizes->num_heads, numbers); break;
+        case MIX_NORM: floats_load(&mixer->norm, mixer->width, numbers); break;
+        case MIX_SCALES: scales_load(mixer, numbers); break;
+        default: matrix_load(&mixer->in, mixer->first_columns[role] / LANES, ALONE, part_width(mixer, role), given);
     }
-}
-
-void mixer_load_quantized(mixer *mixer, mixer_role role, const quantized_rows *weight, const void *bias) {
-    if (role == MIX_OUTPUT) matrix_load_quantized(&mixer->out, 0, ALONE, mixer->out.columns, weight, bias);
-    else matrix_load_quantized(&mixer->in, mixer->first_columns[role] / LANES, ALONE, part_width(mixer, role), weight, bias);
 }
 
 // ---- the convolution

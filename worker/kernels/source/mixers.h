@@ -7,8 +7,7 @@ typedef struct mixer mixer;
 
 mixer *mixer_new(const mixer_sizes *sizes, const decoder_sizes *decoder);
 void mixer_free(mixer *mixer);  // accepts NULL
-void mixer_load(mixer *mixer, mixer_role role, const void *weight, const void *bias);
-void mixer_load_quantized(mixer *mixer, mixer_role role, const quantized_rows *weight, const void *bias);
+void mixer_load(mixer *mixer, mixer_role role, const given_weight *given);
 
 // Memory for all rows of a call, shared by the mixers of its layers.
 typedef struct {

@@ -91,7 +91,7 @@ EXPORT matrix *roof_matrix_quantized(element element, int depth, int columns, co
     matrix *fresh = malloc(sizeof *fresh);
     if (!fresh) abort();
     *fresh = matrix_new(element, depth, columns);
-    matrix_load_quantized(fresh, 0, ALONE, columns, weight, NULL);
+    matrix_load(fresh, 0, ALONE, columns, &(given_weight){.quantized = weight});
     return fresh;
 }
 

@@ -26,7 +26,7 @@ from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.step_costs import ROW_COUNTS, StepCosts
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
+from swiftbatch.worker.kernels.kv_codes import SCAN_CHUNK
 from swiftbatch.worker.kv.scan_cache import MOST_ENTRIES, NUM_RECENT
 from swiftbatch.worker.kv.sparse_cache import NUM_PINNED
 from swiftbatch.worker.sampling.draft_tree import DraftTree

@@ -9,7 +9,6 @@ import torch
 from swiftbatch.worker.exactness.gpu_doctor.attention_check import TIMED_ROWS, check_attention, check_attention_speed
 from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
 from swiftbatch.worker.kernels.cuda.attention_backends import TritonAttention
-from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.model.model_files import ModelFiles
 from tests.worker.exactness.gpu_doctor.small_parts import SMALL, one_layer, small_parts
@@ -62,8 +61,8 @@ def test_a_flash_attn_that_counts_in_base_2_is_found(flash_parts: Parts, monkeyp
 def broken(spoil: Any) -> Any:
     attend = TritonAttention.attend
 
-    def attended(attention: TritonAttention, *args: Any, pages: PageTable | None) -> None:
-        attend(attention, *args, pages=pages)
+    def attended(attention: TritonAttention, *args: Any) -> None:
+        attend(attention, *args)
         spoil(*args[-2:])  # the table, and the mixed values
 
     return attended

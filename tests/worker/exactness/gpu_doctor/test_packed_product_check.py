@@ -18,12 +18,12 @@ from swiftbatch.worker.exactness.gpu_doctor.gemm_checks import FORMS, check_gemm
 from swiftbatch.worker.exactness.gpu_doctor.gpu_doctor import FirstRun, run_checks
 from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
 from swiftbatch.worker.forward.hardware import hardware_of
-from swiftbatch.worker.kernels.cuda.gemm import packed_linear
+from swiftbatch.worker.kernels.cuda.gemm import triton_linear
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
-from swiftbatch.worker.kernels.instruction_sets import chosen_numerics
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
-from swiftbatch.worker.kernels.quantized_weights import TABLES, PackedMatrix
+from swiftbatch.worker.kernels.native_library import chosen_numerics
+from swiftbatch.worker.kernels.quantized_weights import TABLES, PackedMatrix, Weight
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from tests.worker.exactness.gpu_doctor.small_parts import CPU, SMALL, small_parts
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, Shape
@@ -39,9 +39,10 @@ def packed_parts(files: ModelFiles) -> Parts:
     return parts
 
 
-def one_unit_off(rows: Tensor, weight: PackedMatrix, bias: Tensor | None, out: Tensor) -> None:
-    packed_linear(rows, weight, bias, out)
-    out[3, 1] = torch.nextafter(out[3, 1], out[3, 1] + 1)
+def one_unit_off(rows: Tensor, weight: Weight, bias: Tensor | None, out: Tensor) -> None:
+    triton_linear(rows, weight, bias, out)
+    if isinstance(weight, PackedMatrix):
+        out[3, 1] = torch.nextafter(out[3, 1], out[3, 1] + 1)
 
 
 def test_packed_weights_of_the_model_are_tried(embedded_files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +51,7 @@ def test_packed_weights_of_the_model_are_tried(embedded_files: ModelFiles, monke
     names = ["q, k, v, uint4", "output, uint4", "gate, up, uint4", "down, uint4"]
     assert [row["weights"] for row in finding.rows] == names
     assert all(float(row["GB/s"]) > 0 for row in finding.rows)
-    monkeypatch.setattr(gemm_checks, "packed_linear", one_unit_off)
+    monkeypatch.setattr(gemm_checks, "triton_linear", one_unit_off)
     finding = check_packed_gemms(packed_parts(embedded_files))
     assert (finding.passed, finding.words[:13]) == (False, "4 of 256 rows")
 
@@ -67,7 +68,7 @@ def test_a_model_without_packed_weights_lends_its_shapes_and_fails_no_check(
     assert {code for code, _, _ in FORMS} == set(TABLES)
     assert sum(int(row["differing"]) for row in finding.rows) == 0
     assert {row["tried"] for row in finding.rows} == {NUM_ROWS}
-    monkeypatch.setattr(gemm_checks, "packed_linear", one_unit_off)
+    monkeypatch.setattr(gemm_checks, "triton_linear", one_unit_off)
     monkeypatch.setattr(gemm_checks, "FORMS", FORMS[:1])
     finding = check_packed_gemms(parts)
     assert (finding.passed, finding.unproved) == (True, "products with packed weights, which differ here")

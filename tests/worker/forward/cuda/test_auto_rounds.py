@@ -22,9 +22,9 @@ from swiftbatch.worker.forward.forward_interface import partial_rows
 from swiftbatch.worker.forward.step_costs import ROW_COUNTS, StepCosts
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
-from swiftbatch.worker.kernels import scan_coding as coding
+from swiftbatch.worker.kernels import kv_codes as coding
 from swiftbatch.worker.kernels.cuda import scan_attention as scan_module
-from swiftbatch.worker.kernels.cuda import scan_buffers as texts_module
+from swiftbatch.worker.kernels.cuda import scanned_texts as texts_module
 from swiftbatch.worker.kv import scan_arena, scan_cache
 from swiftbatch.worker.kv.scan_cache import ScanKVCache
 from swiftbatch.worker.kv.sparse_arena import SparseArena

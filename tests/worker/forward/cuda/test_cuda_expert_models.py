@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from swiftbatch.worker.exactness.transformers_agreement import compare
+from swiftbatch.worker.exactness.forward_comparisons import compare
 from swiftbatch.worker.forward import expert_counts
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows

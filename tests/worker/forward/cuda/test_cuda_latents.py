@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.exactness.transformers_agreement import compare
+from swiftbatch.worker.exactness.forward_comparisons import compare
 from swiftbatch.worker.forward.cuda.cuda_loading import load_cuda_forwards
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights

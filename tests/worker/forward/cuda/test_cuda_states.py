@@ -12,8 +12,7 @@ import torch
 from swiftbatch.jobs.checkpoints.kv_segments import LayerStates, decode_state, encode_state
 from swiftbatch.jobs.file_owner import Identity
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.exactness.batch_invariance import random_tree
-from swiftbatch.worker.exactness.transformers_agreement import compare
+from swiftbatch.worker.exactness.forward_comparisons import compare, random_tree
 from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import max_tree_depth, tree_rows

@@ -13,12 +13,13 @@ from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights, stacked_weights
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
-from swiftbatch.worker.kernels.quantized_weights import Code, Linear, PackedLinear, PackedMatrix, plain_linear
+from swiftbatch.worker.kernels.quantized_weights import Code, Linear, PackedLinear, PackedMatrix
 from swiftbatch.worker.kv.paged_arena import KVArena
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 from tests.worker.forward.cuda.checked_graph import CheckedGraph
 from tests.worker.kernels.kernel_parts import FLOAT32, Shape, cache_shape
 from tests.worker.kernels.packed_parts import packed_weights, random_packed, twin_of
+from tests.worker.kernels.plain_parts import plain_linear
 
 CPU = torch.device("cpu")
 TREE = DraftTree([5, 6], [ROOT, ROOT])

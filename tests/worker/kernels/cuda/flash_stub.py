@@ -21,7 +21,7 @@ def install(patches: pytest.MonkeyPatch) -> None:
     module.flash_attn_with_kvcache = LibraryCall(flash_attn_with_kvcache)  # type: ignore[attr-defined]
     patches.setitem(sys.modules, "flash_attn", module)
     patches.setattr(gpu_kernel_choice, "flash_version", lambda: VERSION)
-    patches.setattr("swiftbatch.worker.kernels.cuda.flash_attention.flash_version", lambda: VERSION)
+    patches.setattr("swiftbatch.worker.kernels.cuda.attention_backends.flash_version", lambda: VERSION)
 
 
 def flash_attn_with_kvcache(

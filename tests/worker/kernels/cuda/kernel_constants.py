@@ -10,25 +10,23 @@ import torch
 from swiftbatch.worker.drafters.griffin import draft_layer_kernels as griffin
 from swiftbatch.worker.exactness.gpu_doctor import machine_checks
 from swiftbatch.worker.kernels.cuda import (
-    activations,
     cuda_recurrence,
     cuda_recurrent_layers,
-    flash_attention,
     gemm,
     mla_kernels,
     moe_router,
     scan_attention,
     tree_attention,
 )
-from swiftbatch.worker.kernels.cuda import gemm as packed_linear
 from swiftbatch.worker.kernels.cuda import mla_kernels as latent_products
-from swiftbatch.worker.kernels.cuda import norm_rope_kernels as layers
+from swiftbatch.worker.kernels.cuda import row_kernels as layers
 from swiftbatch.worker.kernels.cuda import scan_attention as scan
-from swiftbatch.worker.kernels.cuda import scan_top_keys as choice
+from swiftbatch.worker.kernels.cuda import scanned_texts as choice
 from swiftbatch.worker.kernels.cuda import tree_attention as tail_attention
+from swiftbatch.worker.kernels.cuda.attention_backends import packed_constants, tail_merge_packed
 from swiftbatch.worker.kernels.cuda.cuda_recurrence import MOVE_WARPS, MOVED_WORDS, move_step_words
 from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import finish_constants, finish_group
-from swiftbatch.worker.kernels.cuda.scan_buffers import TextSizes, scan_constants
+from swiftbatch.worker.kernels.cuda.scanned_texts import TextSizes, scan_constants
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape
 from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES, MLASizes
 from swiftbatch.worker.kernels.layer_specs import (
@@ -48,6 +46,7 @@ from tests.worker.kernels.cuda.product_constants import (
     expert_kernels,
     packed_kernels,
     packed_zeros,
+    product,
     without,
 )
 
@@ -69,7 +68,7 @@ def kernels(dtype: str) -> dict[str, Made]:
         plain = without(constants.prefix_constants(), "HAS_BIAS", "bias_ptr") | NO_PAGES
         found[f"prefix{name}"] = tree_attention.prefix_split, plain
         found[f"tail{name}"] = tail_attention.tail_merge, without(constants.tail_constants(), "HAS_SINKS", "sinks_ptr")
-        found[f"packed tail{name}"] = flash_attention.tail_merge_packed, flash_attention.packed_constants(constants)
+        found[f"packed tail{name}"] = tail_merge_packed, packed_constants(constants)
     paged = without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | {"PAGE": GPU_PAGE}
     found["prefix in pages"] = tree_attention.prefix_split, paged
     found["prefix with biases"] = (
@@ -127,11 +126,11 @@ def state_kernels(dtype: str) -> dict[str, Made]:
         found[f"states: norm of {model}"] = finish_group, finished
         moved = {"RING": layout.ring, "WORDS": layout.words, "WIDTH": MOVED_WORDS, "num_warps": MOVE_WARPS}
         found[f"states: moves of {model}"] = move_step_words, moved
-    return found | {"states: gates of heads": (activations.gate_row, gates_of_heads())}
+    return found | {"states: gates of heads": (layers.gate_row, gates_of_heads())}
 
 
 def gates_of_heads() -> dict[str, Any]:
-    return {"ALL": 3 * HIDDEN, "NUMBERS": HIDDEN, "COLUMNS": activations.ACTIVE_COLUMNS}
+    return {"ALL": 3 * HIDDEN, "NUMBERS": HIDDEN, "COLUMNS": layers.ACTIVE_COLUMNS}
 
 
 def latent_kernels(dtype: str) -> dict[str, Made]:
@@ -187,28 +186,26 @@ def wide_kernels(dtype: str) -> dict[str, Made]:
     paged = without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | {"PAGE": GPU_PAGE}
     packed = packed_zeros("uint4", HIDDEN, 128, has_offsets=True)
     tile = gemm.tile_rows(torch.zeros(MOST_ROWS, 1, dtype=DTYPES[dtype]))
-    product = gemm.multiply_constants(HIDDEN, False, tile)
     choice_of = moe_router.choice_constants(QWEN3, 2048, DTYPES[dtype], False, False, False, MOST_ROWS)
     found: dict[str, Made] = {
         "prefix in pages": (tree_attention.prefix_split, paged),
         "tail": (tail_attention.tail_merge, without(attention.tail_constants(), "HAS_SINKS", "sinks_ptr")),
-        "linear": (gemm.multiply_columns, without(product, "HAS_BIAS", "bias_ptr")),
+        "linear": product(torch.zeros(1, HIDDEN), num_tile_rows=tile),
         "experts' router": (moe_router.multiply_router, moe_router.router_constants(2880, 128, MOST_ROWS)),
         "choice of Qwen3": (moe_router.choose_row, choice_of | dict.fromkeys(("router_bias_ptr", "choice_bias_ptr"))),
         "sort of choices": (moe_router.sort_choices, moe_router.sort_constants(QWEN3, MOST_ROWS)),
     }
-    constants = scan_constants(attention, TextSizes(32, 4, KV_HEADS, HEAD_DIM, 97, 256, 16))
-    found["look at clouds"] = scan_attention.attend_to_clusters, constants["attend_to_clusters"]
+    sizes, clouds = TextSizes(32, 4, KV_HEADS, HEAD_DIM, 97, 256, 16), scan_attention.attend_to_clusters
+    found["look at clouds"] = clouds, scan_constants(clouds, attention, sizes)
     if dtype == "bf16":
-        constants = without(packed_linear.packed_constants(packed, False, tile), "HAS_BIAS", "bias_ptr")
-        found["packed uint4 with offsets"] = packed_linear.multiply_packed_columns, constants
+        found["packed uint4 with offsets"] = product(packed, num_tile_rows=tile)
     return {f"{name} of {MOST_ROWS} rows": made for name, made in found.items()}
 
 
 def scan_kernels(dtype: str, head_dim: int = HEAD_DIM) -> dict[str, Made]:
     """Texts have 100,000 positions."""
     attention = AttentionShape(KV_HEADS, HEADS // KV_HEADS, head_dim, NUM_SPLITS, DTYPES[dtype])
-    constants = scan_constants(attention, TextSizes(32, 4, KV_HEADS, head_dim, 97, 256, 16))
+    sizes = TextSizes(32, 4, KV_HEADS, head_dim, 97, 256, 16)
     made = {
         "look at clouds": scan_attention.attend_to_clusters,
         "sample": choice.sample_scores,
@@ -217,7 +214,7 @@ def scan_kernels(dtype: str, head_dim: int = HEAD_DIM) -> dict[str, Made]:
         "attend to the best": scan.attend_best,
         "merge all": scan_attention.scan_merge,
     }
-    found: dict[str, Made] = {name: (kernel, dict(constants[kernel.__name__])) for name, kernel in made.items()}
+    found: dict[str, Made] = {name: (kernel, scan_constants(kernel, attention, sizes)) for name, kernel in made.items()}
     reads = found["attend to the best"][1]
     found["attend to the best in pages"] = scan.attend_best, reads | {"PAGE": GPU_PAGE}
     reads |= {"PAGE": 0, "full_slots_ptr": None, "pages_ptr": None}
@@ -239,11 +236,11 @@ def kernels_besides_attention() -> dict[str, Made]:
     front = without(norm, "HAS_BEHIND", "behind_ptr")
     behind = norm | {"HAS_BEHIND": True, "FORM": int(NormForm.ONCE)}
     heads = {"ALL": 3 * HIDDEN, "QUERIES": HIDDEN, "KEYS": HIDDEN, "WIDTH": HIDDEN, "FORM": int(NormForm.ONCE)}
-    active = {"INTERMEDIATE": INTERMEDIATE, "COLUMNS": activations.ACTIVE_COLUMNS, "HAS_GATES": True, "ACTIVATION": 0}
+    active = {"INTERMEDIATE": INTERMEDIATE, "COLUMNS": layers.ACTIVE_COLUMNS, "HAS_GATES": True, "ACTIVATION": 0}
     bent = active | {"HAS_GATES": False, "ACTIVATION": int(Activation.XIELU)}
     active |= {"curve_ptr": None}
     embed = {"HIDDEN": HIDDEN, "WIDTH": HIDDEN, "SCALE": 1.0}
-    plain_linear = without(gemm.multiply_constants(HIDDEN, False), "HAS_BIAS", "bias_ptr")
+    weight = torch.zeros(1, HIDDEN)
     return {
         "rope": (layers.rope_store_heads, without(rope | in_order, "HAS_NORM", "query_norm_ptr", "key_norm_ptr")),
         "rope with norms": (layers.rope_store_heads, rope | in_order | {"HAS_NORM": True}),
@@ -262,17 +259,17 @@ def kernels_besides_attention() -> dict[str, Made]:
         "norm of distances from the mean": (layers.add_norm_row, front | {"FORM": int(NormForm.CENTRED)}),
         "norm with biases": (layers.add_norm_row, front | {"FORM": int(NormForm.SHIFTED)}),
         "norms of all heads": (layers.norm_heads_row, heads),
-        "silu": (activations.activate_row, active),
-        "gelu": (activations.activate_row, active | {"ACTIVATION": int(Activation.GELU_TANH)}),
-        "relu2": (activations.activate_row, active | {"HAS_GATES": False, "ACTIVATION": int(Activation.RELU2)}),
-        "xielu": (activations.activate_row, bent),
+        "silu": (layers.activate_row, active),
+        "gelu": (layers.activate_row, active | {"ACTIVATION": int(Activation.GELU_TANH)}),
+        "relu2": (layers.activate_row, active | {"HAS_GATES": False, "ACTIVATION": int(Activation.RELU2)}),
+        "xielu": (layers.activate_row, bent),
         "soft cap of logits": (
-            activations.softcap_row,
-            {"VOCAB": 32000, "COLUMNS": activations.SOFTCAP_COLUMNS, "CAP": 30.0},
+            layers.softcap_row,
+            {"VOCAB": 32000, "COLUMNS": layers.SOFTCAP_COLUMNS, "CAP": 30.0},
         ),
-        "linear": (gemm.multiply_columns, plain_linear),
-        "linear with bias": (gemm.multiply_columns, gemm.multiply_constants(HIDDEN, True)),
-        "head": (gemm.multiply_columns, plain_linear),
+        "linear": product(weight),
+        "linear with bias": product(weight, has_bias=True),
+        "head": product(weight),
         **griffin_kernels(),
         "read": (machine_checks.read_numbers, machine_checks.READ_CONSTANTS),
         "noise": (machine_checks.store_noise, {"BLOCK": machine_checks.NOISE_BLOCK}),
@@ -284,7 +281,7 @@ def griffin_kernels() -> dict[str, Made]:
     return {
         "griffin's pairs": (griffin.pair_row, sizes),
         "griffin's norm": (griffin.layer_norm_row, sizes | {"num_warps": griffin.NORM_WARPS}),
-        "griffin's silu": (griffin.silu_row, {"EXPANSION": INTERMEDIATE, "COLUMNS": activations.ACTIVE_COLUMNS}),
+        "griffin's silu": (griffin.silu_row, {"EXPANSION": INTERMEDIATE, "COLUMNS": layers.ACTIVE_COLUMNS}),
         "griffin's sum": (griffin.add_row, sizes),
         "griffin's kept rows": (griffin.keep_row, sizes),
         **{f"joined rows, {width:,} wide": (griffin.join_row, griffin.join_constants(width)) for width in JOINED},

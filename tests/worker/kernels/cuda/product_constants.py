@@ -8,6 +8,7 @@ import torch
 
 from swiftbatch.worker.kernels.cuda import gemm, moe_gemm, moe_router
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedExperts
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kernels.layer_specs import Activation, Routing, Score
 from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, TABLES, Code, PackedMatrix, Weight, linear_from
 
@@ -87,12 +88,18 @@ def expert_product(
         routing, torch.zeros(1, 1), linear_of_all, linear_of_all, None, None, limit, 1.702, has_gates
     )
     constants = moe_gemm.tile_constants(routing, linear_of_all, gates if is_gated else None, Activation.SILU)
-    unused = ["bias_ptr"] * (not limit)
+    return moe_gemm.multiply_tile, constants | dict.fromkeys([*["bias_ptr"] * (not limit), *absent_parts(weight)])
+
+
+def absent_parts(weight: Weight) -> list[str]:
     if isinstance(weight, PackedMatrix):
-        unused += ["weight_ptr", *["offsets_ptr"] * (weight.offsets is None)]
-    else:
-        unused += ["codes_ptr", "scales_ptr", "offsets_ptr"]
-    return moe_gemm.multiply_tile, constants | dict.fromkeys(unused)
+        return ["weight_ptr", *["offsets_ptr"] * (weight.offsets is None)]
+    return ["codes_ptr", "scales_ptr", "offsets_ptr"]
+
+
+def product(weight: Weight, *, has_bias: bool = False, num_tile_rows: int = NUM_ROWS) -> Made:
+    constants = gemm.multiply_constants(weight, has_bias, num_tile_rows)
+    return gemm.multiply_columns, constants | dict.fromkeys(["bias_ptr"] * (not has_bias) + absent_parts(weight))
 
 
 def summed(has_share: bool) -> dict[str, Any]:
@@ -107,8 +114,4 @@ def packed_zeros(code: Code, depth: int, group: int, *, has_offsets: bool = Fals
 
 
 def packed_gemm(code: Code, group: int, *, has_offsets: bool = False, depth: int = HIDDEN) -> Made:
-    matrix = packed_zeros(code, depth, group, has_offsets=has_offsets)
-    constants = without(gemm.packed_constants(matrix, False), "HAS_BIAS", "bias_ptr")
-    if not has_offsets:
-        constants = without(constants, "HAS_OFFSETS", "offsets_ptr")
-    return gemm.multiply_packed_columns, constants
+    return product(packed_zeros(code, depth, group, has_offsets=has_offsets))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.forward.tile_packing import tree_rows
-from swiftbatch.worker.kernels.cuda.flash_attention import FlashAttention
-from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, Scratch, attend
+from swiftbatch.worker.kernels.cuda.attention_backends import FlashAttention
+from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, KeptLayer, Scratch, attend
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS
 from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView
 from swiftbatch.worker.sampling.draft_tree import DraftTree
@@ -65,7 +65,7 @@ def attended(
     scratch.lse.fill_(NAN)
     mixed = padded(query[:0])
     table = arena.table(sequences, pages)
-    attend(padded(query), *buffer[1], bias, table, scratch, mixed, SCALE, view, pages)
+    attend(padded(query), KeptLayer(*buffer[1], bias, view, pages), table, scratch, mixed, SCALE)
     assert mixed[len(query) :].isnan().all()
     return mixed[: len(query)]
 
@@ -252,5 +252,6 @@ def test_blocks_that_no_row_of_a_block_sees_are_never_read() -> None:
 def test_flash_attn_beside_a_window_is_refused() -> None:
     attention = FlashAttention.__new__(FlashAttention)
     arena, sequences = written(SMALL, (64,), (1,), seed=10)
+    kept = KeptLayer(*arena.buffer[1], view=AttentionView(100))
     with pytest.raises(ValueError, match="attend with triton"):
-        attention.attend(0, *arena.buffer[1], None, arena.table(sequences), queries(arena, 1), view=AttentionView(100))
+        attention.attend(0, kept, arena.table(sequences), queries(arena, 1))

@@ -10,18 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.gemm import WeightKernel, triton_linear
+from swiftbatch.worker.kernels.cuda.gemm import triton_linear
 from swiftbatch.worker.kernels.cuda.moe_gemm import CudaExperts
 from swiftbatch.worker.kernels.cuda.moe_router import TILE, num_tiles
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_experts
 from swiftbatch.worker.kernels.decoder_weights import ExpertWeights
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kernels.layer_specs import Activation, Routing, Score
-from swiftbatch.worker.kernels.quantized_weights import Code, Linear, PackedLinear, linear_from, plain_linear
+from swiftbatch.worker.kernels.quantized_weights import Code, Linear, PackedLinear, linear_from
 from tests.worker.kernels.cuda.launches import launched
 from tests.worker.kernels.expert_parts import EXPERT_SHAPES, ExpertShape, random_experts
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32
 from tests.worker.kernels.packed_parts import random_packed
+from tests.worker.kernels.plain_parts import plain_linear
 from tests.worker.kernels.reference import ACTIVATIONS
 from tests.worker.kernels.reference_experts import reference_choice, reference_experts
 from tests.worker.kernels.test_experts import ROUTINGS
@@ -48,9 +49,7 @@ def weights_of(shape: ExpertShape, dtype: torch.dtype, hidden: int = HIDDEN) -> 
 
 def kernels_of(weights: ExpertWeights, dtype: torch.dtype, hidden: int = HIDDEN) -> CudaExperts:
     """Make experts whose buffers are cleared."""
-    made = CudaExperts(
-        [stacked_experts(weights, CPU)], hidden, dtype, Activation.SILU, CPU, WeightKernel(triton_linear)
-    )
+    made = CudaExperts([stacked_experts(weights, CPU)], hidden, dtype, Activation.SILU, CPU, triton_linear)
     for buffer in vars(made).values():
         if isinstance(buffer, Tensor):
             buffer.fill_(torch.nan if buffer.is_floating_point() else 10**6)

@@ -15,7 +15,6 @@ from torch import Tensor
 from swiftbatch.worker.kernels.cuda.cuda_decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.gemm import LinearKernel, cublas_linear, triton_linear
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
-from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kernels.quantized_weights import Linear
 from tests.worker.kernels.cuda.arenas import CAPACITY, NAN, NUM_SPLITS, Arena, arena_of, random_arena, random_rows
 from tests.worker.kernels.cuda.launches import launched
@@ -61,11 +60,9 @@ KINDS = {
 def decoder_of(
     arena: Arena,
     linear: LinearKernel = cublas_linear,
-    bias: Tensor | None = None,
-    reduce: Callable[[Tensor], None] | None = None,
 ) -> CudaDecoder:
     weights = stacked_weights(random_weights(arena.shape), CPU)
-    return CudaDecoder(weights, arena.buffer, NUM_POSITIONS, NUM_SPLITS, linear, bias, reduce)
+    return CudaDecoder(weights, arena.buffer, NUM_POSITIONS, NUM_SPLITS, linear)
 
 
 def upload(decoder: CudaDecoder, sequences: Sequence[tuple[Rows, int]]) -> None:
@@ -142,10 +139,9 @@ def test_rows_behind_partial_caches_are_as_in_the_reference() -> None:
     placed = [(dataclasses.replace(rows, boundary=rows.first_entry), slot) for slot, rows in enumerate(parts)]
     expected = whole(ReferenceDecoder(random_weights(LLAMA)).forward(parts))
     other = random_arena(LLAMA, (64, 10))
-    for decoder in (decoder_of(arena, bias=bias), decoder_of(other).over(arena.buffer, bias)):
-        found = run(decoder, placed)
-        assert is_near(found[0], expected[0], FLOAT32)
-        assert is_near(found[1], expected[1], FLOAT32)
+    found = run(decoder_of(other).over(arena.buffer, bias), placed)
+    assert is_near(found[0], expected[0], FLOAT32)
+    assert is_near(found[1], expected[1], FLOAT32)
 
 
 def test_two_decoders_that_share_their_buffers_do_not_disturb_each_other() -> None:
@@ -235,23 +231,6 @@ def test_latent_attention_is_two_launches_more_and_one_for_the_vector_of_queries
 def test_a_soft_cap_of_logits_is_a_launch_more(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["embed_row", *LAYER, *LAYER, "add_norm_row", "aten.mm.out", "softcap_row"]
     assert launches_of(OTHER_FORMS["gemma2 in float32"], monkeypatch) == names
-
-
-def test_parts_of_the_outputs_pass_through_the_hook_for_several_devices() -> None:
-    arena = random_arena(LLAMA, (10,))
-    seen: list[Tensor] = []
-
-    def drop(part: Tensor) -> None:
-        seen.append(part.clone())
-        part.mul_(0)
-
-    decoder = decoder_of(arena, reduce=drop)
-    sequences = random_rows(random.Random(4), arena, (1,))
-    hidden, _ = run(decoder, sequences)
-    assert [part.shape for part in seen] == [(NUM_ROWS, LLAMA.hidden)] * 4
-    weights = random_weights(LLAMA)  # nothing was added to the embedded token
-    embedded = weights.embedding[sequences[0][0].token_ids].float()
-    assert torch.allclose(hidden, ReferenceDecoder(weights)._norm(embedded, weights.final_norm), rtol=1e-5)
 
 
 def test_an_arena_of_another_shape_or_dtype_is_refused() -> None:

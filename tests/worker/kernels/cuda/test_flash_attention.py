@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from swiftbatch.jobs.run.compute_options import AttentionName, LinearName
-from swiftbatch.worker.kernels.cuda.attention_backends import ATTENTION_KERNELS
+from swiftbatch.worker.kernels.cuda.attention_backends import ATTENTION_KERNELS, MOST_SPLITS, FlashAttention
 from swiftbatch.worker.kernels.cuda.cuda_decoder import CudaDecoder
-from swiftbatch.worker.kernels.cuda.flash_attention import MOST_SPLITS, FlashAttention
 from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, triton_linear
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
-from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape
+from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, KeptLayer
 from swiftbatch.worker.kv.gpu_memory_plan import PADDED_ROWS
 from tests.worker.kernels.cuda import flash_stub
 from tests.worker.kernels.cuda.arenas import CAPACITY, NUM_SPLITS, Arena, Placed, padded, random_rows
@@ -58,7 +57,7 @@ def flash_of(arena: Arena, num_splits: int = NUM_SPLITS) -> FlashAttention:
 def attended(arena: Arena, sequences: Sequence[Placed], query: Tensor, num_splits: int = NUM_SPLITS) -> Tensor:
     attention, table, mixed = flash_of(arena, num_splits), arena.table(sequences), padded(query[:0])
     attention.put(query, table)
-    attention.attend(1, *arena.buffer[1], None, table, mixed)
+    attention.attend(1, KeptLayer(*arena.buffer[1]), table, mixed)
     assert mixed[len(query) :].isnan().all()
     return mixed[: len(query)]
 
@@ -128,7 +127,7 @@ def test_the_numerics_name_the_splits_that_are_cut(
         return flash_stub.flash_attn_with_kvcache(*args, num_splits=num_splits, **kwargs)
 
     monkeypatch.setattr(attention, "_call", see)
-    attention.attend(1, *arena.buffer[1], None, arena.table(sequences), padded(queries(arena, 0)))
+    attention.attend(1, KeptLayer(*arena.buffer[1]), arena.table(sequences), padded(queries(arena, 0)))
     assert asked == [min(num_splits, MOST_SPLITS)]
     length = flash_stub.split_length(CAPACITY, head_dim, asked[0])
     assert attention.numerics == f"flash 2.8.3 prefixes in splits of {length}"
@@ -145,8 +144,9 @@ def test_queries_are_found_by_their_places() -> None:
 
 def test_biases_and_float32_are_refused() -> None:
     arena, sequences = written(SMALL, (64,), (1,), seed=7)
+    kept = KeptLayer(*arena.buffer[1], torch.zeros(1, CAPACITY))
     with pytest.raises(ValueError, match="found a bias, which flash-attn does not add to scores"):
-        flash_of(arena).attend(1, *arena.buffer[1], torch.zeros(1, CAPACITY), arena.table(sequences), queries(arena, 0))
+        flash_of(arena).attend(1, kept, arena.table(sequences), queries(arena, 0))
     arena, sequences = written(dataclasses.replace(SMALL, dtype=FLOAT32), (64,), (1,), seed=7)
     with pytest.raises(RuntimeError, match="only support fp16 and bf16"):
         attended(arena, sequences, queries(arena, 1))

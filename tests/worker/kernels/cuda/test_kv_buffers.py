@@ -11,10 +11,10 @@ from torch import Tensor
 
 from swiftbatch.jobs.run.compute_options import KVDtype
 from swiftbatch.worker.kernels.cuda.kv_kernels import average_chunks, gather_entries, gather_range
-from swiftbatch.worker.kernels.cuda.norm_rope_kernels import rope_store
-from swiftbatch.worker.kernels.cuda.tree_attention import Scratch, attend
+from swiftbatch.worker.kernels.cuda.row_kernels import rope_store
+from swiftbatch.worker.kernels.cuda.tree_attention import KeptLayer, Scratch, attend
 from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES, KV_SCALE_BYTES, NUM_ROWS
-from swiftbatch.worker.kernels.kv_quantization import CODES, coded, numbers_of
+from swiftbatch.worker.kernels.kv_codes import CODES, coded, numbers_of
 from tests.worker.kernels.cuda.arenas import CAPACITY, NUM_SPLITS, Arena, arena_of, padded, random_arena, random_rows
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, Shape
 
@@ -33,7 +33,7 @@ def attended(arena: Arena, query: Tensor, seed: int) -> Tensor:
     scratch = Scratch.empty(NUM_SPLITS, *query.shape[1:], torch.device("cpu"))
     mixed = padded(query[:0])
     sequences = random_rows(random.Random(seed), arena, (3, 1))
-    attend(padded(query), *arena.buffer[1], None, arena.table(sequences), scratch, mixed, 0.1)
+    attend(padded(query), KeptLayer(*arena.buffer[1]), arena.table(sequences), scratch, mixed, 0.1)
     return mixed[:4]
 
 

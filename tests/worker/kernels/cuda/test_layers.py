@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from swiftbatch.worker.kernels.cuda.activations import activate
-from swiftbatch.worker.kernels.cuda.norm_rope_kernels import add_norm, embed, norm_heads, rope_store
+from swiftbatch.worker.kernels.cuda.row_kernels import activate, add_norm, embed, norm_heads, rope_store
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kernels.layer_specs import Activation, NormForm
 from swiftbatch.worker.kernels.rope_cos_sin import angles

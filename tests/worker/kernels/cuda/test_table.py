@@ -11,7 +11,7 @@ import torch
 
 from swiftbatch.worker.forward.tile_packing import SequenceRows
 from swiftbatch.worker.kernels.cuda import cuda_row_table
-from swiftbatch.worker.kernels.cuda.cuda_row_table import TableLayout
+from swiftbatch.worker.kernels.cuda.cuda_row_table import TableLayout, is_filled_in_c
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS
 from tests.worker.kernels.cuda.arenas import CAPACITY, Placed, random_arena, random_rows
@@ -165,7 +165,7 @@ def test_a_table_that_c_fills_is_that_of_numpy(seed: int, monkeypatch: pytest.Mo
     numbers.shuffle(placed)
     own = [[each[slot] for _, slot in placed] for each in pages]
     in_c, in_numpy = (np.full(layout.size, -1, dtype=np.int32) for _ in range(2))
-    assert layout._native.fill(in_c, placed, own[0] if own else (), own[1] if len(own) > 1 else ())
+    assert is_filled_in_c(layout._in_c, in_c, placed, own[0] if own else (), own[1] if len(own) > 1 else ())
     monkeypatch.setattr(cuda_row_table, "chosen_library", lambda: None)
     layout.fill(in_numpy, placed, *own)
     is_written = np.ones(layout.size, dtype=bool)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.kernels.instruction_sets import OVERRIDE
+from swiftbatch.worker.kernels.native_library import OVERRIDE
 from swiftbatch.worker.sampling.logits_processors import penalise
 from swiftbatch.worker.sampling.native_sampler import kernels
 from swiftbatch.worker.sampling.noise import BLOCK, GumbelNoise

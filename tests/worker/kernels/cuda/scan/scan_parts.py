@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.forward.forward_interface import SparseRows, partial_rows
+from swiftbatch.worker.kernels.cuda.attention_backends import TritonAttention
 from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, TableLayout
-from swiftbatch.worker.kernels.cuda.scan_attention import Scan, scan_attend
-from swiftbatch.worker.kernels.cuda.scan_buffers import TILE_ROWS, ScannedTexts, ScanScratch, TextSizes
-from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, Scratch
+from swiftbatch.worker.kernels.cuda.scan_attention import ScanAttention
+from swiftbatch.worker.kernels.cuda.scanned_texts import TILE_ROWS, ScannedTexts, TextSizes
+from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, KeptLayer
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS
-from swiftbatch.worker.kernels.scan_coding import MOMENT_STRIDE, SCAN_CHUNK
+from swiftbatch.worker.kernels.kv_codes import MOMENT_STRIDE, SCAN_CHUNK
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.kv_capacity import PoolSize, pages_of
 from swiftbatch.worker.kv.paged_arena import KVArena
@@ -97,13 +98,16 @@ class Texts:
         return AttentionShape(self.num_kv_heads, self.group, self.shape.head_dim, NUM_SPLITS, self.shape.dtype)
 
     def table(self) -> CudaRowTable[Tensor]:
-        layout = TableLayout(len(self.sequences), ENTRIES, self.attention.rows_per_group, 10**6, 10, 1)
+        layout = self.layout()
         buffer = np.full(layout.size, -1, dtype=np.int32)
         chains = [self.chain(slot) for slot in range(len(self.sequences))]
         layout.fill(buffer, [(replace(rows, boundary=rows.first_entry), slot) for slot, rows in enumerate(chains)])
         table = layout.table(torch.from_numpy(buffer))
         table.tail_slots[torch.arange(BLOCK) >= table.rows[:, 2, None]] = ENTRIES - 1
         return table
+
+    def layout(self) -> TableLayout:
+        return TableLayout(len(self.sequences), ENTRIES, self.attention.rows_per_group, 10**6, 10, 1)
 
     def chain(self, slot: int) -> SparseRows:
         num_rows = self.sequences[slot].num_rows
@@ -116,22 +120,20 @@ class Texts:
         query[sum(rows.num_rows for rows in self.sequences) :] = NAN
         return query.to(self.shape.dtype)
 
-    def scan(self) -> Scan:
+    def scan(self) -> ScanAttention:
         """Return a scan whose scratch is full of NaN."""
-        num_heads = self.num_kv_heads * self.group
-        scratch = ScanScratch.empty(self.texts.sizes, num_heads, NUM_SPLITS, CPU)
-        for tensor in scratch.tensors():
+        plain = TritonAttention(self.attention, self.layout(), self.shape.head_dim**-0.5, CPU)
+        scan = ScanAttention(plain, self.texts, self.full, self.pages)
+        for tensor in scan.found.tensors():
             tensor.fill_(NAN if tensor.is_floating_point() else -1)
-        return Scan(self.attention, self.texts, scratch, self.shape.head_dim**-0.5, self.full, self.pages)
+        return scan
 
-    def attended(self, scan: Scan, query: Tensor) -> Tensor:
+    def attended(self, scan: ScanAttention, query: Tensor) -> Tensor:
         """Return `[num_rows, num_heads, head_dim]`, and check that padding was not written."""
-        prefixes = Scratch.empty(NUM_SPLITS, query.shape[1], query.shape[2], CPU)
-        prefixes.output.fill_(NAN)
-        prefixes.lse.fill_(NAN)
-        mixed = torch.full_like(query, NAN)
-        bias = torch.zeros(len(self.sequences), ENTRIES)
-        scan_attend(scan, 0, query, tuple(self.entries[0]), bias, self.table(), prefixes, mixed)
+        table, mixed = self.table(), torch.full_like(query, NAN)
+        scan.put(query, table)
+        kept = KeptLayer(*self.entries[0], torch.zeros(len(self.sequences), ENTRIES))
+        scan.attend(0, kept, table, mixed)
         num_rows = sum(rows.num_rows for rows in self.sequences)
         assert mixed[num_rows:].isnan().all()
         return mixed[:num_rows]
@@ -147,7 +149,7 @@ class Texts:
         means = query.double() @ texts.means[0, slot, kv_head, :num_chunks].double().T
         return spread @ levels.T + means.repeat_interleave(SCAN_CHUNK, dim=1)
 
-    def chosen(self, scan: Scan, slot: int, row: int, head: int) -> Tensor:
+    def chosen(self, scan: ScanAttention, slot: int, row: int, head: int) -> Tensor:
         """Return a row's keys in text order."""
         first_row = sum(rows.num_rows for rows in self.sequences[:slot])
         per_tile = TILE_ROWS // self.group
@@ -155,8 +157,8 @@ class Texts:
         bit = row % per_tile * self.group + head % self.group
         found = []
         for chunk in range(self.sequences[slot].num_chunks):
-            count = int(scan.scratch.counts[tile, kv_head, chunk])
-            entries = scan.scratch.entries[tile, kv_head, chunk, :count]
+            count = int(scan.found.counts[tile, kv_head, chunk])
+            entries = scan.found.entries[tile, kv_head, chunk, :count]
             found.append(chunk * SCAN_CHUNK + (entries >> 16)[entries >> bit & 1 != 0])
         return torch.cat(found)
 
@@ -164,7 +166,7 @@ class Texts:
         first = sum(rows.num_rows for rows in self.sequences[:slot])
         return slice(first, first + self.sequences[slot].num_rows)
 
-    def exactly(self, scan: Scan, query: Tensor, slot: int, row: int, head: int) -> Tensor:
+    def exactly(self, scan: ScanAttention, query: Tensor, slot: int, row: int, head: int) -> Tensor:
         """Return `[head_dim]` in float64: entries, rows before it, chosen keys, and a cloud of the others."""
         rows, kv_head, scale = self.sequences[slot], head // self.group, scan.scale
         own = query[self.rows_of(slot)][row, head].double()
@@ -173,7 +175,7 @@ class Texts:
             text = slice(FIRST, FIRST + rows.num_chunks * SCAN_CHUNK)
             all_keys, all_values = (part[kv_head, text].double() for part in self.caches[slot].stored(0))
             best = self.chosen(scan, slot, row, head)
-            limit = float(scan.scratch.limits[self.rows_of(slot)][row, head])
+            limit = float(scan.found.limits[self.rows_of(slot)][row, head])
             keys, values = torch.cat([keys, all_keys[best]]), torch.cat([values, all_values[best]])
         scores = keys @ own * scale
         if not rows.num_chunks:

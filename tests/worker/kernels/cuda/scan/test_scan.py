@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.compute_threads import Team
-from swiftbatch.worker.kernels.cuda.scan_attention import Scan
-from swiftbatch.worker.kernels.instruction_sets import load_library
+from swiftbatch.worker.kernels.cuda.scan_attention import ScanAttention
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, CUDA_SCALE_BYTES
-from swiftbatch.worker.kernels.kv_quantization import coded, numbers_of
+from swiftbatch.worker.kernels.kv_codes import SCAN_CHUNK, coded, numbers_of
 from swiftbatch.worker.kernels.native_decoder import native_attention
-from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
+from swiftbatch.worker.kernels.native_library import Team, load_library
 from swiftbatch.worker.kv.scan_cache import ScannedKeys
 from tests.worker.kernels.cuda.scan.scan_parts import FIRST, NAN, Rows, Texts
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, VARIANTS, needs_kernels
@@ -26,7 +24,7 @@ NUM_BEST = 50
 SEQUENCES = [Rows(2, 40, 3), Rows(0, 70, 2), Rows(1, 5, 9)]  # one is short, and one has more than a tile
 SIZES = [(64, FLOAT32), pytest.param(128, BF16, marks=pytest.mark.slow)]
 DEVIATIONS = (0.05, 2.0, 12.0)  # flat, medium and sharp attention
-Attended = tuple[Texts, Scan, Tensor, Tensor]  # with queries and their results
+Attended = tuple[Texts, ScanAttention, Tensor, Tensor]  # with queries and their results
 
 
 @functools.cache
@@ -49,7 +47,7 @@ def test_scores_are_products_with_what_codes_stand_for(head_dim: int, dtype: tor
     texts, scan, query, _ = attended(head_dim, dtype)
     for slot, row, head in heads_of(texts, (0, 2)):
         expected = texts.scores(query[texts.rows_of(slot)][:, head], slot, head)[row]
-        found = scan.scratch.samples[texts.rows_of(slot)][row, head, : len(expected)].double()
+        found = scan.found.samples[texts.rows_of(slot)][row, head, : len(expected)].double()
         torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
 
 
@@ -58,7 +56,7 @@ def test_the_best_keys_are_chosen_and_no_other(head_dim: int, dtype: torch.dtype
     texts, scan, _, _ = attended(head_dim, dtype)
     for slot, row, head in heads_of(texts, (0, 2)):
         num_keys = texts.sequences[slot].num_chunks * SCAN_CHUNK
-        scores = scan.scratch.samples[texts.rows_of(slot)][row, head, :num_keys]  # all of them are sampled
+        scores = scan.found.samples[texts.rows_of(slot)][row, head, :num_keys]  # all of them are sampled
         ordered = scores.sort(descending=True).values
         expected = torch.nonzero(scores > ordered[NUM_BEST])[:, 0]  # of equal ones all or none
         assert texts.chosen(scan, slot, row, head).tolist() == expected.tolist()
@@ -90,7 +88,7 @@ def test_flat_queries_read_no_key_and_come_close_to_all_keys() -> None:
     texts, scan, query, found = attended(64, FLOAT32, 0.05)
     for slot in (0, 2):
         rows = texts.rows_of(slot)
-        assert (scan.scratch.limits[rows] == float("inf")).all()
+        assert (scan.found.limits[rows] == float("inf")).all()
         assert all(texts.chosen(scan, slot, row, 0).numel() == 0 for row in range(texts.sequences[slot].num_rows))
         keys, values = (part[0].double() for part in texts.caches[slot].stored(0))
         end = FIRST + texts.sequences[slot].num_chunks * SCAN_CHUNK
@@ -139,8 +137,8 @@ def test_where_texts_are_long_some_blocks_say_where_the_best_begin() -> None:
     for head in range(4):
         scores = texts.scores(query[:1, head], 0, head)[0]
         sampled = scores.view(-1, BLOCK)[::2].flatten()
-        torch.testing.assert_close(scan.scratch.samples[0, head, : len(sampled)].double(), sampled, atol=1e-3, rtol=0)
-        limit = float(scan.scratch.limits[0, head])
+        torch.testing.assert_close(scan.found.samples[0, head, : len(sampled)].double(), sampled, atol=1e-3, rtol=0)
+        limit = float(scan.found.limits[0, head])
         chosen = texts.chosen(scan, 0, 0, head)
         assert 170 < len(chosen) < 350
         is_chosen = torch.zeros(len(scores), dtype=torch.bool)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from swiftbatch.worker.kernels.cuda.scan_top_keys import in_order, largest_number
+from swiftbatch.worker.kernels.cuda.scanned_texts import in_order, largest_number
 
 NUM_NUMBERS = 512
 

@@ -1,16 +1,19 @@
-"""Measurement of row-exactness: rows of random draft trees against plain decoding, bit by bit."""
+"""Measurements of a forward: rows of random trees against plain decoding, and logits against transformers."""
 
 from __future__ import annotations
 
+import contextlib
 import random
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import max_tree_depth, tree_rows
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS, TILE_ROWS
-from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.kv.full_cache import FullKVCache, new_cache_of
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 
 NUM_SEQUENCES = 3  # contexts per forward with the fewest rows
@@ -138,3 +141,116 @@ def _same_keys_and_values(
             strict=True,
         )
     )
+
+
+# Our forward's logits beside those of transformers on the same rows.
+
+
+NUM_COMPARED_ROWS = 300
+# relative to the logits' spread; a wrong mask shifts by about 1
+MOST_SHIFTED = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+MOST_SHIFTED_BY_EXPERTS = 0.25  # if two experts weigh nearly the same, the last bit chooses
+MEDIAN_SHIFTED = {torch.float32: 1e-2, torch.bfloat16: 0.25}  # for models with experts, where such rows are few
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """Effect of 8-bit caches on our logits."""
+
+    shift: float
+    num_same_choices: int
+
+    def summary(self, num_rows: int) -> str:
+        return (
+            f"its 8-bit keys and values shift logits by {self.shift:.2g} of their spread, {self.num_same_choices} of "
+            f"{num_rows} rows have the same best token as without them"
+        )
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Distance between our logits and those of transformers."""
+
+    num_rows: int
+    greatest_difference: float
+    shift: float  # root mean square of the differences, relative to the logits' spread
+    num_same_choices: int  # rows with the same best token
+    agrees: bool
+    kept: KeptRows | None = None  # effect of 8-bit keys and values; None without 8-bit caches
+
+    def summary(self) -> str:
+        found = (
+            f"the greatest difference between two logits is {self.greatest_difference:.2g}, {self.num_same_choices} of "
+            f"{self.num_rows} rows have the same best token"
+        )
+        if self.agrees:
+            kept = "" if self.kept is None else f"\n{self.kept.summary(self.num_rows)}"
+            return f"the forward agrees with that of transformers: {found}{kept}"
+        return f"THE FORWARD IS NOT THAT OF TRANSFORMERS: {found}; do not use this model here, and please report it"
+
+
+@torch.inference_mode()
+def compare(target: TargetModel, num_rows: int = NUM_COMPARED_ROWS, seed: int = 0) -> Agreement:
+    """Run `num_rows` random tokens through the target's tiles and through transformers' eager forward."""
+    num_rows = min(num_rows, target.files.max_positions)
+    generator = torch.Generator().manual_seed(seed)
+    token_ids = torch.randint(target.vocab_size, (num_rows,), generator=generator)
+    ours = _our_logits(target, token_ids.tolist(), _plain_cache(target, num_rows))
+    with _eager(target.model):
+        theirs = target.model(input_ids=token_ids[None].to(target.device), use_cache=False).logits[0].float()
+    shift, num_same_choices = _distance(ours, theirs)
+    kept = None
+    if target.cache_shape.kv_dtype is not None:
+        in_codes = _our_logits(target, token_ids.tolist(), target.new_cache(num_rows + TILE_ROWS))
+        kept = KeptRows(*_distance(in_codes, ours))
+    median = float((ours - theirs).square().mean(-1).sqrt().median()) / _spread(theirs)
+    return Agreement(
+        num_rows=num_rows,
+        greatest_difference=float((ours - theirs).abs().max()),
+        shift=shift,
+        num_same_choices=num_same_choices,
+        agrees=_is_near(target, shift, median),
+        kept=kept,
+    )
+
+
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, int]:
+    """Return the shift of logits relative to their spread, and the number of rows with the same best token."""
+    shift = float((found - expected).square().mean().sqrt()) / _spread(expected)
+    return shift, int((found.argmax(-1) == expected.argmax(-1)).sum())
+
+
+def _spread(logits: torch.Tensor) -> float:
+    return max(float(logits.std()), torch.finfo(torch.float32).tiny)  # one token has no spread
+
+
+def _plain_cache(target: TargetModel, num_rows: int) -> FullKVCache:
+    if target.cache_shape.kv_dtype is None or target.forwards.arena is not None:
+        return target.new_cache(num_rows + TILE_ROWS)
+    return new_cache_of(replace(target.cache_shape, kv_dtype=None), num_rows + TILE_ROWS)
+
+
+def _is_near(target: TargetModel, shift: float, median: float) -> bool:
+    """Return whether the shifts of all rows and of single ones are within rounding."""
+    if any("Experts" in type(module).__name__ for module in target.model.modules()):
+        return shift <= MOST_SHIFTED_BY_EXPERTS and median <= MEDIAN_SHIFTED[target.dtype]
+    return shift <= MOST_SHIFTED[target.dtype]
+
+
+def _our_logits(target: TargetModel, token_ids: list[int], cache: FullKVCache) -> torch.Tensor:
+    logits = []
+    while cache.length < len(token_ids):
+        logits.append(target.logits(target.read(cache, token_ids[cache.length :])))
+    return torch.cat(logits)
+
+
+@contextlib.contextmanager
+def _eager(model: Any) -> Iterator[None]:
+    attention, experts = model.config._attn_implementation, model.config._experts_implementation
+    try:
+        model.set_attn_implementation("eager")
+        model.config._experts_implementation = "eager"
+        yield
+    finally:
+        model.set_attn_implementation(attention)
+        model.config._experts_implementation = experts

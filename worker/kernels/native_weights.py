@@ -1,9 +1,11 @@
-"""Packed matrices and experts as structs for the compiled kernels."""
+"""Weights of a decoder for the compiled kernels: checks, packed matrices as structs, and loading."""
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,17 +13,18 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.kernels.decoder_weights import ExpertWeights
+from swiftbatch.worker.kernels.layer_specs import RecurrentWeights
 from swiftbatch.worker.kernels.quantized_weights import (
     CODE_BITS,
     TABLES,
-    AnyLinear,
     Code,
-    PackedLinear,
+    Linear,
     PackedMatrix,
     Weight,
-    plain_linear,
+    plain,
 )
 
+ELEMENTS = {torch.bfloat16: 0, torch.float32: 1}  # `element` of source/api.h
 # as in source/api.h
 CODE_TYPES: dict[Code, int] = {"uint4": 0, "e2m1": 0, "iq4_nl": 0, "int8": 1, "uint8": 2, "e4m3": 3}
 # in the order of `scale_type`; the first type that stores all scales exactly is used
@@ -77,6 +80,28 @@ def packed_rows(weight: Weight) -> QuantizedRows | None:
     return quantized_rows(weight) if isinstance(weight, PackedMatrix) else None
 
 
+class CGivenWeight(ctypes.Structure):
+    """`given_weight` of source/api.h."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("numbers", "quantized", "bias"))
+
+
+def load_weight(
+    load: Callable[[Any], object], weight: Weight, bias: Tensor | None = None
+) -> tuple[Tensor | None, QuantizedRows | None]:
+    """Hand a weight and its bias to a function of the kernels. Return what they would read, as numbers or packed."""
+    rows = packed_rows(weight)
+    numbers = None if rows is not None else plain(weight).detach().contiguous()
+    with_bias = None if bias is None else bias.detach().contiguous()
+    given = CGivenWeight(_address(numbers), None if rows is None else rows.address, _address(with_bias))
+    load(ctypes.byref(given))
+    return numbers, rows
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
 def _is_exact_in_kernels(matrix: PackedMatrix) -> bool:
     """Return whether all numbers are in the kernels' exact range."""
     if CODE_BITS[matrix.code] == 4 and matrix.group_size % CODES_PER_WORD:
@@ -127,31 +152,66 @@ def load_experts(
         **dataclasses.asdict(experts.routing),
     )
     library.decoder_experts(handle, layer, ctypes.byref(sizes))
-    floats = {ROUTER: (experts.router.weight, experts.router.bias), CHOICE_BIAS: (experts.choice_bias, None)}
-    for role, (weight, bias) in (floats | {SHARED_GATE: (experts.shared_gate, None)}).items():
-        if weight is not None:
-            with_bias = _contiguous(bias)
-            weight = weight.detach().contiguous()
-            library.decoder_load_expert(handle, layer, role, 0, weight.data_ptr(), _address(with_bias))
+    load = functools.partial(library.decoder_load_expert, handle, layer)
+    floats = {ROUTER: experts.router, CHOICE_BIAS: experts.choice_bias, SHARED_GATE: experts.shared_gate}
+    for role, weight in floats.items():
+        if isinstance(weight, Linear):
+            load_weight(functools.partial(load, role, 0), weight.weight, weight.bias)
+        elif weight is not None:
+            load_weight(functools.partial(load, role, 0), weight)
     for name, linears in experts.linears().items():
         for number, linear in enumerate(linears):
-            _load_expert(library, (handle, layer, EXPERT_ROLES[name], number), linear)
+            load_weight(functools.partial(load, EXPERT_ROLES[name], number), linear.weight, linear.bias)
     for role, linear in zip((LATENT_IN, LATENT_OUT), experts.latent or (), strict=False):
-        _load_expert(library, (handle, layer, role, 0), linear)
+        load_weight(functools.partial(load, role, 0), linear.weight, linear.bias)
 
 
-def _load_expert(library: ctypes.CDLL, place: tuple[int, int, int, int], linear: AnyLinear) -> None:
-    bias = _contiguous(linear.bias)
-    if isinstance(linear, PackedLinear) and (rows := quantized_rows(linear.weight)) is not None:
-        library.decoder_load_quantized_expert(*place, rows.address, _address(bias))
-        return
-    weight = plain_linear(linear).weight.detach().contiguous()
-    library.decoder_load_expert(*place, weight.data_ptr(), _address(bias))
+RECURRENT_ROLES = {  # `mixer_role` of source/api.h
+    role: number
+    for number, role in enumerate(
+        (
+            *("inputs", "gates", "betas", "steps", "output"),
+            *("taps", "tap_bias", "rates", "step_bias", "skip", "norm", "scales"),
+        )
+    )
+}
 
 
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().contiguous()
+class CRecurrentSizes(ctypes.Structure):
+    """`mixer_sizes` of source/api.h."""
+
+    COUNTS = ("num_heads", "num_key_heads", "key_dim", "value_dim", "num_channels", "conv_width", "norm_width")
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("form", *COUNTS)),
+        *((name, ctypes.c_float) for name in ("epsilon", "least_step", "most_step", "in_scale", "out_scale")),
+    )
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def load_recurrent_layer(library: ctypes.CDLL, handle: int, layer: int, mixer: RecurrentWeights) -> None:
+    """Load the mixer of a layer."""
+    sizes = CRecurrentSizes(**dataclasses.asdict(mixer.sizes))
+    library.decoder_mixer(handle, layer, ctypes.byref(sizes))
+    load = functools.partial(library.decoder_load_mixer, handle, layer)
+    for role, linear in mixer.linears.items():
+        load_weight(functools.partial(load, RECURRENT_ROLES[role]), linear.weight, linear.bias)
+    for role, numbers in mixer.floats.items():
+        load_weight(functools.partial(load, RECURRENT_ROLES[role]), numbers)
+
+
+def checked(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return the tensor. Raises ValueError if it has another dtype or shape, or is not on the CPU."""
+    _check(name, tensor, shape, dtype)
+    return tensor.detach().contiguous()
+
+
+def check_weights(weights: Iterable[tuple[str, Weight | None, tuple[int, ...]]], dtype: torch.dtype) -> None:
+    """Raise ValueError for a weight that has another dtype or shape, or is not on the CPU."""
+    for name, weight, shape in weights:
+        if weight is not None:
+            _check(name, weight, shape, dtype)
+
+
+def _check(name: str, weight: Weight, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tuple(weight.shape) != shape or weight.dtype != dtype or weight.device.type != "cpu":
+        found = f"{weight.dtype} {list(weight.shape)} on {weight.device}"
+        raise ValueError(f"found {name} of {found}, expected {dtype} {list(shape)} on cpu")

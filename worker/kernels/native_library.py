@@ -1,4 +1,4 @@
-"""Compiled kernels: those that this processor can run, and the one in use."""
+"""Compiled kernels: those that this processor can run, the one in use, and its compute threads."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import ctypes
 import functools
 import os
 import re
+import threading
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +20,7 @@ from swiftbatch.worker.kernels.gpu_kernel_choice import with_kv
 
 if TYPE_CHECKING:
     from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
+
 
 CPU_FLAGS = {  # required flags of /proc/cpuinfo
     "amx-bf16": {"amx_tile", "amx_bf16", "avx512_bf16"},
@@ -43,14 +47,11 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # the result's and the argumen
     "recurrence_fold": (None, [POINTER, POINTER, POINTER, INT]),
     "rows_keep": (None, [POINTER, INT, INT, POINTER, INT]),
     "decoder_new": (POINTER, [POINTER]),
-    "decoder_load": (None, [POINTER, INT, INT, POINTER, POINTER]),
-    "decoder_load_quantized": (None, [POINTER, INT, INT, POINTER, POINTER]),
+    "decoder_load": (None, [POINTER, INT, INT, POINTER]),
     "decoder_experts": (None, [POINTER, INT, POINTER]),
-    "decoder_load_expert": (None, [POINTER, INT, INT, INT, POINTER, POINTER]),
-    "decoder_load_quantized_expert": (None, [POINTER, INT, INT, INT, POINTER, POINTER]),
+    "decoder_load_expert": (None, [POINTER, INT, INT, INT, POINTER]),
     "decoder_mixer": (None, [POINTER, INT, POINTER]),
-    "decoder_load_mixer": (None, [POINTER, INT, INT, POINTER, POINTER]),
-    "decoder_load_quantized_mixer": (None, [POINTER, INT, INT, POINTER, POINTER]),
+    "decoder_load_mixer": (None, [POINTER, INT, INT, POINTER]),
     "decoder_free": (None, [POINTER]),
     "decoder_forward": (None, [POINTER, POINTER, POINTER]),
     "decoder_experts_met": (LONG, [POINTER]),
@@ -58,7 +59,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # the result's and the argumen
     "decoder_head": (None, [POINTER, POINTER, INT, POINTER, POINTER]),
     "scan_take_in": (None, [POINTER, POINTER, POINTER, INT, INT]),
     "griffin_new": (POINTER, [POINTER]),
-    "griffin_load": (None, [POINTER, INT, POINTER, POINTER]),
+    "griffin_load": (None, [POINTER, INT, POINTER]),
     "griffin_free": (None, [POINTER]),
     "griffin_fuse": (None, [POINTER, POINTER, INT, POINTER, POINTER, POINTER]),
     "griffin_head": (None, [POINTER, POINTER, INT, POINTER, POINTER, POINTER]),
@@ -189,3 +190,58 @@ def open_library(path: Path) -> ctypes.CDLL:
     except (OSError, AttributeError) as error:
         raise KernelError(f"kernels do not load: {error}; install swiftbatch anew") from error
     return library
+
+
+# Compute threads, and the memory that they may still read.
+
+
+Free = Callable[[int], None]
+
+
+class Team:
+    """The calling thread, and helpers that start when there is work."""
+
+    def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
+        if num_threads < 1:
+            raise ValueError(f"found {num_threads} threads, expected 1 or more")
+        self.library = library
+        self.lock = threading.Lock()  # allows one call at a time
+        self.handle: int = library.team_new(num_threads)
+        self._held: list[Any] = []
+        self._retired: list[tuple[Free, int]] = []
+        weakref.finalize(self, _close, library, self.handle, self._retired)
+
+    def hold(self, read: Any) -> None:
+        """Keep a call's inputs alive while a late helper may read them."""
+        is_busy = self.library.team_is_busy(self.handle)
+        self._held = [*self._held, read] if is_busy else []
+        if not is_busy:
+            _free(self._retired)
+
+    def retire(self, free: Free, handle: int) -> None:
+        """Free weights once no helper may read them."""
+        self._retired.append((free, handle))
+
+
+_teams: weakref.WeakValueDictionary[tuple[str, int], Team] = weakref.WeakValueDictionary()
+_teams_lock = threading.Lock()
+
+
+def shared_team(library: ctypes.CDLL, num_threads: int) -> Team:
+    """Return the library's only team of this size; two teams would compete for cores."""
+    with _teams_lock:
+        team = _teams.get((library._name, num_threads))
+        if team is None:
+            team = _teams[library._name, num_threads] = Team(library, num_threads)
+        return team
+
+
+def _close(library: ctypes.CDLL, handle: int, retired: list[tuple[Free, int]]) -> None:
+    library.team_free(handle)
+    _free(retired)
+
+
+def _free(retired: list[tuple[Free, int]]) -> None:
+    while retired:
+        free, handle = retired.pop()
+        free(handle)

@@ -1,21 +1,24 @@
-"""Recurrent layers' states in the compiled kernels: computing the steps of rows, and folding steps into a state."""
+"""Recurrent layers in the compiled kernels: rows of a call by sequence, their steps, and states that fold steps."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from swiftbatch.worker.kernels.compute_threads import Team, shared_team
-from swiftbatch.worker.kernels.instruction_sets import INT, POINTER, chosen_variant, load_library
 from swiftbatch.worker.kernels.kernel_sizes import LANES
 from swiftbatch.worker.kernels.layer_specs import MOST_HEADS, MOST_ROWS
-from swiftbatch.worker.kernels.native_decoder import checked
+from swiftbatch.worker.kernels.native_library import INT, POINTER, Team, chosen_variant, load_library, shared_team
+from swiftbatch.worker.kernels.native_weights import checked
+from swiftbatch.worker.kernels.row_tables import Rows
 
 
 class CRecurrence(ctypes.Structure):
@@ -89,20 +92,11 @@ def native_fold(team: Team, state: Tensor, keys: Tensor, updates: Tensor, decays
     if not are_known_states(num_heads, value_dim) or num_heads % num_key_heads:
         raise ValueError(f"found {num_heads} heads of {value_dim} values, {num_key_heads} of keys")
     own = _checked("a state", state, (num_heads, key_dim, value_dim))
-    held = {
-        "keys": _checked("keys", keys, (num_rows, num_key_heads, key_dim)),
-        "updates": _checked("updates", updates, (num_rows, num_heads, value_dim)),
-        "decays": _checked("decays", decays, _decays_shape(num_rows, num_heads, decays.shape[-1], key_dim)),
-    }
+    keys = _checked("keys", keys, (num_rows, num_key_heads, key_dim))
+    updates = _checked("updates", updates, (num_rows, num_heads, value_dim))
+    decays = _checked("decays", decays, _decays_shape(num_rows, num_heads, decays.shape[-1], key_dim))
     folded = torch.empty_like(own)
-    call = CRecurrence(num_rows, num_heads, num_key_heads, key_dim, value_dim, decays.shape[-1])
-    c_states, c_folded = (POINTER * 1)(own.data_ptr()), (POINTER * 1)(folded.data_ptr())
-    call.states = ctypes.addressof(c_states)
-    for name, tensor in held.items():
-        setattr(call, name, tensor.data_ptr())
-    with team.lock:
-        team.library.recurrence_fold(team.handle, ctypes.byref(call), c_folded, 1)
-        team.hold([held, own, c_states, folded])
+    StepBuffers(team, [(keys, keys, updates, decays)]).fold([own], [folded], 0, num_rows)
     return folded
 
 
@@ -110,7 +104,7 @@ class StepBuffers:
     """Steps of all layers of a sequence, with one call to move them and one call to fold them."""
 
     def __init__(self, team: Team, layers: Sequence[Sequence[Tensor]]) -> None:
-        """Take each layer's inputs, keys, updates and decays, `[num_steps, ...]`."""
+        """Take each layer's inputs (which no fold reads), keys, updates and decays, `[num_steps, ...]`."""
         self._team, self._layers = team, layers
         buffers = [each for layer in layers for each in layer if each.numel()]
         places = [(each.data_ptr(), each.stride(0) * each.element_size()) for each in buffers]
@@ -144,3 +138,64 @@ def _decays_shape(num_rows: int, num_heads: int, num_decays: int, key_dim: int) 
 
 def _checked(name: str, tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return checked(name, tensor.contiguous(), tuple(shape), torch.float32)
+
+
+# Rows of a decoder's call by sequence.
+
+
+class CSequenceSteps(ctypes.Structure):
+    """`sequence_steps` of source/api.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("layers", "parents", "before")),
+        *((name, ctypes.c_int32) for name in ("num_rows", "first_step")),
+    )
+
+
+@dataclass(frozen=True)
+class SequenceTable:
+    """Rows of a call by sequence, and the arrays that hold them."""
+
+    sequences: Any  # array of CSequenceSteps
+    held: list[Any]  # `sequences` points into these
+
+    @classmethod
+    def of(cls, groups: Sequence[Rows], conv_width: int) -> SequenceTable:
+        """Lay out rows that follow their caches; groups with the same cache must be consecutive. Raises ValueError."""
+        parts = [(cache, list(some)) for cache, some in itertools.groupby(groups, lambda group: group.cache)]
+        table, held = (CSequenceSteps * len(parts))(), []
+        for entry, (cache, some) in zip(table, parts, strict=True):
+            parents, before = _paths(cache, some, conv_width)
+            layers = cache.layer_states.layer_steps()
+            entry.layers, entry.parents, entry.before = layers.ctypes.data, parents.ctypes.data, before.ctypes.data
+            entry.num_rows, entry.first_step = len(parents), some[0].first_entry - cache.boundary
+            held += [layers, parents, before, *cache.layer_states.held()]
+        return cls(table, held)
+
+
+def _paths(cache: Any, groups: list[Rows], conv_width: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return each row's parent (-1: the committed state), and the entries whose inputs its convolution reads."""
+    if getattr(cache, "layer_states", None) is None:
+        raise ValueError("found rows behind a cache without states")
+    first, num_rows = groups[0].first_entry, sum(len(group) for group in groups)
+    in_front = [_in_front(group, conv_width) for group in groups]
+    entries = np.concatenate(in_front)
+    parents = np.where(entries[:, -1] >= first, entries[:, -1] - first, -1)
+    before = (entries - cache.boundary)[:, : conv_width - 1]
+    cache.layer_states.reserve(first + num_rows - cache.boundary)
+    rows = np.arange(num_rows)
+    if num_rows > MOST_ROWS or first != cache.length:
+        raise ValueError(f"found {num_rows} rows from entry {first} on, behind a state at {cache.length}")
+    if (parents >= rows).any() or (before >= (first - cache.boundary + rows)[:, None]).any():
+        raise ValueError("found a row whose path goes through a later row")
+    if (before < 1 - conv_width).any():
+        raise ValueError("found a row whose path goes through entries in front of its boundary")
+    return np.ascontiguousarray(parents, dtype=np.int32), np.ascontiguousarray(before, dtype=np.int32)
+
+
+def _in_front(group: Rows, conv_width: int) -> NDArray[np.int64]:
+    """Return the entries that precede each row on its path, at least one per row, in order of position."""
+    places = np.array(group.tail_lengths)[:, None] - 1 - np.arange(max(1, conv_width - 1), 0, -1)
+    in_tail = np.take_along_axis(np.asarray(group.tail_entries), np.maximum(places, 0), axis=1)
+    found: NDArray[np.int64] = np.where(places >= 0, in_tail, group.boundary + places)
+    return found
