@@ -21,10 +21,9 @@ from swiftbatch.worker.exactness.gpu_doctor.model_under_test import ArenaTarget,
 from swiftbatch.worker.forward.step_costs import Clock, clock_of
 from swiftbatch.worker.forward.tile_packing import SequenceRows, max_tree_depth, tree_rows
 from swiftbatch.worker.kernels.cuda.cuda_graph import Graph, Repeated, Work, capture
-from swiftbatch.worker.kv.free_memory import MEMORY, KVRoom
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, one_slot
-from swiftbatch.worker.kv.kv_capacity import GB, GPU_PAGE
+from swiftbatch.worker.kv.kv_capacity import GB, GPU_PAGE, MEMORY, KVRoom
 from swiftbatch.worker.kv.model_sizes import ModelSizes, read_sizes
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 

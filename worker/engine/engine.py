@@ -11,19 +11,15 @@ from swiftbatch.metrics.counters import EngineCounters, timed
 from swiftbatch.worker.constraints.constrained_tree import NOTHING_LEFT, ConstrainedTree, Constraints
 from swiftbatch.worker.constraints.thinking import Thinking
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
-from swiftbatch.worker.engine.prefill import PrefillChunk, Prefiller
-from swiftbatch.worker.engine.prefix_cache import KeptPrefixes, PrefixSharing
-from swiftbatch.worker.engine.slot import Slot
+from swiftbatch.worker.engine.prefill import KeptPrefixes, PrefillChunk, Prefiller, PrefixSharing, Slot
 from swiftbatch.worker.engine.stopping import ERROR, StopRule, ending_tokens, rewind_distance
 from swiftbatch.worker.forward.target_model import StepOutputs, TargetModel
 from swiftbatch.worker.forward.tile_packing import max_tree_depth, row_ahead, rows_of_trees
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, KVRoomError
-from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.draft_tree import DraftTree, Verification, Walk
 from swiftbatch.worker.sampling.sampler import NOT_FINITE, NotFiniteError, check_finite
-from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.token_masks import ConstraintError
-from swiftbatch.worker.sampling.verification import Verification, Walk
+from swiftbatch.worker.sampling.sequence import ConstraintError, Sequence
 from swiftbatch.worker.text.output_text import OutputText
 
 MOST_STEPS = 32  # so many per call that the work between calls hardly counts

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from swiftbatch.worker.forward.expert_counts import ExpertCounts
-from swiftbatch.worker.forward.multi_step_decode import DecodedChain
 from swiftbatch.worker.forward.tile_packing import SequenceRows, tails
 from swiftbatch.worker.kernels.compute_threads import Team
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
@@ -87,8 +86,16 @@ def _biases(cache: SparseCache, boundary: int) -> np.ndarray | None:
 MOST_READ = 256  # most known tokens per call, in which each matrix is read only once
 
 
+@dataclass(frozen=True)
+class DecodedChain:
+    """Tokens of one sequence's chain."""
+
+    token_ids: list[int]
+    has_failed: bool  # true if no token can be drawn after these
+
+
 class DrawChains(Protocol):
-    """Signature of `multi_step_decode.draw_chains` without its decoder."""
+    """Signature of `native_forwards.draw_chains` without its decoder."""
 
     def __call__(
         self,

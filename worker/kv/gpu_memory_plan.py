@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from swiftbatch.jobs.run.compute_options import AttentionName
 from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS, NUM_ROWS, RING_LAYERS, most_slots
-from swiftbatch.worker.kv.free_memory import MEMORY
-from swiftbatch.worker.kv.kv_capacity import GB, GPU_PAGE, MAX_TREE_NODES, KVRoomError, WindowPages, pages_of
+from swiftbatch.worker.kv.kv_capacity import GB, GPU_PAGE, MAX_TREE_NODES, MEMORY, KVRoomError, WindowPages, pages_of
 from swiftbatch.worker.kv.model_sizes import ModelSizes
 
 if TYPE_CHECKING:

@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 from swiftbatch.worker.kernels.kernel_sizes import RING_LAYERS
 from swiftbatch.worker.kv.cache_rows import CacheShape
 from swiftbatch.worker.kv.file_offload import FileRows
-from swiftbatch.worker.kv.free_memory import MEMORY, KVRoom
 from swiftbatch.worker.kv.full_cache import FullKVCache, LayerStore
 from swiftbatch.worker.kv.host_copies import CopyComputation, CopyEvent, CopyLane, CudaLane, computing_stream
 from swiftbatch.worker.kv.huge_pages import ask_for_huge_pages
-from swiftbatch.worker.kv.kv_capacity import GB, MAX_TREE_NODES, KVRoomError
+from swiftbatch.worker.kv.kv_capacity import GB, MAX_TREE_NODES, MEMORY, KVRoom, KVRoomError
 from swiftbatch.worker.kv.paged_arena import KVArena
 from swiftbatch.worker.kv.slot_rows import SlotLease, SlotRows
 

@@ -18,7 +18,7 @@ from swiftbatch.jobs.run.compute_options import LogprobsMode
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.kernels.instruction_sets import KernelError, chosen_variant, load_library
 from swiftbatch.worker.kernels.row_tables import address_of
-from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.draft_tree import TOP_K, DraftTree, Walk
 from swiftbatch.worker.sampling.filters import NUMBERS, filter_numbers
 from swiftbatch.worker.sampling.logits_processors import (
     Context,
@@ -31,8 +31,7 @@ from swiftbatch.worker.sampling.logits_processors import (
     masked_behind,
     output_penalties,
 )
-from swiftbatch.worker.sampling.token_masks import num_mask_words
-from swiftbatch.worker.sampling.verification import TOP_K, Walk
+from swiftbatch.worker.sampling.sequence import num_mask_words
 
 if TYPE_CHECKING:
     from swiftbatch.worker.sampling.sequence import Sequence
@@ -287,7 +286,7 @@ def walk(
     logits: Many[torch.Tensor],
     masks: Many[np.ndarray | None] = (),
 ) -> list[Walk]:
-    """Walk each tree from its root along the drawn tokens, as `verification.py` does.
+    """Walk each tree from its root along the drawn tokens, as `draft_tree.py` does.
 
     `logits[i] [1 + num_nodes, vocab] float32` on the CPU, row 0 the root's. A walk stops before a row from which
     nothing can be drawn. Raises ValueError for unfit shapes.

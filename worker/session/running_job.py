@@ -15,8 +15,8 @@ from swiftbatch.jobs.checkpoints.timeline import TimelineRecorder
 from swiftbatch.metrics.counters import DRAFT_KINDS
 from swiftbatch.worker.constraints.thinking import Thinking
 from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.sampling.draft_tree import Verification
 from swiftbatch.worker.sampling.sequence import Sequence as TokenSequence
-from swiftbatch.worker.sampling.verification import Verification
 from swiftbatch.worker.session.resume import Recovery
 from swiftbatch.worker.session.work_messages import Assignment, JobOutcome, OutcomeKind
 

@@ -33,11 +33,9 @@ from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.stopping import closed, may_be_extended, may_rewind, rewind_distance, rewound, text_of
 from swiftbatch.worker.exactness.doctor_verdicts import exactness_of
 from swiftbatch.worker.forward.step_costs import step_costs_of
-from swiftbatch.worker.kv.free_memory import check_folder
-from swiftbatch.worker.kv.kv_capacity import TOO_LONG, PagesError, TooLongError
+from swiftbatch.worker.kv.kv_capacity import TOO_LONG, PagesError, TooLongError, check_folder
 from swiftbatch.worker.sampling.sampler import NOT_FINITE
-from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.token_masks import CONSTRAINT_REFUSED, ConstraintError
+from swiftbatch.worker.sampling.sequence import CONSTRAINT_REFUSED, ConstraintError, Sequence
 from swiftbatch.worker.session.backlog import Backlog, CacheRoom
 from swiftbatch.worker.session.checkpointing import Checkpointing, num_unwritten
 from swiftbatch.worker.session.result_writer import Sealing, SealingRule

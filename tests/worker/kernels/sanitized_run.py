@@ -41,8 +41,8 @@ from swiftbatch.worker.kv import scan_cache
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
 from swiftbatch.worker.sampling import native_sampler as sampling
 from swiftbatch.worker.sampling import native_sampler as sampling_calls
+from swiftbatch.worker.sampling.draft_tree import TOP_K
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.verification import TOP_K
 from tests.worker.kernels.kernel_parts import (
     LATENTS,
     SHAPES,

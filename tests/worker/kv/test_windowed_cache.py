@@ -15,12 +15,13 @@ from swiftbatch.worker.drafters.mtp.mtp import MTPDrafter
 from swiftbatch.worker.drafters.self_speculation.self_speculation import SelfSpeculationDrafter
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
-from swiftbatch.worker.kv.free_memory import MEMORY, KVRoom
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache, new_cache_of
 from swiftbatch.worker.kv.kv_capacity import (
     FORGETS_EVERY,
+    MEMORY,
     NUM_ASKED,
     NUM_UNWRITTEN,
+    KVRoom,
     KVRoomError,
     held_of,
     held_positions,

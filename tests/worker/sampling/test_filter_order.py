@@ -19,7 +19,7 @@ import torch
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.kernels.build import SOURCE
 from swiftbatch.worker.sampling import native_sampler
-from swiftbatch.worker.sampling.cuda.sampling_graphs import Draw
+from swiftbatch.worker.sampling.cuda.cuda_sampler import Draw
 from swiftbatch.worker.sampling.cuda.sampling_rows import ROW
 from swiftbatch.worker.sampling.filters import FILTERS, NUMBERS, Filter
 from swiftbatch.worker.sampling.noise import GumbelNoise

@@ -13,9 +13,8 @@ import torch
 from swiftbatch.worker.exactness.batch_invariance import MOST_NODES
 from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.forward.cuda.cuda_loading import hold_gemms_steady, whole_arena
-from swiftbatch.worker.forward.forward_backend import DTYPES
 from swiftbatch.worker.forward.step_costs import captured_seconds, clock_of
-from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.forward.target_model import DTYPES, TargetModel
 from swiftbatch.worker.kernels.cuda.cuda_graph import Capture, Work, capture
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights, handed_over, stacked_weights
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes

@@ -36,7 +36,7 @@ from swiftbatch.worker.sampling.cuda.sampling_rows import (
     expect,
     expect_logits,
 )
-from swiftbatch.worker.sampling.verification import TOP_K
+from swiftbatch.worker.sampling.draft_tree import TOP_K
 
 SMALLEST = tl.constexpr(-0x8000000000000000)
 

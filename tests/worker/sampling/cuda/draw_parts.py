@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.sampling.cuda.sampling_graphs import SamplingBuffers
+from swiftbatch.worker.sampling.cuda.cuda_sampler import SamplingBuffers
 from swiftbatch.worker.sampling.cuda.sampling_rows import (
     NUM_DRAFTED,
     NUM_MASKED,
@@ -25,8 +25,7 @@ from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.sampling.filters import FILTERS as FILTER_LIST
 from swiftbatch.worker.sampling.logits_processors import bias_row, masked_behind, only_allowed, output_counts
 from swiftbatch.worker.sampling.sampler import TokenSampler
-from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.token_masks import mask_of, num_mask_words
+from swiftbatch.worker.sampling.sequence import Sequence, mask_of, num_mask_words
 from tests.worker.sampling.native.sampling_parts import any_mask, any_row, any_words
 
 NAN = float("nan")

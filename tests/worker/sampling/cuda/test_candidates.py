@@ -7,7 +7,7 @@ import torch
 from swiftbatch.worker.sampling.batch_sampler import UNLIKELY, TorchBatchSampler
 from swiftbatch.worker.sampling.cuda.sampling_rows import BLOCK, NUM_WORDS
 from swiftbatch.worker.sampling.cuda.top_candidates import CandidateBuffers, TopCandidates
-from swiftbatch.worker.sampling.verification import TOP_K
+from swiftbatch.worker.sampling.draft_tree import TOP_K
 from tests.worker.sampling.cuda.draw_parts import padding_rows
 from tests.worker.sampling.native.sampling_parts import INF
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from swiftbatch.worker.sampling.cuda import filter_kernels, sampling_graphs
-from swiftbatch.worker.sampling.cuda.sampling_graphs import Draw
+from swiftbatch.worker.sampling.cuda import cuda_sampler, filter_kernels
+from swiftbatch.worker.sampling.cuda.cuda_sampler import Draw
 from swiftbatch.worker.sampling.cuda.sampling_rows import MAX_VOCAB
 from tests.worker.sampling.cuda.draw_parts import FILTERS, Branch, any_branch, plain, sequence_of, step_of
 
@@ -44,7 +44,7 @@ def test_a_draw_allocates_nothing_and_launches_the_same_whatever_the_rows_are(
 ) -> None:
     buffers, launches = step_of([any_branch(random.Random(1), plain()), None]), []
     for name in ("penalise_blocks", "best_of_blocks", "best_of_rows"):
-        monkeypatch.setattr(sampling_graphs, name, Recorder(launches))
+        monkeypatch.setattr(cuda_sampler, name, Recorder(launches))
     for name in ("temper_blocks", "sum_bytes", "sum_weights", "find_lowest", "settle_cuts"):
         monkeypatch.setattr(filter_kernels, name, Recorder(launches))
     drawing = Draw(buffers, is_filtered)
