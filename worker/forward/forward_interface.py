@@ -19,7 +19,7 @@ from swiftbatch.worker.kv.sparse_cache import NewEntries, Scanned, SparseCache, 
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 
 if TYPE_CHECKING:
-    from swiftbatch.worker.kv.paged_arena import KVArena
+    from swiftbatch.worker.kv.slot_arena import KVArena
     from swiftbatch.worker.sampling.batch_sampler import BatchSampler
 
 

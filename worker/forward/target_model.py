@@ -27,8 +27,9 @@ from swiftbatch.worker.kernels.gpu_kernel_choice import (
     refuse_without_kernels,
 )
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant
+from swiftbatch.worker.kv.cache_room import CacheRoom
 from swiftbatch.worker.kv.full_cache import FullKVCache, new_cache_of
-from swiftbatch.worker.kv.kv_capacity import MEMORY, HeldPositions, KVRoom, PoolSize, place_of_caches
+from swiftbatch.worker.kv.kv_capacity import MEMORY, KVRoom, place_of_caches
 from swiftbatch.worker.kv.kv_offload import offloaded_cache
 from swiftbatch.worker.model.compute_path import short_length
 from swiftbatch.worker.model.decoder_loading import dense_weights
@@ -248,25 +249,20 @@ class TargetModel:
             return new_cache_of(shape, max_length)
         return offloaded_cache(shape, max_length, self._kv_offload)
 
-    def held_positions(self, num_unwritten: int | None) -> HeldPositions | None:
-        """Return the positions that a cache keeps, or None if all, for checkpoints `num_unwritten` positions behind."""
-        if num_unwritten is None or self.is_offloaded or self.forwards.arena is not None:
-            return None
-        return self.cache_shape.held_positions(num_unwritten)
-
     @property
     def num_slots(self) -> int | None:
         """Return how many sequences fit, or None if that depends on their lengths."""
         return self.forwards.arena.num_slots if self.forwards.arena else None
 
-    @property
-    def pool_size(self) -> PoolSize | None:
-        """Return the size of the pool of pages, or None if each cache has its own memory."""
-        return self.forwards.arena.pool_size if self.forwards.arena else None
-
-    def num_state_positions(self) -> int:
-        """Return the number of positions that need as much memory as the recurrent states."""
-        return -(-self.cache_shape.state_bytes() // self.cache_shape.bytes_per_position())
+    def cache_room(self, num_unwritten: int | None) -> CacheRoom:
+        """Return the room for caches, for checkpoints `num_unwritten` positions behind; if None, caches keep all."""
+        shape, arena = self.cache_shape, self.forwards.arena
+        num_beside = -(-shape.state_bytes() // shape.bytes_per_position())
+        if arena is not None:
+            return CacheRoom(arena.pool_size, num_beside, arena=arena)
+        if num_unwritten is None or self.is_offloaded:
+            return CacheRoom(None, num_beside)
+        return CacheRoom(None, num_beside, shape.held_positions(num_unwritten))
 
     def num_free_positions(self) -> int:
         """Return the positions that all new caches together have room for."""

@@ -167,8 +167,13 @@ def most_pages(jobs: Iterable[Growth], page: int = PAGE, held: HeldPositions | N
     return -(-most // page)
 
 
-def fit(jobs: Collection[Growth], pool: PoolSize, held: HeldPositions | None) -> bool:
-    """Return whether a pool has pages enough for `jobs` until they leave, or for a while."""
+def fit(jobs: Collection[Growth], pool: PoolSize, held: HeldPositions | None, num_beside: int = 0) -> bool:
+    """Return whether a pool has pages enough for `jobs` until they leave, or for a while.
+
+    Each job's states take as much as `num_beside` positions.
+    """
+    if num_beside:
+        jobs = [job._replace(now=job.now + num_beside, end=job.end + num_beside) for job in jobs]
     if pool.windows is not None:
         own = [job._replace(num_shared=0) for job in jobs]  # positions kept for other sequences are freed on demand
         if not _have_pages(own, pool.windows.num_pages, pool.page, pool.windows.held):

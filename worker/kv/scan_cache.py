@@ -18,8 +18,8 @@ from swiftbatch.worker.kernels.kv_quantization import KV_CODES
 from swiftbatch.worker.kernels.native_decoder import CAttentionSizes
 from swiftbatch.worker.kernels.row_tables import CachePlace, LayerCacheShape
 from swiftbatch.worker.kernels.scan_coding import CLUSTER_CHUNKS, SCAN_CHUNK, flat_deviation, most_chunks
+from swiftbatch.worker.kv.cache_rows import ask_for_huge_pages
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
-from swiftbatch.worker.kv.huge_pages import ask_for_huge_pages
 from swiftbatch.worker.kv.sparse_cache import NUM_PINNED, Entries, Keys, KeysToScan, NewEntries, Queries, SparseCache
 from swiftbatch.worker.sampling.sequence import Sequence
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,7 +38,7 @@ from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.gpu_memory_plan import NO_DRAFTS, DraftMemory
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, KVRoomError
 from swiftbatch.worker.kv.scan_cache import MOST_ENTRIES, SHORTEST_SCANNED
-from swiftbatch.worker.kv.slot_rows import Place, SlotLease, SlotLeases
+from swiftbatch.worker.kv.slot_arena import Place, SlotBuffer, SlotLease
 from swiftbatch.worker.kv.sparse_cache import NUM_PINNED, Entries, KeysToScan, SparseCacheFactory, capacity_for
 from swiftbatch.worker.sampling.sequence import Sequence
 
@@ -150,29 +151,21 @@ class RowMover:
             self._graph.replay()
 
 
-class SparseArena:
-    """Fixed buffers `[num_layers, num_parts, num_slots, num_kv_heads, capacity, head_dim]` and `bias [num_slots,
-    capacity]`.
+class SparseArena(SlotBuffer):
+    """Slots of partial caches: entries, `bias [num_slots, capacity]`, and means of keys and values.
 
-    `means` has the shape of `buffer`, with `num_chunks` in place of `capacity`.
+    `means` has the shape of `buffer`, with two parts, and with `num_chunks` in place of `capacity`.
     """
 
     def __init__(
         self, shape: CacheShape, num_slots: int, capacity: int, num_chunks: int, texts: ScannedTexts | None = None
     ) -> None:
-        self.texts = texts
-        self.shape, self.num_slots, self.capacity, self.num_chunks = shape, num_slots, capacity, num_chunks
-        self.buffer, self.means = (
-            torch.empty(
-                (shape.num_layers, num_parts, num_slots, shape.num_kv_heads, length, shape.head_dim),
-                dtype=shape.dtype,
-                device=shape.device,
-            )
-            for num_parts, length in ((shape.num_parts, capacity), (2, num_chunks))
-        )
+        super().__init__(replace(shape, kv_dtype=None), range(shape.num_layers), num_slots, capacity)
+        self.texts, self.num_chunks = texts, num_chunks
+        size = (shape.num_layers, 2, num_slots, shape.num_kv_heads, num_chunks, shape.head_dim)
+        self.means = torch.empty(size, dtype=shape.dtype, device=shape.device)
         self.bias = torch.zeros(num_slots, capacity, device=shape.device)
-        self.move_rows = RowMover(self.buffer)
-        self.leases = SlotLeases(num_slots)
+        self.move_rows: RowMover = RowMover(self.buffer)
 
     def new_entries(self, shape: CacheShape, capacity: int) -> SlotEntries:
         """Return entries in a slot, which is free again once they are gone."""

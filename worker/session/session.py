@@ -33,16 +33,16 @@ from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.stopping import closed, may_be_extended, may_rewind, rewind_distance, rewound, text_of
 from swiftbatch.worker.exactness.doctor_verdicts import exactness_of
 from swiftbatch.worker.forward.step_costs import step_costs_of
+from swiftbatch.worker.kv.cache_room import CachedJob
 from swiftbatch.worker.kv.kv_capacity import TOO_LONG, PagesError, TooLongError, check_folder
 from swiftbatch.worker.sampling.sampler import NOT_FINITE
 from swiftbatch.worker.sampling.sequence import CONSTRAINT_REFUSED, ConstraintError, Sequence
-from swiftbatch.worker.session.backlog import Backlog, CacheRoom
 from swiftbatch.worker.session.checkpointing import Checkpointing, num_unwritten
 from swiftbatch.worker.session.result_writer import Sealing, SealingRule
 from swiftbatch.worker.session.resume import Resumer
 from swiftbatch.worker.session.running_job import RunningJob
 from swiftbatch.worker.session.same_model import loaded_target, located_model
-from swiftbatch.worker.session.work_messages import Assignment, JobOutcome, Orders, OutcomeKind, WorkReport
+from swiftbatch.worker.session.work_messages import Assignment, Backlog, JobOutcome, Orders, OutcomeKind, WorkReport
 from swiftbatch.worker.text.tokenizer import TextCodec
 
 COUNTERS_SECONDS = 2.0  # a report without counters is cheaper
@@ -69,10 +69,10 @@ class WorkerSession:
         self._sealing = Sealing(self._run, worker_id, rule)
         self._codec = TextCodec(files, config.thinking_markers)
         target = loaded_target(config, files, self._run, self._codec.textless_ids)
-        self.numerics, self.num_slots, self.pool_size = target.numerics, target.num_slots, target.pool_size
-        self.num_free_positions, self.num_state_positions = target.num_free_positions(), target.num_state_positions()
-        self._room = CacheRoom.of(target, num_unwritten(config))
-        self.held_positions = self._room.held
+        self.numerics, self.num_slots = target.numerics, target.num_slots
+        self.num_free_positions = target.num_free_positions()
+        room = self._room = target.cache_room(num_unwritten(config))
+        self.pool_size, self.num_state_positions, self.held_positions = room.pool, room.num_beside, room.held
         costs = step_costs_of(target)
         drafter = create_drafter(config.engine, target, costs, config.draft_model)
         self.engine = Engine(target, drafter, self._codec.output_text, counters, config.logprobs_mode)
@@ -108,7 +108,7 @@ class WorkerSession:
     def _follow(self, orders: Orders) -> None:
         """Drop cancelled jobs, hand back recalled and released ones, and start new ones."""
         self._drop(orders.cancelled)
-        self._room.follow(orders)
+        self._room.limit(orders.num_pages)
         self._note_unbegun(self._backlog.follow(orders))
         self._release("released", orders.released, self._config.grace_seconds)
         for assignment in orders.assignments:
@@ -120,7 +120,7 @@ class WorkerSession:
     def _advance(self) -> None:
         """Start reserve jobs in free places, and take one step with all jobs."""
         self._make_room()
-        while (assignment := self._backlog.next(self._running.values(), self._room)) is not None:
+        while (assignment := self._backlog.next(len(self._running), self._has_room)) is not None:
             self._take_in(assignment)
             if not self._can_fit():  # with lagging checkpoints, jobs keep more than expected
                 self._make_room()
@@ -244,19 +244,34 @@ class WorkerSession:
     def _make_room(self) -> None:
         """Hand back jobs without room for another step, and let the checkpoints of the other jobs catch up."""
         running = self._running.values()
-        jobs = self._room.without_room(running)
+        jobs = self._without_room()
         if jobs and gc.collect():  # frees caches in reference cycles
-            jobs = self._room.without_room(running)
+            jobs = self._without_room()
         if jobs:
             self._release("evicted", [job.job_id for job in jobs], self._config.grace_seconds)
             self._backlog.keep_to(len(running))
         while not self._can_fit() and not self._must_drain:  # caches keep unwritten positions
             if self._checkpointing.catch_up(running, CATCH_UP_SECONDS):
                 break
-        self.engine.counters.count_pages(self._room.num_taken(running), self._room.num_pages)
+        self.engine.counters.count_pages(self._room.num_taken(self._cached()), self._room.num_pages)
+
+    def _without_room(self) -> list[RunningJob]:
+        """Return the jobs that must leave before the next step: the youngest.
+
+        Age counts from a job's first attempt on any worker, so two jobs cannot evict each other in turns.
+        """
+        youngest = sorted(self._running.values(), key=lambda job: job.assignment.seniority, reverse=True)
+        return youngest[: self._room.num_without_room([job.cached for job in youngest])]
 
     def _can_fit(self) -> bool:
-        return self._room.can_fit(self._running.values())
+        return self._room.can_fit(self._cached())
+
+    def _has_room(self, assignment: Assignment) -> bool:
+        growth = assignment.growth(assignment.num_prompt_tokens, assignment.num_reported_tokens)
+        return self._room.has_room(self._cached(), growth)
+
+    def _cached(self) -> list[CachedJob]:
+        return [job.cached for job in self._running.values()]
 
     def _step(self) -> None:
         num_jobs, num_before = len(self._running), self.engine.counters.num_steps

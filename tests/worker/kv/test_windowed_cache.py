@@ -161,7 +161,7 @@ def test_rows_have_the_same_bits_whatever_was_forgotten(tmp_path: Path, kind: st
             cache.commit([0, 1, 2])
             cache.roll_back(end)
     assert caches[0].num_held < 600
-    assert target.held_positions(NUM_UNWRITTEN) == held_of(read_config(str(tmp_path), tmp_path))
+    assert target.cache_room(NUM_UNWRITTEN).held == held_of(read_config(str(tmp_path), tmp_path))
 
 
 @pytest.mark.parametrize(

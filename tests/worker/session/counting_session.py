@@ -12,7 +12,6 @@ import signal
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -25,9 +24,8 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.model.model_files import OtherModelError
-from swiftbatch.worker.session.backlog import Backlog, CacheRoom
 from swiftbatch.worker.session.result_writer import Sealing, SealingRule
-from swiftbatch.worker.session.work_messages import Assignment, JobOutcome, Orders, OutcomeKind, WorkReport
+from swiftbatch.worker.session.work_messages import Assignment, Backlog, JobOutcome, Orders, OutcomeKind, WorkReport
 
 TOKENS_PER_SLICE = 10
 
@@ -111,8 +109,7 @@ class CountingSession:
         return self._report
 
     def _next(self) -> Assignment | None:
-        jobs: Any = self._running.values()
-        return self._backlog.next(jobs, CacheRoom())
+        return self._backlog.next(len(self._running), lambda _: True)
 
     def _take_in(self, assignment: Assignment) -> None:
         record = assignment.record

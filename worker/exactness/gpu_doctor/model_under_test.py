@@ -24,7 +24,7 @@ from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.gpu_memory_plan import splits_of
 from swiftbatch.worker.kv.host_copies import CudaLane, Staging, computing_stream
 from swiftbatch.worker.kv.model_sizes import read_sizes
-from swiftbatch.worker.kv.paged_arena import KVArena
+from swiftbatch.worker.kv.slot_arena import KVArena
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import ModelFiles
 

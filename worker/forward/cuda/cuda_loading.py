@@ -43,7 +43,7 @@ from swiftbatch.worker.kv.kv_capacity import (
 )
 from swiftbatch.worker.kv.kv_offload import OffloadedArena, Streams
 from swiftbatch.worker.kv.model_sizes import ModelSizes, read_sizes
-from swiftbatch.worker.kv.paged_arena import KVArena
+from swiftbatch.worker.kv.slot_arena import KVArena
 from swiftbatch.worker.kv.sparse_arena import scan_memory
 from swiftbatch.worker.kv.sparse_cache import CHUNK_SIZE, summary_positions
 from swiftbatch.worker.model.decoder_loading import dense_weights

@@ -19,8 +19,7 @@ from swiftbatch.worker.kv.full_cache import CacheShape
 from swiftbatch.worker.kv.host_copies import HostStream
 from swiftbatch.worker.kv.kv_capacity import PoolSize, WindowPages, pages_of
 from swiftbatch.worker.kv.kv_offload import OffloadedArena, RingRows, Streams
-from swiftbatch.worker.kv.paged_arena import KVArena
-from swiftbatch.worker.kv.slot_rows import SlotLease
+from swiftbatch.worker.kv.slot_arena import KVArena, SlotLease
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.sampling.draft_tree import DraftTree

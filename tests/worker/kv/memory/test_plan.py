@@ -30,7 +30,7 @@ from swiftbatch.worker.kv.gpu_memory_plan import (
 )
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, KVRoomError
 from swiftbatch.worker.kv.model_sizes import ModelSizes, PackedPart, read_sizes, sizes_of
-from swiftbatch.worker.kv.paged_arena import KVArena
+from swiftbatch.worker.kv.slot_arena import KVArena
 from swiftbatch.worker.kv.sparse_cache import SummaryKVCache, summary_positions
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.sequence import Sequence

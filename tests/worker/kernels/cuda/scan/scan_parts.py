@@ -19,7 +19,7 @@ from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS
 from swiftbatch.worker.kernels.scan_coding import MOMENT_STRIDE, SCAN_CHUNK
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.kv_capacity import PoolSize, pages_of
-from swiftbatch.worker.kv.paged_arena import KVArena
+from swiftbatch.worker.kv.slot_arena import KVArena
 from swiftbatch.worker.kv.sparse_arena import SlotKeys
 from swiftbatch.worker.kv.sparse_cache import SparseCache
 from swiftbatch.worker.sampling.draft_tree import DraftTree
