@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -13,7 +13,6 @@ from swiftbatch.worker.forward.expert_counts import ExpertCounts
 from swiftbatch.worker.forward.tile_packing import SequenceRows, tails
 from swiftbatch.worker.kernels.compute_threads import Team
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
-from swiftbatch.worker.kernels.row_tables import Rows
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.sparse_cache import NewEntries, Scanned, SparseCache, SparseCacheFactory
 from swiftbatch.worker.sampling.draft_tree import DraftTree
@@ -94,16 +93,8 @@ class DecodedChain:
     has_failed: bool  # true if no token can be drawn after these
 
 
-class DrawChains(Protocol):
-    """Signature of `native_forwards.draw_chains` without its decoder."""
-
-    def __call__(
-        self,
-        groups: Many[Rows],
-        samplers: Many[Any],
-        num_rounds: int,
-        ends: Many[frozenset[int]] | None = None,
-    ) -> list[DecodedChain]: ...
+DrawChains = Callable[..., list[DecodedChain]]
+"""`native_forwards.draw_chains` without its decoder, and without the tokens that are never sampled."""
 
 
 class Forwards(Protocol):

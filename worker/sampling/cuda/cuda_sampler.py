@@ -24,15 +24,13 @@ from swiftbatch.worker.sampling.cuda.logits_kernels import penalise_blocks, upda
 from swiftbatch.worker.sampling.cuda.sampling_rows import (
     BLOCK,
     NUM_DRAFTED,
-    NUM_WORDS,
     SamplingRow,
     SamplingRowLayout,
     SlotBuffers,
     committed_tokens,
-    expect,
-    expect_logits,
     mask_rows,
     needs_slot,
+    refuse_vocab,
     rows_of,
 )
 from swiftbatch.worker.sampling.cuda.top_candidates import CandidateBuffers, TopCandidates, best_of_blocks, best_of_rows
@@ -58,24 +56,14 @@ class SamplingBuffers:
     tokens: torch.Tensor  # [num_rows] int32, written: drawn tokens, -1 if nothing can be drawn and for padding
     highest: torch.Tensor  # [num_rows] float32, written: the highest logit, NaN if there is any and for padding
 
-    def check(self) -> None:
-        """Raise ValueError for buffers that do not fit together."""
-        num_rows = len(self.rows)
-        expect_logits(self.logits, num_rows)
-        expect(self.rows, "rows", (num_rows, NUM_WORDS), torch.int32)
-        expect(self.ancestors, "ancestors", (num_rows, NUM_DRAFTED), torch.int32)
-        self.slots.check(num_rows, self.logits.shape[1], self.leaving)
-        expect(self.tokens, "tokens", (num_rows,), torch.int32)
-        expect(self.highest, "highest", (num_rows,), torch.float32)
-
 
 class Draw:
     """Draws in three launches. If `is_filtered`, more launches find the cuts of rows."""
 
     def __init__(self, buffers: SamplingBuffers, is_filtered: bool = False) -> None:
-        buffers.check()
         self.buffers = buffers
         num_rows, vocab_size = buffers.logits.shape
+        refuse_vocab(vocab_size)
         self._grid = (num_rows, triton.cdiv(vocab_size, BLOCK))
         self._width = triton.next_power_of_2(self._grid[1])
         device = buffers.logits.device

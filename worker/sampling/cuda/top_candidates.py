@@ -30,11 +30,8 @@ from swiftbatch.worker.sampling.cuda.logits_kernels import (
 )
 from swiftbatch.worker.sampling.cuda.sampling_rows import (
     BLOCK,
-    NUM_DRAFTED,
-    NUM_WORDS,
     SlotBuffers,
-    expect,
-    expect_logits,
+    refuse_vocab,
 )
 from swiftbatch.worker.sampling.draft_tree import TOP_K
 
@@ -174,22 +171,14 @@ class CandidateBuffers:
     ids: torch.Tensor  # [num_rows, TOP_K] int32, written: best first, equal logits by id
     logprobs: torch.Tensor  # [num_rows, TOP_K] float32, written; in a row with NaN all are very unlikely
 
-    def check(self) -> None:
-        """Raise ValueError for buffers that do not fit together."""
-        num_rows = len(self.rows)
-        expect_logits(self.logits, num_rows, least=TOP_K)
-        expect(self.rows, "rows", (num_rows, NUM_WORDS), torch.int32)
-        expect(self.ids, "ids", (num_rows, TOP_K), torch.int32)
-        expect(self.logprobs, "logprobs", (num_rows, TOP_K), torch.float32)
-
 
 class TopCandidates:
     """Finds the best tokens in two launches, the same for all rows."""
 
     def __init__(self, buffers: CandidateBuffers) -> None:
-        buffers.check()
         self._buffers = buffers
         num_rows, vocab_size = buffers.logits.shape
+        refuse_vocab(vocab_size, least=TOP_K)
         self._grid = (num_rows, triton.cdiv(vocab_size, BLOCK))
         device = buffers.logits.device
         self._ranks = torch.empty(*self._grid, TOP_K, dtype=torch.int64, device=device)
@@ -244,17 +233,6 @@ class RankingBuffers:
     # [num_rows, num_candidates] float32, written: logarithms; -inf for tokens that are cut off
     confidences: torch.Tensor
 
-    def check(self) -> None:
-        """Raise ValueError for buffers that do not fit together."""
-        num_rows, num_candidates = len(self.rows), self.ids.shape[1]
-        expect_logits(self.logits, num_rows, least=num_candidates)
-        expect(self.logits, "logits", (num_rows, self.logits.shape[1]), torch.float32)
-        expect(self.rows, "rows", (num_rows, NUM_WORDS), torch.int32)
-        expect(self.ancestors, "ancestors", (num_rows, NUM_DRAFTED), torch.int32)
-        self.slots.check(num_rows, self.logits.shape[1], self.leaving)
-        expect(self.ids, "ids", (num_rows, triton.next_power_of_2(num_candidates)), torch.int32)
-        expect(self.confidences, "confidences", (num_rows, num_candidates), torch.float32)
-
 
 @triton.jit
 def rank_blocks(
@@ -286,13 +264,10 @@ class Ranking:
     """Ranks candidates in three launches, the same for all rows."""
 
     def __init__(self, buffers: RankingBuffers, spread: float) -> None:
-        """`spread` is the typical error of the draft model's logits.
-
-        Raises ValueError for buffers that do not fit together.
-        """
-        buffers.check()
+        """`spread` is the typical error of the draft model's logits."""
         self._buffers, self._spread = buffers, spread
         num_rows, vocab_size = buffers.logits.shape
+        refuse_vocab(vocab_size, least=buffers.ids.shape[1])
         self._grid = (num_rows, triton.cdiv(vocab_size, BLOCK))
         self._width, self._top = triton.next_power_of_2(self._grid[1]), buffers.ids.shape[1]
         device = buffers.logits.device
