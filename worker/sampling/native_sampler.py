@@ -40,9 +40,7 @@ SIGNATURES = {
     "sampling_scratch_size": (c_int64, (c_int64,)),
     "sampling_walk": (None, (c_void_p, c_int64, c_int64, c_void_p)),
     "sampling_logprobs": (None, (c_void_p, c_int64, c_bool, c_int64, c_void_p, c_void_p, c_void_p, c_void_p)),
-    "sampling_draw": (c_int64, (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p)),
     "sampling_follow": (None, (c_void_p, c_void_p, c_int64)),
-    "sampling_noise": (None, (c_uint64, c_void_p, c_void_p, c_int64, c_void_p)),
     "sampling_top_candidates": (None, (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p)),
 }
 ALL_TOKENS = 2**62  # a window of any length
@@ -164,12 +162,6 @@ def check_logits(logits: torch.Tensor, shape: tuple[int, ...]) -> None:
     if logits.dtype != torch.float32 or logits.device.type != "cpu" or (shape[-1] > 1 and logits.stride(-1) != 1):
         found = f"{logits.dtype} on {logits.device}, in steps of {list(logits.stride())}"
         raise ValueError(f"logits are {found}; expected float32 on the CPU, tokens side by side")
-
-
-def check_counts(counts: np.ndarray, vocab_size: int) -> None:
-    """Raise ValueError unless the counts are contiguous `[vocab] int32`."""
-    if counts.shape != (vocab_size,) or counts.dtype != np.int32 or not counts.flags.c_contiguous:
-        raise ValueError(f"counts {list(counts.shape)} are {counts.dtype}; expected [{vocab_size}] int32 side by side")
 
 
 def check_masks(masks: np.ndarray, num_rows: int, vocab_size: int) -> None:
@@ -325,23 +317,6 @@ def logprobs(
     return found
 
 
-def draw(
-    logits: torch.Tensor, position: int, params: SamplingParams, noise_key: int, counts: np.ndarray | None = None
-) -> int:
-    """Draw the token at `position` from logits `[vocab] float32`, even from non-finite ones, as the reference does.
-
-    `counts [vocab] int32` are those of the penalty window, or None without a penalty.
-    """
-    check_logits(logits, (logits.shape[-1],))
-    if counts is not None:
-        check_counts(counts, len(logits))
-    given, vocab_size = sampling_params(params, noise_key), len(logits)
-    token_id: int = kernels().sampling_draw(
-        logits.data_ptr(), vocab_size, position, ctypes.addressof(given), address_of(counts), None, scratch(vocab_size)
-    )
-    return token_id
-
-
 def top_candidates(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Return ids `[num_rows, TOP_K] int64` and float32 log-probabilities of the best of `[num_rows, vocab]` logits.
 
@@ -356,18 +331,6 @@ def top_candidates(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         logits.data_ptr(), num_rows, logits.stride(0), vocab_size, address_of(ids), address_of(logprobs)
     )
     return ids, logprobs
-
-
-def noise(noise_key: int, positions: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
-    """Return the noise `[count] float32` of `token_ids [count]` at `positions [count]`."""
-    places, tokens = (np.ascontiguousarray(numbers, dtype=np.int64) for numbers in (positions, token_ids))
-    if places.shape != tokens.shape or places.ndim != 1:
-        raise ValueError(f"positions {list(places.shape)} and tokens {list(tokens.shape)}; expected one list of each")
-    if (tokens < 0).any():
-        raise ValueError(f"found token {tokens.min()}, expected none below 0")
-    values = np.empty(len(places), dtype=np.float32)
-    kernels().sampling_noise(noise_key, address_of(places), address_of(tokens), len(places), address_of(values))
-    return values
 
 
 def _outcome(walk: CTreeWalk, room: np.ndarray) -> Walk:
