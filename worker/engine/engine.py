@@ -114,12 +114,14 @@ class Engine:
     def new_cache(self, max_length: int) -> FullKVCache:
         """Make a cache for the target; if there is no room, drop kept prefixes and try again."""
         self.sharing.kept.trim()
+        self.counters.kept_prefix_bytes = self.sharing.kept.num_bytes
         num_held, forgets = sum(slot.cache.num_held for slot in self._slots.values()), not self.drafter.reads_caches
         try:
             return self.target.new_cache(max_length, num_held, forgets)
         except KVRoomError:
             if not self.sharing.kept.clear():
                 raise
+            self.counters.kept_prefix_bytes = 0
         return self.target.new_cache(max_length, num_held, forgets)
 
     def start(
@@ -187,8 +189,10 @@ class Engine:
             results = [(slot.sequence, self._extended(slot, walk)) for slot, walk in zip(ready, run, strict=True)]
             self._update(results)
             return results
-        num_rows = len(trees) + sum([len(each.tree.token_ids) for each in trees])
-        prefill_chunks = self._prefiller.prefill_chunks(unread, num_rows, len(ready))
+        prefill_chunks = list[PrefillChunk]()
+        if unread:
+            num_rows = sum(1 + len(each.tree.token_ids) for each in trees)
+            prefill_chunks = self._prefiller.prefill_chunks(unread, num_rows, len(ready))
         outputs, walks = self._verify(ready, trees, prefill_chunks)
         results = self._commit(ready, trees, outputs, walks)
         self._update(results)
@@ -198,19 +202,17 @@ class Engine:
         self.sharing.leave(self._slots.pop(sequence.sequence_id))
         self.drafter.stop(sequence)
         self._count_cached()
+        self.counters.kept_prefix_bytes = self.sharing.kept.num_bytes
 
     def _propose(self, ready: list[Slot]) -> list[ConstrainedTree]:
         with timed(self.counters.step_seconds, "propose"):
-            overhead = self._overhead()
+            overhead = self.counters.step_seconds["commit"] / max(1, self.counters.num_steps)
             requests = [_request(slot, overhead) for slot in ready]
             given = zip(ready, requests, self.drafter.propose(requests), strict=True)
             return [
                 slot.constraints.of_tree(tree, request.max_nodes, request.max_depth if self.drafter.drafts else 0)
                 for slot, request, tree in given
             ]
-
-    def _overhead(self) -> float:
-        return self.counters.step_seconds["commit"] / max(1, self.counters.num_steps)
 
     def _verify(
         self, ready: list[Slot], trees: list[ConstrainedTree], prefill_chunks: list[PrefillChunk]
@@ -228,7 +230,8 @@ class Engine:
             samplers = [slot.sampler for slot in ready]
             masks = [None if each.masks is None else each.masks.words for each in trees]
             walks = self._batch_sampler.walks(samplers, proposed, outputs.logits, self.drafter.wants_candidates, masks)
-            self._prefiller.take(prefill_chunks, read)
+            if prefill_chunks:
+                self._prefiller.take(prefill_chunks, read)
         found = zip(trees, walks, strict=True)
         return outputs, [walk if each.masks is None else each.in_front_of_the_dead(walk) for each, walk in found]
 
@@ -312,8 +315,7 @@ class Engine:
         self._count_cached()
 
     def _count_cached(self) -> None:
-        self.counters.kv_cache_tokens = sum(slot.cache.length for slot in self._slots.values())
-        self.counters.kept_prefix_bytes = self.sharing.kept.num_bytes
+        self.counters.kv_cache_tokens = sum([slot.cache.length for slot in self._slots.values()])
 
 
 def _request(slot: Slot, overhead: float) -> DraftRequest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,12 +15,12 @@ from numpy.typing import NDArray
 from swiftbatch.jobs.checkpoints.kv_segments import LayerStates
 from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
 from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES
-from swiftbatch.worker.kv.cache_rows import NUMPY_DTYPES, CacheRows, bits_of
+from swiftbatch.worker.kv.cache_rows import NO_PAGE, NUMPY_DTYPES, CacheRows, bits_of
 from swiftbatch.worker.kv.cache_rows import CacheShape as CacheShape
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES as MAX_TREE_NODES
 from swiftbatch.worker.kv.kv_capacity import PagesError
-from swiftbatch.worker.kv.layer_stores import LayerStore, Window, WindowedRows
 from swiftbatch.worker.kv.recurrent_cache import RecurrentStates, StateStore
+from swiftbatch.worker.kv.sliding_windows import Window, WindowedRows
 
 
 class CacheSource(Protocol):
@@ -30,6 +31,51 @@ class CacheSource(Protocol):
 
     def states_at(self, end: int) -> LayerStates | None:
         """Return the recurrent states after the first `end` positions."""
+
+
+@dataclass(frozen=True)
+class LayerStore:
+    """Rows of some layers; those with a `window` forget positions that no row sees any more."""
+
+    rows: CacheRows
+    layers: Sequence[int]
+    window: Window | None = None
+
+    def reserve(self, end: int, length: int) -> None:
+        """Have room for entries below `end`; if the pool is full, free positions held for other sequences."""
+        if not self.rows.page:
+            return
+        try:
+            self.rows.reserve(end)
+        except PagesError:
+            if self.window is None:
+                raise
+            self.window.release(None, length)
+            self.rows.reserve(end)
+
+    def grow(self, length: int, forgets: bool) -> None:
+        """Note that the first `length` positions are committed."""
+        if forgets and self.window is not None:
+            self.window.forget(length)  # frees pages for the call below
+        self.reserve(length, length)
+        self.rows.fill(length)
+
+    def cut(self, length: int) -> int:
+        """Forget positions from `length` on; return how many are left."""
+        end = self.rows.cut(length if self.window is None else self.window.end_of_cut(length))
+        return end if self.window is None or self.window.has_all_behind(end) else self.cut(end)
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.rows.pages) - self.rows.pages.count(NO_PAGE)
+
+    def num_pages_for(self, end: int, length: int) -> int:
+        """Return the pages that the store will have once it holds entries below `end`."""
+        if not self.rows.page:
+            return 0
+        if self.window is not None and not self.window.holds_unwritten:
+            end = min(end, length + ROW_CHOICES[-1])  # after each forward, older positions are forgotten
+        return self.num_pages + max(0, -(-end // self.rows.page) - len(self.rows.pages))
 
 
 class FullKVCache:

@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from swiftbatch.worker.kernels.kernel_sizes import RING_LAYERS
 from swiftbatch.worker.kv.cache_rows import CacheShape, ask_for_huge_pages
 from swiftbatch.worker.kv.file_offload import FileRows
-from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.kv.full_cache import FullKVCache, LayerStore
 from swiftbatch.worker.kv.host_copies import CopyComputation, CopyEvent, CopyLane, CudaLane, computing_stream
 from swiftbatch.worker.kv.kv_capacity import GB, MAX_TREE_NODES, MEMORY, KVRoom, KVRoomError
-from swiftbatch.worker.kv.layer_stores import LayerStore
 from swiftbatch.worker.kv.slot_arena import KVArena, SlotLease, SlotRows
 
 NO_LAYER = -1

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.kv.cache_rows import NO_PAGE, CacheRows, CacheShape
-from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.kv.full_cache import FullKVCache, LayerStore
 from swiftbatch.worker.kv.gpu_memory_plan import slot_capacity
 from swiftbatch.worker.kv.host_copies import Staging
 from swiftbatch.worker.kv.kv_capacity import (
@@ -27,7 +27,7 @@ from swiftbatch.worker.kv.kv_capacity import (
     TooLongError,
     pages_of,
 )
-from swiftbatch.worker.kv.layer_stores import LayerStore, Window
+from swiftbatch.worker.kv.sliding_windows import Window
 
 if TYPE_CHECKING:
     from swiftbatch.worker.kernels.cuda.cuda_recurrence import StateBuffers

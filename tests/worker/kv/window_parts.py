@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swiftbatch.worker.kv import layer_stores
+from swiftbatch.worker.kv import sliding_windows
 from swiftbatch.worker.kv.slot_arena import KVArena
 
 EVERY = 64
@@ -13,8 +13,8 @@ EVERY = 64
 
 def spoil_what_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let layers forget after few positions, leaving NaN or wrong codes."""
-    monkeypatch.setattr(layer_stores, "FORGETS_EVERY", EVERY)
-    monkeypatch.setattr(layer_stores, "give_back", spoil)
+    monkeypatch.setattr(sliding_windows, "FORGETS_EVERY", EVERY)
+    monkeypatch.setattr(sliding_windows, "give_back", spoil)
 
 
 def spoil(rows: torch.Tensor) -> None:

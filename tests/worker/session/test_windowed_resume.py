@@ -17,7 +17,7 @@ from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drafters.choice.choosing_drafter import ChoosingDrafter
 from swiftbatch.worker.kv.cache_room import CachedJob, CacheRoom
 from swiftbatch.worker.kv.kv_capacity import Growth, HeldPositions, pages_of
-from swiftbatch.worker.kv.layer_stores import Window
+from swiftbatch.worker.kv.sliding_windows import Window
 from swiftbatch.worker.session.checkpointing import num_unwritten
 from tests.worker.kv.window_parts import spoil_what_is_forgotten
 from tests.worker.session.recurrent_parts import save_recurrent_model

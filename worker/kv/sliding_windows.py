@@ -1,18 +1,15 @@
-"""Stores of some layers' rows. Layers with a window forget positions that no row sees any more.
+"""Layers with a window forget positions that no row sees any more.
 
-Their entries keep their offsets; the memory of forgotten entries is returned to the system and reads as zeros.
+Entries keep their offsets; the memory of forgotten entries is returned to the system and reads as zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 
-from swiftbatch.worker.kernels.kernel_sizes import BLOCK, ROW_CHOICES
-from swiftbatch.worker.kv.cache_rows import NO_PAGE, CacheRows, CacheShape, FilledPages, ask_for_small_pages, give_back
-from swiftbatch.worker.kv.kv_capacity import FORGETS_EVERY, NUM_ASKED, PagesError
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK
+from swiftbatch.worker.kv.cache_rows import CacheRows, CacheShape, FilledPages, ask_for_small_pages, give_back
+from swiftbatch.worker.kv.kv_capacity import FORGETS_EVERY, NUM_ASKED
 
 
 class Window:
@@ -105,46 +102,3 @@ class WindowedRows(CacheRows):
         start = max(first, start - FORGETS_EVERY)  # a page that was partly in use last time may be free now
         for stripe in self._stripes:
             give_back(stripe[start:end])
-
-
-@dataclass(frozen=True)
-class LayerStore:
-    """Rows of some layers; those with a `window` forget positions that no row sees any more."""
-
-    rows: CacheRows
-    layers: Sequence[int]
-    window: Window | None = None
-
-    def reserve(self, end: int, length: int) -> None:
-        """Have room for entries below `end`; if the pool is full, free positions held for other sequences."""
-        try:
-            self.rows.reserve(end)
-        except PagesError:
-            if self.window is None:
-                raise
-            self.window.release(None, length)
-            self.rows.reserve(end)
-
-    def grow(self, length: int, forgets: bool) -> None:
-        """Note that the first `length` positions are committed."""
-        if forgets and self.window is not None:
-            self.window.forget(length)  # frees pages for the call below
-        self.reserve(length, length)
-        self.rows.fill(length)
-
-    def cut(self, length: int) -> int:
-        """Forget positions from `length` on; return how many are left."""
-        end = self.rows.cut(length if self.window is None else self.window.end_of_cut(length))
-        return end if self.window is None or self.window.has_all_behind(end) else self.cut(end)
-
-    @property
-    def num_pages(self) -> int:
-        return len(self.rows.pages) - self.rows.pages.count(NO_PAGE)
-
-    def num_pages_for(self, end: int, length: int) -> int:
-        """Return the pages that the store will have once it holds entries below `end`."""
-        if not self.rows.page:
-            return 0
-        if self.window is not None and not self.window.holds_unwritten:
-            end = min(end, length + ROW_CHOICES[-1])  # after each forward, older positions are forgotten
-        return self.num_pages + max(0, -(-end // self.rows.page) - len(self.rows.pages))
