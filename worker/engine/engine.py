@@ -226,11 +226,11 @@ class Engine:
             outputs = self.target.verify(
                 rows + [part for prefill_chunk in prefill_chunks for part in prefill_chunk.rows]
             )
-            outputs, read = outputs[: len(ready)], outputs[len(ready) :]
-            samplers = [slot.sampler for slot in ready]
+            samplers, logits = [slot.sampler for slot in ready], outputs.logits[: len(ready)]
             masks = [None if each.masks is None else each.masks.words for each in trees]
-            walks = self._batch_sampler.walks(samplers, proposed, outputs.logits, self.drafter.wants_candidates, masks)
+            walks = self._batch_sampler.walks(samplers, proposed, logits, self.drafter.wants_candidates, masks)
             if prefill_chunks:
+                read = StepOutputs(outputs.hidden[len(ready) :], outputs.logits[len(ready) :])
                 self._prefiller.take(prefill_chunks, read)
         found = zip(trees, walks, strict=True)
         return outputs, [walk if each.masks is None else each.in_front_of_the_dead(walk) for each, walk in found]

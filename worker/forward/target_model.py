@@ -6,9 +6,10 @@ import contextlib
 import functools
 import math
 import sys
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -133,25 +134,17 @@ class RowOutputs:
     logits: torch.Tensor  # [num_rows, vocab] float32
 
 
-class StepOutputs(Many[RowOutputs]):
+class StepOutputs:
     """Results of several sequences' rows."""
 
     def __init__(self, hidden: SplitRows, logits: SplitRows) -> None:
         self.hidden, self.logits = hidden, logits
 
-    def __len__(self) -> int:
-        return len(self.logits)
+    def __getitem__(self, index: int) -> RowOutputs:
+        return RowOutputs(self.hidden[index], self.logits[index])
 
-    @overload
-    def __getitem__(self, index: int) -> RowOutputs: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> StepOutputs: ...
-
-    def __getitem__(self, index: int | slice) -> RowOutputs | StepOutputs:
-        if isinstance(index, int):
-            return RowOutputs(self.hidden[index], self.logits[index])
-        return StepOutputs(self.hidden[index], self.logits[index])
+    def __iter__(self) -> Iterator[RowOutputs]:
+        return map(RowOutputs, self.hidden, self.logits)
 
 
 class TargetModel:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -116,7 +116,7 @@ class CacheShape:
         sizes, length = weights.sizes, weights.rotary.short_length
         windows = tuple(layer.window for layer in weights.layers if layer.attends)
         counts = (len(windows), sizes.num_kv_heads, sizes.head_dim)
-        states = states_of(layer.mixer for layer in weights.layers)
+        states = states_of([layer.mixer.sizes for layer in weights.layers if layer.mixer is not None])
         forgets = any(windows) and states is None and device.type == "cpu"
         num_parts = 2 if sizes.latent is None else 1
         shape = cls(*counts, sizes.dtype, device, states, length, kv_dtype, num_parts=num_parts)
@@ -161,22 +161,13 @@ class CacheShape:
         return self.num_parts * self.num_layers * self.num_kv_heads * self.row_width * self.row_dtype.itemsize
 
 
-class HasRecurrentSizes(Protocol):
-    """Weights of a recurrent layer."""
-
-    @property
-    def sizes(self) -> RecurrentSizes:
-        """Return the sizes of the weights."""
-
-
-def states_of(mixers: Iterable[HasRecurrentSizes | None]) -> RecurrentShape | None:
+def states_of(layers: Sequence[RecurrentSizes]) -> RecurrentShape | None:
     """Return the common sizes of recurrent layers, or None for a model without recurrent layers."""
-    found = [mixer.sizes for mixer in mixers if mixer is not None]
-    if not found:
+    if not layers:
         return None
-    sizes = found[0]
+    sizes = layers[0]
     heads = (sizes.num_heads, sizes.num_key_heads, sizes.key_dim, sizes.value_dim)
-    return RecurrentShape(len(found), *heads, sizes.num_channels, sizes.conv_width)
+    return RecurrentShape(len(layers), *heads, sizes.num_channels, sizes.conv_width)
 
 
 class CacheRows:

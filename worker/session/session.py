@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,19 +30,25 @@ from swiftbatch.metrics.exporter import EngineCollector, Labels, registry_of, se
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.constraints.thinking import reasoning_of
 from swiftbatch.worker.drafters.catalogue import create_drafter
+from swiftbatch.worker.drafters.engine_memory import slots_wanted
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.stopping import closed, may_be_extended, may_rewind, rewind_distance, rewound, text_of
 from swiftbatch.worker.exactness.doctor_verdicts import exactness_of
+from swiftbatch.worker.forward.hardware import resolve_device
 from swiftbatch.worker.forward.step_costs import step_costs_of
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.cache_room import CachedJob
+from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.kv.kv_capacity import TOO_LONG, PagesError, TooLongError, check_folder
+from swiftbatch.worker.model.digests import digests_of
+from swiftbatch.worker.model.hub import at_commit
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.sampling.sampler import NOT_FINITE
 from swiftbatch.worker.sampling.sequence import CONSTRAINT_REFUSED, ConstraintError, Sequence
 from swiftbatch.worker.session.checkpointing import Checkpointing, num_unwritten
 from swiftbatch.worker.session.result_writer import Sealing, SealingRule
 from swiftbatch.worker.session.resume import Resumer
 from swiftbatch.worker.session.running_job import RunningJob
-from swiftbatch.worker.session.same_model import loaded_target, located_model
 from swiftbatch.worker.session.work_messages import Assignment, Backlog, JobOutcome, Orders, OutcomeKind, WorkReport
 from swiftbatch.worker.text.tokenizer import TextCodec
 
@@ -346,3 +353,37 @@ class WorkerSession:
                 self._checkpointing.close(job)
                 self.engine.stop(job.sequence)
         self.engine.counters.note_work(bool(self._running))
+
+
+def located_model(model: str, run: Run) -> ModelFiles:
+    """Find the files of a run's model.
+
+    Raises ModelError as `locate_model` does, OtherModelError if files differ from the run's.
+    """
+    expected = run.manifest.model_files
+    files = locate_model(at_commit(model, run.manifest.model_commit), expected)
+    files.refuse_other(expected)
+    return files
+
+
+def loaded_target(config: EngineConfig, files: ModelFiles, run: Run, textless_ids: tuple[int, ...]) -> TargetModel:
+    """Load the model. Raises OtherModelError if a file changed meanwhile, and errors as `TargetModel.load` does."""
+    computed = (config.dtype, config.device, config.kv_offload, _slots(config, files, run), config.cuda_kernels)
+    target = TargetModel.load(files, *computed, config.kv_dtype, textless_ids)
+    _refuse_changed_meanwhile(files)
+    return target
+
+
+def _slots(config: EngineConfig, files: ModelFiles, run: Run) -> SlotsWanted | None:
+    """Return the slots for the run's longest job on a GPU, or None on a CPU."""
+    longest_job = 0 if resolve_device(config.device).type == "cpu" else run.longest_job()
+    if not longest_job:
+        return None
+    wanted = slots_wanted(config.engine, files, config.dtype, longest_job, config.draft_model)
+    return replace(wanted, num_unwritten=num_unwritten(config))
+
+
+def _refuse_changed_meanwhile(files: ModelFiles) -> None:
+    """Raise OtherModelError if a small file has changed since `files` was made."""
+    expected = {**files.digests.model, **files.digests.text}
+    replace(files, digests=digests_of(files.path, files.digests.model)).refuse_other(expected)
