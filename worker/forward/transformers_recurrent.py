@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.nn.functional import pad, silu, softplus
 
 from swiftbatch.worker.forward.tile_packing import SequenceRows
-from swiftbatch.worker.forward.transformers_attention import BatchInvariantRows
+from swiftbatch.worker.forward.transformers_attention import BatchInvariantRows, in_whole_tiles
 from swiftbatch.worker.kernels.compute_threads import Team, shared_team
 from swiftbatch.worker.kernels.instruction_sets import load_library
-from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 from swiftbatch.worker.kernels.recurrence import Steps, are_known_states, native_steps
 from swiftbatch.worker.kv.recurrent_cache import RecurrentLayer, RecurrentStates
 from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentShape
@@ -105,23 +104,17 @@ class StateWalk:
         before = list(range(-(width - 1), 0))
         steps = torch.tensor([(before + path)[-width:] for path in self._paths], device=weight.device)
 
-        def convolve(window: Tensor) -> tuple[Tensor]:
+        def convolve(window: Tensor) -> Tensor:
             total = window[:, 0] * weight[:, 0]
             for place in range(1, width):
                 total = total + window[:, place] * weight[:, place]
             if convolution.bias is not None:
                 total = total + convolution.bias.float()
             rounded = total.to(dtype)
-            return (rounded if activation is None else activation(rounded),)
+            return rounded if activation is None else activation(rounded)
 
-        return in_whole_tiles(convolve, self._layer.convolved(steps).float())[0]
-
-
-def in_whole_tiles(function: Any, *rows: Tensor) -> tuple[Tensor, ...]:
-    """Apply elementwise functions to `TILE_ROWS` rows, see `transformers_attention._on_whole_tiles`."""
-    num_rows = len(rows[0])
-    padded = [pad(each, (0, 0) * (each.ndim - 1) + (0, TILE_ROWS - num_rows)).contiguous() for each in rows]
-    return tuple(each[:num_rows] for each in function(*padded))
+        convolved: Tensor = in_whole_tiles(convolve, self._layer.convolved(steps).float())
+        return convolved
 
 
 # Recurrent layers of `transformers` models: delta nets, Mamba-2, short convolutions.
@@ -188,7 +181,7 @@ class DeltaAttention:
         """Return betas and decays as factors."""
         net, forget = self._net, self._net.forget_gate
         inputs = torch.cat([net.q_proj(hidden), net.k_proj(hidden), net.v_proj(hidden)], dim=-1)
-        (b,) = in_whole_tiles(lambda rows: (net.b_proj(rows),), hidden)
+        b = in_whole_tiles(net.b_proj, hidden)
         gates = net.g_b_proj(net.g_a_proj(hidden)).unflatten(-1, (-1, net.head_dim))
         factors = in_whole_tiles(self._betas_and_decays, b, forget.f_b_proj(forget.f_a_proj(hidden)))
         return Projected(inputs, gates.contiguous(), factors)
@@ -216,15 +209,16 @@ def _by_delta_rule(
     dtype, (betas, decays), (key_dim, value_dim) = projected.inputs.dtype, projected.factors, dims
     convolved = walk.convolved(convolution, dtype, silu)
     queries, keys, values = convolved.split([widths[0], *widths], dim=-1)
-    (normed_queries,) = in_whole_tiles(_of_length_one, queries.unflatten(-1, (-1, key_dim)))
-    (normed_keys,) = in_whole_tiles(_of_length_one, keys.unflatten(-1, (-1, key_dim)))
+    normed_queries, normed_keys = (
+        in_whole_tiles(_of_length_one, each.unflatten(-1, (-1, key_dim))) for each in (queries, keys)
+    )
     heads = values.float().unflatten(-1, (-1, value_dim))
     return walk.take(Steps(normed_queries / key_dim**0.5, normed_keys, heads, decays, betas)).to(dtype)
 
 
-def _of_length_one(heads: Tensor) -> tuple[Tensor]:
+def _of_length_one(heads: Tensor) -> Tensor:
     heads = heads.float()
-    return (heads * torch.rsqrt((heads * heads).sum(dim=-1, keepdim=True) + EPSILON),)
+    return heads * torch.rsqrt((heads * heads).sum(dim=-1, keepdim=True) + EPSILON)
 
 
 class MambaLayer:
