@@ -14,7 +14,7 @@ from urllib.parse import quote, unquote
 import numpy as np
 
 from swiftbatch.jobs.structured_output import DATA, FOLLOWED_FORMATS, NAMED, Structure
-from swiftbatch.worker.sampling.sequence import ConstraintError, allows, num_mask_words, tokens_of
+from swiftbatch.worker.sampling.token_masks import ConstraintError, allows, num_mask_words, tokens_of
 
 if TYPE_CHECKING:
     from swiftbatch.worker.sampling.sequence import Sequence

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from swiftbatch.jobs.run.output_line import Reasoning
-from swiftbatch.worker.sampling.sequence import Constraint, ConstraintError, mask_of
+from swiftbatch.worker.sampling.token_masks import Constraint, ConstraintError, mask_of
 
 if TYPE_CHECKING:
     from swiftbatch.worker.sampling.sequence import Rule, Sequence

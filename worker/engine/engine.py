@@ -19,7 +19,8 @@ from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, KVRoomError
 from swiftbatch.worker.sampling.draft_tree import DraftTree, Verification, Walk
 from swiftbatch.worker.sampling.sampler import NOT_FINITE, NotFiniteError, check_finite
-from swiftbatch.worker.sampling.sequence import ConstraintError, Sequence
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.token_masks import ConstraintError
 from swiftbatch.worker.text.output_text import OutputText
 
 MOST_STEPS = 32  # so many per call that the work between calls hardly counts

@@ -31,7 +31,7 @@ from swiftbatch.worker.sampling.logits_processors import (
     masked_behind,
     output_penalties,
 )
-from swiftbatch.worker.sampling.sequence import num_mask_words
+from swiftbatch.worker.sampling.token_masks import num_mask_words
 
 if TYPE_CHECKING:
     from swiftbatch.worker.sampling.sequence import Sequence

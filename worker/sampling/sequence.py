@@ -1,4 +1,4 @@
-"""Generation in progress: its tokens, log-probabilities, parameters and noise, and the contract of its rules."""
+"""Generation in progress: its tokens, log-probabilities, parameters and noise."""
 
 from __future__ import annotations
 
@@ -12,54 +12,7 @@ from swiftbatch.jobs.checkpoints.token_log import Rewind
 from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.sampling.noise import GumbelNoise, noise_key
-
-WORD_BITS = 32
-CONSTRAINT_REFUSED = "constraint_refused"  # error code if rules cannot be followed
-
-
-class ConstraintError(ValueError):
-    """The allowed tokens cannot be determined, or a token is not allowed. The message is for the user."""
-
-
-class Constraint(Protocol):
-    """State of a rule after some output tokens. It depends only on these tokens."""
-
-    def mask(self) -> np.ndarray | None:
-        """Return the allowed tokens as `num_mask_words` uint32 words, lowest bit first, or None if all are allowed.
-
-        Raises ConstraintError if the allowed tokens cannot be determined.
-        """
-
-    def is_free(self, token_ids: list[int]) -> bool:
-        """Return whether any of these tokens may come here, in any order; False is always safe."""
-
-    def guess(self, token_ids: np.ndarray) -> int:
-        """Return which of some allowed tokens to draft."""
-
-    def push(self, token_id: int) -> None:
-        """Append a token. Raises ConstraintError if it is not allowed."""
-
-    def pop(self, num_tokens: int) -> None:
-        """Remove the last tokens."""
-
-
-def num_mask_words(vocab_size: int) -> int:
-    return -(-vocab_size // WORD_BITS)
-
-
-def allows(mask: np.ndarray, token_id: int) -> bool:
-    return bool(mask[token_id // WORD_BITS] >> np.uint32(token_id % WORD_BITS) & np.uint32(1))
-
-
-def tokens_of(mask: np.ndarray) -> np.ndarray:
-    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-
-
-def mask_of(token_ids: tuple[int, ...], vocab_size: int) -> np.ndarray:
-    mask = np.zeros(num_mask_words(vocab_size), dtype=np.uint32)
-    for token_id in token_ids:
-        mask[token_id // WORD_BITS] |= np.uint32(1 << token_id % WORD_BITS)
-    return mask
+from swiftbatch.worker.sampling.token_masks import Constraint
 
 
 class Rule(Protocol):

@@ -44,7 +44,8 @@ from swiftbatch.worker.model.digests import digests_of
 from swiftbatch.worker.model.hub import at_commit
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.sampling.sampler import NOT_FINITE
-from swiftbatch.worker.sampling.sequence import CONSTRAINT_REFUSED, ConstraintError, Sequence
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.token_masks import CONSTRAINT_REFUSED, ConstraintError
 from swiftbatch.worker.session.checkpointing import Checkpointing, num_unwritten
 from swiftbatch.worker.session.result_writer import Sealing, SealingRule
 from swiftbatch.worker.session.resume import Resumer

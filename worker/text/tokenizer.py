@@ -23,7 +23,7 @@ from swiftbatch.worker.model.architectures.catalogue import architecture_of
 from swiftbatch.worker.model.digests import TEKKEN_FILE, has_tekken_alone
 from swiftbatch.worker.model.gguf.gguf_model import link_names
 from swiftbatch.worker.model.model_files import ModelFiles, eos_token_ids_of, read_config
-from swiftbatch.worker.sampling.sequence import ConstraintError
+from swiftbatch.worker.sampling.token_masks import ConstraintError
 from swiftbatch.worker.text.chat_template import ChatTemplate, words_of
 from swiftbatch.worker.text.output_text import BROKEN_CHARACTER, ByteText, LibraryText, OutputText
 from swiftbatch.worker.text.tekken import BYTES_AS_THEY_ARE, TekkenBytes, TekkenChat, TekkenTokenizer

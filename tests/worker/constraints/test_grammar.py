@@ -12,7 +12,7 @@ from swiftbatch.jobs.structured_output import structure_of
 from swiftbatch.worker.constraints import grammar as grammars
 from swiftbatch.worker.constraints.grammar import TRIED_FUEL, Grammar, GrammarConstraint
 from swiftbatch.worker.model.model_files import ModelFiles
-from swiftbatch.worker.sampling.sequence import ConstraintError, allows, tokens_of
+from swiftbatch.worker.sampling.token_masks import ConstraintError, allows, tokens_of
 from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.worker.constraints.words import END, VOCAB, grammar, mask_behind
 

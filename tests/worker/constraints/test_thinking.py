@@ -11,7 +11,8 @@ from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.constraints.constrained_tree import Constraints
 from swiftbatch.worker.constraints.thinking import Markers, Opening, Thinking, ThinkingConstraint, ThinkingRule, Thought
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
-from swiftbatch.worker.sampling.sequence import Constraint, ConstraintError, Sequence, mask_of, tokens_of
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.token_masks import Constraint, ConstraintError, mask_of, tokens_of
 from tests.worker.constraints.words import END, VOCAB, WORDS, allowed_behind, grammar, mask_behind
 
 PAIRS = (((0,), (1,)), ((0, 0, 1), (0, 1, 0, 1)), ((0, 1), (1, 1)), ((2, 0), (0, 2, 0)))

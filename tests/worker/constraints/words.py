@@ -9,7 +9,7 @@ from llguidance import LLTokenizer, TokenizerWrapper
 
 from swiftbatch.jobs.structured_output import structure_of
 from swiftbatch.worker.constraints.grammar import Grammar, definition_of
-from swiftbatch.worker.sampling.sequence import mask_of
+from swiftbatch.worker.sampling.token_masks import mask_of
 
 WORDS = ("a", "b", "c", "d", "ab", "bc", "da")
 END = len(WORDS)

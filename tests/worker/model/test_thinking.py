@@ -17,7 +17,7 @@ from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.constraints.grammar import Grammar
 from swiftbatch.worker.constraints.thinking import Markers, Thinking, ThinkingRule
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.sampling.sequence import ConstraintError
+from swiftbatch.worker.sampling.token_masks import ConstraintError
 from swiftbatch.worker.text.tokenizer import TextCodec
 
 MESSAGES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"

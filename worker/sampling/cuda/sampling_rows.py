@@ -17,7 +17,8 @@ from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.sampling.filters import NUMBERS, filter_numbers
 from swiftbatch.worker.sampling.logits_processors import counts_output, has_bias, masked_behind
-from swiftbatch.worker.sampling.sequence import Sequence, num_mask_words
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.token_masks import num_mask_words
 
 ROW = np.dtype(
     [

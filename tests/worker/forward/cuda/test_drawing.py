@@ -9,7 +9,8 @@ from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.sampling.batch_sampler import TorchBatchSampler
 from swiftbatch.worker.sampling.cuda.cuda_sampler import CudaBatchSampler
 from swiftbatch.worker.sampling.draft_tree import DraftTree
-from swiftbatch.worker.sampling.sequence import Sequence, allows, mask_of
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.token_masks import allows, mask_of
 from tests.worker.forward.cuda.checked_graph import CheckedGraph
 
 PENALISED = SamplingParams(

@@ -25,7 +25,8 @@ from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.sampling.filters import FILTERS as FILTER_LIST
 from swiftbatch.worker.sampling.logits_processors import bias_row, masked_behind, only_allowed, output_counts
 from swiftbatch.worker.sampling.sampler import TokenSampler
-from swiftbatch.worker.sampling.sequence import Sequence, mask_of, num_mask_words
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.token_masks import mask_of, num_mask_words
 from tests.worker.sampling.native.sampling_parts import any_mask, any_row, any_words
 
 NAN = float("nan")

@@ -17,7 +17,7 @@ from swiftbatch.worker.sampling.logits_processors import penalise
 from swiftbatch.worker.sampling.native_sampler import NativeSampler, kernels, walk
 from swiftbatch.worker.sampling.noise import BLOCK, GumbelNoise
 from swiftbatch.worker.sampling.sampler import draw
-from swiftbatch.worker.sampling.sequence import mask_of
+from swiftbatch.worker.sampling.token_masks import mask_of
 from tests.worker.kernels.kernel_parts import VARIANTS
 
 INF = float("inf")
