@@ -37,13 +37,18 @@ class PlainRuns:
         is_fit = target.cache_shape.recurrent is None and not forwards.has_experts and not target.is_offloaded
         self._draw_chains = forwards.draw_chains if is_fit else None
         self._counters = counters
-        self._newest = _Newest()
+        # of the latest steps, since a mean over all steps would lag behind growing jobs
+        self._num_steps, self._seconds = 0, 0.0  # values at the last call of `_seconds_per_step`
+        self._num_rows, self._num_positions = 1, FEW_POSITIONS  # values of the first step since then
+        self._step_seconds = math.inf  # average since then
 
     def most_steps(self, slots: list[Slot]) -> int:
         """Return how many plain steps all sequences can take in one call."""
-        if self._draw_chains is None or any(_needs_a_look(slot) for slot in slots):
+        if self._draw_chains is None:
             return 1
-        step_seconds = self._newest.step_seconds(self._counters, len(slots), sum(slot.cache.length for slot in slots))
+        if any(slot.sequence.logprobs is not None or slot.sequence.rules for slot in slots):
+            return 1  # each step's logits or tokens are needed before the next step
+        step_seconds = self._seconds_per_step(len(slots), sum(slot.cache.length for slot in slots))
         most = min(FEW_STEPS, MOST_STEPS) if any(slot.stop_rule.looks_back for slot in slots) else MOST_STEPS
         room = min(slot.sequence.num_remaining_tokens for slot in slots)
         return max(1, min(most, room, int(MOST_SECONDS / max(step_seconds, MOST_SECONDS / most))))
@@ -56,29 +61,15 @@ class PlainRuns:
         drawn = self._draw_chains(rows, [slot.sampler for slot in slots], num_steps, ends)
         return [Walk([], each.token_ids) for each in drawn] if all(each.token_ids for each in drawn) else []
 
-
-class _Newest:
-    """Seconds, rows and positions of the latest steps; a mean over all steps would lag behind growing jobs."""
-
-    def __init__(self) -> None:
-        self._num_steps, self._seconds = 0, 0.0  # values at the last call of `step_seconds`
-        self._num_rows, self._num_positions = 1, FEW_POSITIONS  # values of the first step since then
-        self._step_seconds = math.inf  # average since then
-
-    def step_seconds(self, counters: EngineCounters, num_rows: int, num_positions: int) -> float:
+    def _seconds_per_step(self, num_rows: int, num_positions: int) -> float:
         """Return a step's measured seconds, scaled up at most in proportion to rows or positions."""
-        num_steps, seconds = counters.num_steps, counters.step_seconds["verify"]
+        num_steps, seconds = self._counters.num_steps, self._counters.step_seconds["verify"]
         if num_new := num_steps - self._num_steps:
             growth = max(1.0, num_rows / self._num_rows, num_positions / self._num_positions)
             self._step_seconds = growth * (seconds - self._seconds) / num_new
             self._num_steps, self._seconds = num_steps, seconds
             self._num_rows, self._num_positions = num_rows, max(FEW_POSITIONS, num_positions)
         return self._step_seconds
-
-
-def _needs_a_look(slot: Slot) -> bool:
-    """Return whether each step's logits or tokens are needed before the next step."""
-    return slot.sequence.logprobs is not None or bool(slot.sequence.rules)
 
 
 # The decoding loop: propose, verify, commit, update, for a set of sequences at once.

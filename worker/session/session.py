@@ -47,7 +47,7 @@ from swiftbatch.worker.sampling.sampler import NOT_FINITE
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.token_masks import CONSTRAINT_REFUSED, ConstraintError
 from swiftbatch.worker.session.checkpointing import Checkpointing, num_unwritten
-from swiftbatch.worker.session.result_writer import Sealing, SealingRule
+from swiftbatch.worker.session.result_writer import Sealing
 from swiftbatch.worker.session.resume import Resumer
 from swiftbatch.worker.session.running_job import RunningJob
 from swiftbatch.worker.session.work_messages import Assignment, Backlog, JobOutcome, Orders, OutcomeKind, WorkReport
@@ -73,8 +73,7 @@ class WorkerSession:
         self._run = Run.open(run_uri, Retries(config.store_retry_seconds, counters.count_store_retry))
         files = located_model(config.model, self._run)
         self._checkpoints, self._kept_logs = CheckpointStore.of(self._run), KeptLogs.of(self._run)
-        rule = SealingRule(config.checkpoint_seconds, config.checkpoint_tokens)
-        self._sealing = Sealing(self._run, worker_id, rule)
+        self._sealing = Sealing(self._run, worker_id, config.checkpoint_seconds, config.checkpoint_tokens)
         self._codec = TextCodec(files, config.thinking_markers)
         target = loaded_target(config, files, self._run, self._codec.textless_ids)
         self.numerics, self.num_slots = target.numerics, target.num_slots

@@ -33,7 +33,7 @@ from swiftbatch.worker.sampling.cuda.sampling_rows import (
     refuse_vocab,
     rows_of,
 )
-from swiftbatch.worker.sampling.cuda.top_candidates import CandidateBuffers, TopCandidates, best_of_blocks, best_of_rows
+from swiftbatch.worker.sampling.cuda.top_candidates import TopCandidates, best_of_blocks, best_of_rows
 from swiftbatch.worker.sampling.draft_tree import ROOT, TOP_K, Candidates, DraftTree, Walk
 from swiftbatch.worker.sampling.filters import needs_filters
 from swiftbatch.worker.sampling.logits_processors import Context, bias_row, masked_behind, output_counts
@@ -105,13 +105,8 @@ class Draw:
 WORDS_OUT = 2 + 2 * TOP_K  # a row has token, highest logit, candidates and their log-probabilities
 
 
-@dataclass(frozen=True)
-class SampledRows:
-    """Results of a draw on the host."""
-
-    tokens: NDArray[np.int32]  # [num_rows]; -1 if nothing can be drawn
-    top_ids: NDArray[np.int32]  # [num_rows, TOP_K]
-    top_logprobs: NDArray[np.float32]  # [num_rows, TOP_K]
+SampledRows = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]
+"""Tokens `[num_rows]`, -1 if nothing can be drawn; candidates, and their log-probabilities, `[num_rows, TOP_K]`."""
 
 
 class SamplingGraphs:
@@ -133,7 +128,7 @@ class SamplingGraphs:
         )
         top = (ids.view(num_rows, TOP_K), logprobs.view(torch.float32).view(num_rows, TOP_K))
         self._download = Download(self.out)
-        candidates = TopCandidates(CandidateBuffers(self.logits, rows, *top))
+        candidates = TopCandidates(self.logits, rows, *top)
         counting = functools.partial(update_counts, self.slots.counts, self.slots.output, arriving, gone)
         draws = Draw(self._buffers), Draw(self._buffers, is_filtered=True)
         works = (in_a_row(counting, draw.launch, candidates.launch) for draw in draws)
@@ -145,7 +140,7 @@ class SamplingGraphs:
         out = self._download.wait()
         num_rows, out = self._num_rows, out.copy()
         top = out[2 * num_rows :].reshape(2, num_rows, TOP_K)
-        return SampledRows(out[:num_rows], top[0], top[1].view(np.float32))
+        return out[:num_rows], top[0], top[1].view(np.float32)
 
 
 def in_a_row(*works: Work) -> Work:
@@ -300,8 +295,7 @@ class CudaBatchSampler:
 
     def _drawn(
         self, rows: list[SamplingRow], logits: torch.Tensor, news: dict[int, tuple[np.ndarray, np.ndarray]]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return tokens `[num_rows]`, candidates and their log-probabilities `[num_rows, TOP_K]`."""
+    ) -> SampledRows:
         found: list[SampledRows] = []
         num_rows = self._layout.num_rows
         for start in range(0, len(rows), num_rows):
@@ -313,9 +307,8 @@ class CudaBatchSampler:
             all_params = {id(row.sequence): row.sequence.sampling for row in part}  # rows of a tree share them
             found.append(self._graphs.replay(any(map(needs_filters, all_params.values()))))
             news = {}
-        tokens, ids, logprobs = zip(*((each.tokens, each.top_ids, each.top_logprobs) for each in found), strict=True)
-        count = len(rows)
-        return _joined(tokens)[:count], _joined(ids)[:count], _joined(logprobs)[:count]
+        tokens, ids, logprobs = (_joined(parts)[: len(rows)] for parts in zip(*found, strict=True))
+        return tokens, ids, logprobs
 
 
 def _joined(parts: Many[np.ndarray]) -> np.ndarray:
