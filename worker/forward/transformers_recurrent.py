@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,18 +35,25 @@ class Projected:
         return Projected(self.inputs[rows], self.gates[rows], tuple(each[rows] for each in self.factors))
 
 
-class RecurrentParts(Protocol):
+class RecurrentParts(ABC):
     """Parts of a `transformers` recurrent layer."""
 
+    def __init__(self, net: Any) -> None:
+        self._net = net
+
+    @abstractmethod
     def shape(self, num_layers: int) -> RecurrentShape:
         """Return the sizes of a model with `num_layers` such layers."""
 
+    @abstractmethod
     def project(self, hidden: Tensor) -> Projected:
         """Compute everything that precedes the state, from `[num_rows, hidden]`."""
 
+    @abstractmethod
     def mix(self, walk: StateWalk, projected: Projected) -> Tensor:
         """Return what rows of one sequence read from states along their paths, `[num_rows, ...]`."""
 
+    @abstractmethod
     def output(self, mixed: Tensor, gates: Tensor) -> Tensor:
         """Compute everything that follows the state, `[num_rows, hidden]`."""
 
@@ -124,11 +132,8 @@ EPSILON = 1e-6  # added to the squared lengths by which queries and keys are div
 STEEP = 20.0  # above this, log(1 + e^x) rounds to x
 
 
-class DeltaNet:
-    """`RecurrentParts` of gated delta nets (Qwen3-Next, Qwen3.5)."""
-
-    def __init__(self, net: Any) -> None:
-        self._net = net
+class DeltaNet(RecurrentParts):
+    """Gated delta nets (Qwen3-Next, Qwen3.5)."""
 
     def shape(self, num_layers: int) -> RecurrentShape:
         return _shape(self._net, num_layers, ("num_v_heads", "num_k_heads", "head_k_dim", "head_v_dim"))
@@ -166,11 +171,8 @@ class DeltaNet:
         return b.sigmoid().float(), rate.exp()[..., None]
 
 
-class DeltaAttention:
-    """`RecurrentParts` of Kimi's delta attention (KDA), with a decay per row of a state."""
-
-    def __init__(self, net: Any) -> None:
-        self._net = net
+class DeltaAttention(RecurrentParts):
+    """Kimi's delta attention (KDA), with a decay per row of a state."""
 
     def shape(self, num_layers: int) -> RecurrentShape:
         net = self._net
@@ -221,11 +223,8 @@ def _of_length_one(heads: Tensor) -> Tensor:
     return heads * torch.rsqrt((heads * heads).sum(dim=-1, keepdim=True) + EPSILON)
 
 
-class MambaLayer:
-    """`RecurrentParts` of Mamba-2 (Bamba, Falcon-H1, Granite 4 h, Nemotron-H), with keys B and queries C."""
-
-    def __init__(self, net: Any) -> None:
-        self._net = net
+class MambaLayer(RecurrentParts):
+    """Mamba-2 (Bamba, Falcon-H1, Granite 4 h, Nemotron-H), with keys B and queries C."""
 
     def shape(self, num_layers: int) -> RecurrentShape:
         return _shape(self._net, num_layers, ("num_heads", "n_groups", "ssm_state_size", "head_dim"))
@@ -263,11 +262,8 @@ class MambaLayer:
         return steps, (-net.A_log.float().exp() * steps).exp()[..., None]
 
 
-class ShortConvolution:
-    """`RecurrentParts` of short convolutions between gates (LFM2), whose state is their last inputs."""
-
-    def __init__(self, net: Any) -> None:
-        self._net = net
+class ShortConvolution(RecurrentParts):
+    """Short convolutions between gates (LFM2), whose state is their last inputs."""
 
     def shape(self, num_layers: int) -> RecurrentShape:
         net = self._net
