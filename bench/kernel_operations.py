@@ -1,4 +1,4 @@
-"""The timed operations (matrices, attention, draws, forwards) with their bytes and multiplications."""
+"""The timed operations (matrices, attention, walks, forwards) with their bytes and multiplications."""
 
 from __future__ import annotations
 
