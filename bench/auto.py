@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 
 from bench.options import Floats, Ints, Names
 from bench.tables import Record, only
-from bench.variants import BY_NAME
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker import decode_bench
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.decode_bench import (
+    BY_NAME,
     BenchEngine,
     BenchError,
     BenchOptions,
@@ -29,7 +31,8 @@ from swiftbatch.worker.decode_bench import (
     warm_drafters,
 )
 from swiftbatch.worker.drafters.catalogue import ENGINES
-from swiftbatch.worker.forward.step_costs import Costs, by_processor, seconds_now, step_costs_of
+from swiftbatch.worker.forward import step_costs
+from swiftbatch.worker.forward.step_costs import Costs, seconds_now, step_costs_of
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.sequence import Sequence
@@ -84,7 +87,8 @@ def run(options: Options) -> Iterator[Record]:
     slots = bench_slots(options.contestants, longest, max(options.slots), files)
     target = options.load(files, slots, options.kv_offload)
     text = text_tokens(options.text, files, highest)
-    with by_processor() if options.processor_time else contextlib.nullcontext():
+    clock = SimpleNamespace(perf_counter=time.thread_time if options.processor_time else time.perf_counter)
+    with mock.patch.object(step_costs, "time", clock):  # drafters, too, then count processor time
         yield from _Grid(target, options, text).records()
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.cache_rows import CacheShape
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.sparse_cache import (
     NUM_PINNED,
     ChunkMeans,

@@ -32,7 +32,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import numpy as np
 
 from bench.surface import surface
-from bench.variants import BY_NAME
 from swiftbatch.jobs.job import unpacked
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.sampling_params import SamplingParams
@@ -40,6 +39,7 @@ from swiftbatch.scheduler.driver.queue_loading import put_logs_in_place
 from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.scheduler.runs.submission import submission
 from swiftbatch.worker.config import EngineConfig
+from swiftbatch.worker.decode_bench import BY_NAME
 from swiftbatch.worker.drafters.catalogue import CHECKPOINT_ENGINES, ENGINES, EngineEntry, create_drafter
 from swiftbatch.worker.drafters.mtp.predictor import PredictorModule
 from swiftbatch.worker.engine.engine import Engine

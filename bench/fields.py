@@ -9,10 +9,10 @@ from typing import Any
 
 from bench.options import TextOptions
 from bench.tables import Record
-from bench.variants import BY_NAME
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.constraints.thinking import Markers, Thinking, ThinkingRule
 from swiftbatch.worker.decode_bench import (
+    BY_NAME,
     BenchEngine,
     BenchError,
     Contestant,

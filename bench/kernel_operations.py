@@ -1,4 +1,4 @@
-"""The timed operations (matrices, attention, draws, forwards) with their bytes and multiplications."""
+"""The timed operations (matrices, attention, walks, forwards) with their bytes and multiplications."""
 
 from __future__ import annotations
 
@@ -230,7 +230,6 @@ def sampling_operations(vocab: int, row_counts: tuple[int, ...]) -> Iterator[Ope
     def operation(name: str, num_rows: int, call: Callable[[], object]) -> Operation:
         return Operation(name, num_rows, num_rows * num_bytes, 0, num_rows * num_bytes, call)
 
-    yield operation("draw", 1, functools.partial(sampling.draw, logits[0], 0, SAMPLING, 1))
     for num_rows in row_counts:
         yield operation("walk", num_rows, _walk_of_all(logits[:num_rows]))
     for num_rows in row_counts:

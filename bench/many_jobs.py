@@ -17,11 +17,20 @@ from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drafters.choice.tree_sizes import best_shares
 from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES, PRIOR_ACCEPTANCE
 from swiftbatch.worker.forward.cuda.cuda_loading import with_rounds
-from swiftbatch.worker.forward.rows_per_forward import RunLoad, most_rows, rows_that_pay
 from swiftbatch.worker.forward.step_costs import ROW_COUNTS, StepCosts
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS, least_blocks
-from swiftbatch.worker.kv.gpu_memory_plan import NO_DRAFTS, GPUMemory, SlotsWanted, plan_memory, plan_pages, splits_of
+from swiftbatch.worker.kv.gpu_memory_plan import (
+    NO_DRAFTS,
+    GPUMemory,
+    RunLoad,
+    SlotsWanted,
+    most_rows,
+    plan_memory,
+    plan_pages,
+    rows_that_pay,
+    splits_of,
+)
 from swiftbatch.worker.kv.kv_capacity import GPU_PAGE, Growth, most_pages, pages_of
 from swiftbatch.worker.kv.model_sizes import ModelSizes
 

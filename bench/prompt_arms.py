@@ -18,8 +18,8 @@ from swiftbatch.worker.drafters.drafter_interface import DraftCounters, Drafter
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.model.model_files import ModelFiles
+from swiftbatch.worker.sampling.draft_tree import Verification
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.verification import Verification
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ from itertools import product
 
 from bench.options import JSONOptions as Options
 from bench.tables import Record
-from swiftbatch.worker.forward.rows_per_forward import most_together
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS, SLOT_LENGTHS
 from swiftbatch.worker.kernels.kernel_sizes import MLASizes
-from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, one_slot, splits_of
+from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, most_together, one_slot, splits_of
 from swiftbatch.worker.kv.kv_capacity import GB, NUM_UNWRITTEN, held_in_windows
 from swiftbatch.worker.kv.model_sizes import ExpertSizes, ModelSizes, PackedPart
 

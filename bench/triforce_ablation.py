@@ -31,8 +31,8 @@ from swiftbatch.worker.drafters.self_speculation.self_speculation import SelfSpe
 from swiftbatch.worker.drafters.triforce import DraftModel, DraftModelProposer, TriForceOptions, triforce
 from swiftbatch.worker.forward.step_costs import Costs, step_costs_of
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.kv.free_memory import check_folder
 from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
+from swiftbatch.worker.kv.kv_capacity import check_folder
 from swiftbatch.worker.kv.sparse_cache import NUM_PINNED
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 

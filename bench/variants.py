@@ -26,9 +26,8 @@ from swiftbatch.worker.drafters.tree_drafter import TreeDrafter
 from swiftbatch.worker.drafters.triforce import TriForceOptions, triforce
 from swiftbatch.worker.forward.step_costs import Costs
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
+from swiftbatch.worker.sampling.draft_tree import ROOT, TOP_K, DraftTree, Verification
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.verification import TOP_K, Verification
 
 MAX_LAYERS = 6  # layers below and with the root: the paper's depth
 MAX_NODES = 79  # with the root the paper's 80

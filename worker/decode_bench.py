@@ -33,12 +33,12 @@ from swiftbatch.worker.engine.prefill import prefill_tile
 from swiftbatch.worker.forward.hardware import cpu_capability
 from swiftbatch.worker.forward.step_costs import Costs, seconds_now, step_costs_of
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.kv.free_memory import check_folder
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
+from swiftbatch.worker.kv.kv_capacity import check_folder
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
+from swiftbatch.worker.sampling.draft_tree import Verification
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.verification import Verification
 
 BASELINE = "autoregressive"
 NUM_ROUNDS = 5  # engines take turns, so that other load on the machine affects all

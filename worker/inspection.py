@@ -12,8 +12,7 @@ from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.json_records import Frozen
 from swiftbatch.worker.constraints.thinking import KNOWN
 from swiftbatch.worker.drafters.catalogue import ENGINES
-from swiftbatch.worker.forward.rows_per_forward import most_together
-from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, splits_of
+from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, most_together, splits_of
 from swiftbatch.worker.kv.kv_capacity import (
     ITEM_SIZES,
     NUM_UNWRITTEN,

@@ -24,9 +24,8 @@ from swiftbatch.worker.forward.step_costs import ROW_COUNTS, StepCosts
 from swiftbatch.worker.kernels.cuda.cuda_decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.cuda_graph import Graph, Repeated, Work
 from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES
-from swiftbatch.worker.sampling.cuda.cuda_sampler import CudaBatchSampler
-from swiftbatch.worker.sampling.cuda.sampling_graphs import WORDS_OUT, in_a_row
-from swiftbatch.worker.sampling.verification import TOP_K
+from swiftbatch.worker.sampling.cuda.cuda_sampler import WORDS_OUT, CudaBatchSampler, in_a_row
+from swiftbatch.worker.sampling.draft_tree import TOP_K
 
 CPU = torch.device("cpu")
 ENGINES = ("autoregressive", "token-recycling", "auto")

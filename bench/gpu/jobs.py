@@ -28,7 +28,7 @@ from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.gpu_memory_plan import most_of_a_job
 from swiftbatch.worker.kv.kv_capacity import GPU_PAGE, PoolSize, WindowPages, held_in_windows, pages_of
-from swiftbatch.worker.kv.paged_arena import KVArena
+from swiftbatch.worker.kv.slot_arena import KVArena
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
 

@@ -23,7 +23,7 @@ from swiftbatch.jobs.python_processes import environment_of_code, module_command
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.decode_bench import PROMPT, BenchError, digest
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row
-from swiftbatch.worker.kv.free_memory import settled_free_bytes
+from swiftbatch.worker.kv.kv_capacity import settled_free_bytes
 
 PARTS = 6  # a worker prints after each of them
 KILLED_AFTER = 3  # parts

@@ -32,9 +32,8 @@ from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row, differ
 from swiftbatch.worker.exactness.gpu_doctor.gpu_doctor import CHECKS
 from swiftbatch.worker.exactness.gpu_doctor.model_under_test import ArenaTarget, Parts
 from swiftbatch.worker.forward.cuda.cuda_forwards import OffloadedForwards
-from swiftbatch.worker.forward.forward_backend import DTYPES
 from swiftbatch.worker.forward.forward_interface import partial_rows
-from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.forward.target_model import DTYPES, TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES, NUM_ROWS

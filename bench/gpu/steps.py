@@ -18,13 +18,12 @@ from swiftbatch.worker.decode_bench import BenchError, DecodeBenchOptions, decod
 from swiftbatch.worker.drafters.catalogue import check_parts
 from swiftbatch.worker.exactness.gpu_doctor.machine_checks import device_facts, read_bandwidth
 from swiftbatch.worker.exactness.gpu_doctor.model_under_test import ArenaTarget, Parts
-from swiftbatch.worker.forward.step_costs import Clock, clock_of
+from swiftbatch.worker.forward.step_costs import Clock
 from swiftbatch.worker.forward.tile_packing import SequenceRows, max_tree_depth, tree_rows
 from swiftbatch.worker.kernels.cuda.cuda_graph import Graph, Repeated, Work, capture
-from swiftbatch.worker.kv.free_memory import MEMORY, KVRoom
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, one_slot
-from swiftbatch.worker.kv.kv_capacity import GB, GPU_PAGE
+from swiftbatch.worker.kv.kv_capacity import GB, GPU_PAGE, MEMORY, KVRoom
 from swiftbatch.worker.kv.model_sizes import ModelSizes, read_sizes
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 
@@ -121,7 +120,7 @@ def step_records(
     for num_slots, lengths in fitting.items():
         if not lengths:
             continue
-        stopwatch = Stopwatch(clock_of(parts.device))
+        stopwatch = Stopwatch(Clock(parts.device))
         target = parts.target(num_slots, lengths[-1] + max(row_counts), stopwatch)
         target.arena.buffer.normal_(generator=parts.generator(5))
         caches = [target.new_cache(lengths[-1] + max(row_counts)) for _ in range(num_slots)]

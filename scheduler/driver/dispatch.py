@@ -69,11 +69,8 @@ class WorkerCapacity:
         num_pages = self.num_pages(worker)
         if not held or worker.info is None or num_pages is None:
             return not held or num_pages is None
-        jobs, beside = [*held, job], worker.info.num_state_positions
-        if beside:
-            jobs = [each._replace(now=each.now + beside, end=each.end + beside) for each in jobs]
         pool = worker.info.pool_size or PoolSize(num_pages, PAGE)
-        return fit(jobs, pool, worker.info.held_positions)
+        return fit([*held, job], pool, worker.info.held_positions, worker.info.num_state_positions)
 
     def num_pages(self, worker: Worker) -> int | None:
         """Return the worker's share of its machine's memory in pages; starting workers get a share, too.

@@ -22,8 +22,7 @@ from swiftbatch.metrics.report.attempts import parsed_history
 from swiftbatch.scheduler.display.progress_line import counted
 from swiftbatch.scheduler.driver.queue_loading import count_jobs
 from swiftbatch.scheduler.driver.run_lease import RunLease
-from swiftbatch.worker.kv.free_memory import KVRoom
-from swiftbatch.worker.kv.kv_capacity import KVRoomError
+from swiftbatch.worker.kv.kv_capacity import KVRoom, KVRoomError
 from swiftbatch.worker.model.compute_path import short_length
 from swiftbatch.worker.model.model_files import ModelFiles, read_config
 

@@ -34,8 +34,7 @@ from swiftbatch.scheduler.runs.run_manifest import computation_of, with_absolute
 from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.drafters.catalogue import check_parts
-from swiftbatch.worker.kv.free_memory import check_folder
-from swiftbatch.worker.kv.kv_capacity import GB, KVRoomError, bytes_per_position
+from swiftbatch.worker.kv.kv_capacity import GB, KVRoomError, bytes_per_position, check_folder
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.model_files import CONFIG_FILES, model_folder, read_config
 

@@ -22,11 +22,10 @@ from swiftbatch.worker.config import Computation
 from swiftbatch.worker.drafters.catalogue import PLAIN_ENGINE, engine_entry
 from swiftbatch.worker.exactness.doctor_verdicts import known_verdict, verdict_key
 from swiftbatch.worker.forward.hardware import cpu_capability, gpu_here, hardware_of, has_cuda
-from swiftbatch.worker.forward.rows_per_forward import RunLoad, most_rows, rows_that_pay
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels, refuse_kv_dtype
 from swiftbatch.worker.kernels.native_library import chosen_numerics
-from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, splits_of
+from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, RunLoad, most_rows, rows_that_pay, splits_of
 from swiftbatch.worker.kv.kv_capacity import NUM_UNWRITTEN, held_in_windows
 from swiftbatch.worker.kv.model_sizes import read_sizes
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model

@@ -42,8 +42,16 @@ from swiftbatch.scheduler.runs.run_manifest import (
 from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.worker.constraints.grammar import StructureError
 from swiftbatch.worker.drafters.catalogue import engine_entry
-from swiftbatch.worker.kv.free_memory import MEMORY, KVRoom, check_folder, place_of_caches
-from swiftbatch.worker.kv.kv_capacity import KVRoomError, bytes_per_position, held_of, state_bytes
+from swiftbatch.worker.kv.kv_capacity import (
+    MEMORY,
+    KVRoom,
+    KVRoomError,
+    bytes_per_position,
+    check_folder,
+    held_of,
+    place_of_caches,
+    state_bytes,
+)
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model, read_config, sampling_defaults_of
 from swiftbatch.worker.text.tokenizer import NO_MARKERS, Chat, EncodedPrompt, TextCodec
 

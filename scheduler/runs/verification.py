@@ -29,7 +29,7 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.replay.replay import Replay, sequence_of
 from swiftbatch.worker.sampling.sequence import Sequence as TokenSequence
-from swiftbatch.worker.session.same_model import loaded_target, located_model
+from swiftbatch.worker.session.session import loaded_target, located_model
 from swiftbatch.worker.text.tokenizer import TextCodec
 
 SPAN = 256  # tokens

@@ -19,9 +19,8 @@ from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
 from swiftbatch.worker.drafters.griffin.griffin import GriffinOptions
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.draft_tree import DraftTree, Verification
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.verification import Verification
 from swiftbatch.worker.training.griffin_recipe import GriffinRecipe
 from swiftbatch.worker.training.tokenswift_recipe import HeadRecipe
 

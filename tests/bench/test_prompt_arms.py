@@ -25,9 +25,8 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.file_offload import FileRows
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.draft_tree import DraftTree, Verification
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.verification import Verification
 from tests.worker.drafters.drafter_parts import free_rows
 
 PREFILL = 300

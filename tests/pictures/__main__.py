@@ -24,9 +24,9 @@ from swiftbatch.scheduler.demo.prompts import PROMPTS
 from tests import ROOT
 from tests.pictures.screen_picture import draw
 from tests.scheduler.display.terminal_parts import Terminal
-from tests.scheduler.driving import swiftbatch
+from tests.scheduler.driving import swiftbatch, wait_until
 from tests.scheduler.serve.pages.browser_parts import IS_INSTALLED, Browser, browsing
-from tests.scheduler.serve.server_parts import Server, request, serving, wait_until
+from tests.scheduler.serve.server_parts import Server, request, serving
 
 METRICS, DOCS = ROOT / "metrics" / "pictures", ROOT / "docs" / "pictures"
 COLUMNS, LINES = 104, 22

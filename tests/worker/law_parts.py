@@ -14,11 +14,10 @@ from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.constraints.constrained_tree import Constraints
 from swiftbatch.worker.constraints.thinking import Markers, Thinking, ThinkingRule
 from swiftbatch.worker.sampling.batch_sampler import masked_by
-from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.draft_tree import DraftTree, walk
 from swiftbatch.worker.sampling.logits_processors import penalise
 from swiftbatch.worker.sampling.sampler import TokenSampler, process
 from swiftbatch.worker.sampling.sequence import Rule, Sequence
-from swiftbatch.worker.sampling.verification import walk
 from tests.worker.constraints.words import allowed_behind, grammar
 
 VOCAB = 6

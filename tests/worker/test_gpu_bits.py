@@ -44,8 +44,8 @@ from swiftbatch.worker.kernels.layer_specs import Routing, Score
 from swiftbatch.worker.kernels.quantized_weights import Code, Weight, linear_from
 from swiftbatch.worker.kv.gpu_memory_plan import most_of_a_job
 from swiftbatch.worker.kv.kv_capacity import GPU_PAGE, PoolSize
-from swiftbatch.worker.kv.paged_arena import KVArena
 from swiftbatch.worker.kv.scan_cache import ScanKVCache
+from swiftbatch.worker.kv.slot_arena import KVArena
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 
 IS_GPU = torch.cuda.is_available() and not triton.knobs.runtime.interpret

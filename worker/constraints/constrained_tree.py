@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
+from swiftbatch.worker.sampling.draft_tree import GUESSED, ROOT, DraftTree, Walk
 from swiftbatch.worker.sampling.logits_processors import bias_pairs, masked_behind
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.token_masks import Constraint, ConstraintError, allows, mask_of, tokens_of
-from swiftbatch.worker.sampling.verification import GUESSED, Walk
 
 FEW = 4  # if at most this many tokens are allowed, one of them is drafted without the drafter
 MAX_GUESSED = 12  # most such nodes in a tree

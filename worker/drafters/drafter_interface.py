@@ -12,9 +12,8 @@ import numpy as np
 import torch
 
 from swiftbatch.worker.kv.full_cache import FullKVCache
-from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.draft_tree import DraftTree, Verification
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.verification import Verification
 
 
 class DraftRequest(NamedTuple):

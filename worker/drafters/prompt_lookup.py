@@ -9,9 +9,8 @@ from swiftbatch.worker.drafters.tree_drafter import TreeDrafter
 from swiftbatch.worker.forward.step_costs import Costs
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.full_cache import FullKVCache
-from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.draft_tree import DraftTree, Verification
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.verification import Verification
 
 MATCH_LENGTHS = (3, 2, 1)  # matching tokens, longest first
 

@@ -11,19 +11,16 @@ from swiftbatch.metrics.counters import EngineCounters, timed
 from swiftbatch.worker.constraints.constrained_tree import NOTHING_LEFT, ConstrainedTree, Constraints
 from swiftbatch.worker.constraints.thinking import Thinking
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
-from swiftbatch.worker.engine.prefill import PrefillChunk, Prefiller
-from swiftbatch.worker.engine.prefix_cache import KeptPrefixes, PrefixSharing
-from swiftbatch.worker.engine.slot import Slot
+from swiftbatch.worker.engine.prefill import KeptPrefixes, PrefillChunk, Prefiller, PrefixSharing, Slot
 from swiftbatch.worker.engine.stopping import ERROR, StopRule, ending_tokens, rewind_distance
 from swiftbatch.worker.forward.target_model import StepOutputs, TargetModel
 from swiftbatch.worker.forward.tile_packing import max_tree_depth, row_ahead, rows_of_trees
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, KVRoomError
-from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.draft_tree import DraftTree, Verification, Walk
 from swiftbatch.worker.sampling.sampler import NOT_FINITE, NotFiniteError, check_finite
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.token_masks import ConstraintError
-from swiftbatch.worker.sampling.verification import Verification, Walk
 from swiftbatch.worker.text.output_text import OutputText
 
 MOST_STEPS = 32  # so many per call that the work between calls hardly counts
@@ -40,13 +37,18 @@ class PlainRuns:
         is_fit = target.cache_shape.recurrent is None and not forwards.has_experts and not target.is_offloaded
         self._draw_chains = forwards.draw_chains if is_fit else None
         self._counters = counters
-        self._newest = _Newest()
+        # of the latest steps, since a mean over all steps would lag behind growing jobs
+        self._num_steps, self._seconds = 0, 0.0  # values at the last call of `_seconds_per_step`
+        self._num_rows, self._num_positions = 1, FEW_POSITIONS  # values of the first step since then
+        self._step_seconds = math.inf  # average since then
 
     def most_steps(self, slots: list[Slot]) -> int:
         """Return how many plain steps all sequences can take in one call."""
-        if self._draw_chains is None or any(_needs_a_look(slot) for slot in slots):
+        if self._draw_chains is None:
             return 1
-        step_seconds = self._newest.step_seconds(self._counters, len(slots), sum(slot.cache.length for slot in slots))
+        if any(slot.sequence.logprobs is not None or slot.sequence.rules for slot in slots):
+            return 1  # each step's logits or tokens are needed before the next step
+        step_seconds = self._seconds_per_step(len(slots), sum(slot.cache.length for slot in slots))
         most = min(FEW_STEPS, MOST_STEPS) if any(slot.stop_rule.looks_back for slot in slots) else MOST_STEPS
         room = min(slot.sequence.num_remaining_tokens for slot in slots)
         return max(1, min(most, room, int(MOST_SECONDS / max(step_seconds, MOST_SECONDS / most))))
@@ -59,29 +61,15 @@ class PlainRuns:
         drawn = self._draw_chains(rows, [slot.sampler for slot in slots], num_steps, ends)
         return [Walk([], each.token_ids) for each in drawn] if all(each.token_ids for each in drawn) else []
 
-
-class _Newest:
-    """Seconds, rows and positions of the latest steps; a mean over all steps would lag behind growing jobs."""
-
-    def __init__(self) -> None:
-        self._num_steps, self._seconds = 0, 0.0  # values at the last call of `step_seconds`
-        self._num_rows, self._num_positions = 1, FEW_POSITIONS  # values of the first step since then
-        self._step_seconds = math.inf  # average since then
-
-    def step_seconds(self, counters: EngineCounters, num_rows: int, num_positions: int) -> float:
+    def _seconds_per_step(self, num_rows: int, num_positions: int) -> float:
         """Return a step's measured seconds, scaled up at most in proportion to rows or positions."""
-        num_steps, seconds = counters.num_steps, counters.step_seconds["verify"]
+        num_steps, seconds = self._counters.num_steps, self._counters.step_seconds["verify"]
         if num_new := num_steps - self._num_steps:
             growth = max(1.0, num_rows / self._num_rows, num_positions / self._num_positions)
             self._step_seconds = growth * (seconds - self._seconds) / num_new
             self._num_steps, self._seconds = num_steps, seconds
             self._num_rows, self._num_positions = num_rows, max(FEW_POSITIONS, num_positions)
         return self._step_seconds
-
-
-def _needs_a_look(slot: Slot) -> bool:
-    """Return whether each step's logits or tokens are needed before the next step."""
-    return slot.sequence.logprobs is not None or bool(slot.sequence.rules)
 
 
 # The decoding loop: propose, verify, commit, update, for a set of sequences at once.
@@ -118,12 +106,14 @@ class Engine:
     def new_cache(self, max_length: int) -> FullKVCache:
         """Make a cache for the target; if there is no room, drop kept prefixes and try again."""
         self.sharing.kept.trim()
+        self.counters.kept_prefix_bytes = self.sharing.kept.num_bytes
         num_held, forgets = sum(slot.cache.num_held for slot in self._slots.values()), not self.drafter.reads_caches
         try:
             return self.target.new_cache(max_length, num_held, forgets)
         except KVRoomError:
             if not self.sharing.kept.clear():
                 raise
+            self.counters.kept_prefix_bytes = 0
         return self.target.new_cache(max_length, num_held, forgets)
 
     def start(
@@ -191,8 +181,10 @@ class Engine:
             results = [(slot.sequence, self._extended(slot, walk)) for slot, walk in zip(ready, run, strict=True)]
             self._update(results)
             return results
-        num_rows = len(trees) + sum([len(each.tree.token_ids) for each in trees])
-        prefill_chunks = self._prefiller.prefill_chunks(unread, num_rows, len(ready))
+        prefill_chunks = list[PrefillChunk]()
+        if unread:
+            num_rows = sum(1 + len(each.tree.token_ids) for each in trees)
+            prefill_chunks = self._prefiller.prefill_chunks(unread, num_rows, len(ready))
         outputs, walks = self._verify(ready, trees, prefill_chunks)
         results = self._commit(ready, trees, outputs, walks)
         self._update(results)
@@ -202,19 +194,17 @@ class Engine:
         self.sharing.leave(self._slots.pop(sequence.sequence_id))
         self.drafter.stop(sequence)
         self._count_cached()
+        self.counters.kept_prefix_bytes = self.sharing.kept.num_bytes
 
     def _propose(self, ready: list[Slot]) -> list[ConstrainedTree]:
         with timed(self.counters.step_seconds, "propose"):
-            overhead = self._overhead()
+            overhead = self.counters.step_seconds["commit"] / max(1, self.counters.num_steps)
             requests = [_request(slot, overhead) for slot in ready]
             given = zip(ready, requests, self.drafter.propose(requests), strict=True)
             return [
                 slot.constraints.of_tree(tree, request.max_nodes, request.max_depth if self.drafter.drafts else 0)
                 for slot, request, tree in given
             ]
-
-    def _overhead(self) -> float:
-        return self.counters.step_seconds["commit"] / max(1, self.counters.num_steps)
 
     def _verify(
         self, ready: list[Slot], trees: list[ConstrainedTree], prefill_chunks: list[PrefillChunk]
@@ -228,11 +218,12 @@ class Engine:
             outputs = self.target.verify(
                 rows + [part for prefill_chunk in prefill_chunks for part in prefill_chunk.rows]
             )
-            outputs, read = outputs[: len(ready)], outputs[len(ready) :]
-            samplers = [slot.sampler for slot in ready]
+            samplers, logits = [slot.sampler for slot in ready], outputs.logits[: len(ready)]
             masks = [None if each.masks is None else each.masks.words for each in trees]
-            walks = self._batch_sampler.walks(samplers, proposed, outputs.logits, self.drafter.wants_candidates, masks)
-            self._prefiller.take(prefill_chunks, read)
+            walks = self._batch_sampler.walks(samplers, proposed, logits, self.drafter.wants_candidates, masks)
+            if prefill_chunks:
+                read = StepOutputs(outputs.hidden[len(ready) :], outputs.logits[len(ready) :])
+                self._prefiller.take(prefill_chunks, read)
         found = zip(trees, walks, strict=True)
         return outputs, [walk if each.masks is None else each.in_front_of_the_dead(walk) for each, walk in found]
 
@@ -316,8 +307,7 @@ class Engine:
         self._count_cached()
 
     def _count_cached(self) -> None:
-        self.counters.kv_cache_tokens = sum(slot.cache.length for slot in self._slots.values())
-        self.counters.kept_prefix_bytes = self.sharing.kept.num_bytes
+        self.counters.kv_cache_tokens = sum([slot.cache.length for slot in self._slots.values()])
 
 
 def _request(slot: Slot, overhead: float) -> DraftRequest:

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 import torch
 
 from swiftbatch.worker.forward.expert_counts import ExpertCounts
-from swiftbatch.worker.forward.multi_step_decode import DecodedChain
 from swiftbatch.worker.forward.tile_packing import SequenceRows, tails
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.kernels.native_library import Team
-from swiftbatch.worker.kernels.row_tables import Rows
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.cache_rows import CacheShape
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.sparse_cache import NewEntries, Scanned, SparseCache, SparseCacheFactory
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 
 if TYPE_CHECKING:
-    from swiftbatch.worker.kv.paged_arena import KVArena
+    from swiftbatch.worker.kv.slot_arena import KVArena
     from swiftbatch.worker.sampling.batch_sampler import BatchSampler
 
 
@@ -87,16 +86,16 @@ def _biases(cache: SparseCache, boundary: int) -> np.ndarray | None:
 MOST_READ = 256  # most known tokens per call, in which each matrix is read only once
 
 
-class DrawChains(Protocol):
-    """Signature of `multi_step_decode.draw_chains` without its decoder."""
+@dataclass(frozen=True)
+class DecodedChain:
+    """Tokens of one sequence's chain."""
 
-    def __call__(
-        self,
-        groups: Many[Rows],
-        samplers: Many[Any],
-        num_rounds: int,
-        ends: Many[frozenset[int]] | None = None,
-    ) -> list[DecodedChain]: ...
+    token_ids: list[int]
+    has_failed: bool  # true if no token can be drawn after these
+
+
+DrawChains = Callable[..., list[DecodedChain]]
+"""`native_forwards.draw_chains` without its decoder, and without the tokens that are never sampled."""
 
 
 class Forwards(Protocol):

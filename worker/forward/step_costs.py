@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,40 +22,26 @@ from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 
 
-def _passing() -> float:
+def seconds_now() -> float:
+    """Return seconds of a clock. Only differences between two calls have a meaning."""
     return time.perf_counter()
 
 
-_read: Callable[[], float] = _passing
+class Clock:
+    """Clock for calls that may only queue their work on a device.
 
+    On a GPU, the time that the host takes to queue work counts only if the GPU waits for it.
+    """
 
-def seconds_now() -> float:
-    """Return seconds of a clock. Only differences between two calls have a meaning."""
-    return _read()
-
-
-@contextlib.contextmanager
-def by_processor() -> Iterator[None]:
-    """Make `seconds_now` count the calling thread's processor time within the context."""
-    global _read
-    _read = time.thread_time
-    try:
-        yield
-    finally:
-        _read = _passing
-
-
-class Clock(Protocol):
-    """Clock for calls that may only queue their work."""
+    def __init__(self, device: torch.device) -> None:
+        self._is_of_gpu = device.type == "cuda"
 
     def seconds(self, call: Callable[[], object]) -> float:
         """Time one call, from the end of all earlier work to the end of the call's own work. Waits for both."""
-
-
-class EventClock:
-    """Clock of a GPU: the time that the host takes to queue work counts only if the GPU waits for it."""
-
-    def seconds(self, call: Callable[[], object]) -> float:
+        if not self._is_of_gpu:
+            started = seconds_now()
+            call()
+            return seconds_now() - started
         torch.cuda.synchronize()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -67,24 +51,11 @@ class EventClock:
         return float(start.elapsed_time(end)) / 1000
 
 
-class HostClock:
-    """Clock for calls that return when they are done."""
-
-    def seconds(self, call: Callable[[], object]) -> float:
-        started = seconds_now()
-        call()
-        return seconds_now() - started
-
-
-def clock_of(device: torch.device) -> Clock:
-    return EventClock() if device.type == "cuda" else HostClock()
-
-
-def captured_seconds(clock: Clock, work: Work, device: torch.device, num_rounds: int) -> float:
+def captured_seconds(work: Work, device: torch.device, num_rounds: int) -> float:
     """Return the median seconds of captured work, so that short kernels do not wait for their launches."""
     graph = capture(work, device)
     graph.replay()
-    return statistics.median(clock.seconds(graph.replay) for _ in range(num_rounds))
+    return statistics.median(Clock(device).seconds(graph.replay) for _ in range(num_rounds))
 
 
 # Seconds of the target's forwards by number of rows and cache length. They tell the cost of drafts and replays.
@@ -304,7 +275,7 @@ def _probe_tokens(number: int, vocab_size: int, stride: int = PROBE_STRIDE) -> l
 
 
 def seconds_of(target: TargetModel, forward: Callable[[], object]) -> float:
-    return clock_of(target.device).seconds(forward)
+    return Clock(target.device).seconds(forward)
 
 
 def _probe_cache(target: TargetModel) -> tuple[FullKVCache, tuple[int, ...]]:

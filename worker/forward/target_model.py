@@ -5,24 +5,36 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import sys
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.compute_options import KVDtype
-from swiftbatch.worker.forward.forward_backend import DTYPES, load_forwards, load_transformers
 from swiftbatch.worker.forward.forward_interface import Forwards
 from swiftbatch.worker.forward.hardware import resolve_device
+from swiftbatch.worker.forward.native_forwards import NativeForwards
 from swiftbatch.worker.forward.tile_packing import SequenceRows, tree_rows
-from swiftbatch.worker.kernels.gpu_kernel_choice import DEFAULT_KERNELS, CudaKernels
-from swiftbatch.worker.kv.free_memory import MEMORY, KVRoom, place_of_caches
+from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, decoder_weights
+from swiftbatch.worker.kernels.gpu_kernel_choice import (
+    DEFAULT_KERNELS,
+    CudaKernels,
+    refuse_kv_dtype,
+    refuse_latent,
+    refuse_without_kernels,
+)
+from swiftbatch.worker.kernels.native_library import chosen_variant
+from swiftbatch.worker.kv.cache_room import CacheRoom
 from swiftbatch.worker.kv.full_cache import FullKVCache, new_cache_of
-from swiftbatch.worker.kv.kv_capacity import HeldPositions, PoolSize
+from swiftbatch.worker.kv.kv_capacity import MEMORY, KVRoom, place_of_caches
 from swiftbatch.worker.kv.kv_offload import offloaded_cache
-from swiftbatch.worker.model.model_files import ModelFiles
+from swiftbatch.worker.model.compute_path import short_length
+from swiftbatch.worker.model.decoder_loading import dense_weights
+from swiftbatch.worker.model.model_files import ModelFiles, eos_token_ids_of, read_config
 from swiftbatch.worker.sampling.batch_sampler import SplitRows
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.noise import NOISE_LAW
@@ -32,7 +44,86 @@ if TYPE_CHECKING:
     from swiftbatch.worker.forward.transformers_forwards import TransformersForwards
     from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 NUM_PROBED_TOKENS = 16
+
+
+def load_forwards(
+    files: ModelFiles,
+    dtype: torch.dtype,
+    device: torch.device,
+    slots: SlotsWanted | None = None,
+    kernels: CudaKernels = DEFAULT_KERNELS,
+    kv_dtype: KVDtype | None = None,
+) -> Forwards:
+    """Return the fastest exact forwards of a model.
+
+    Raises KernelError, KVRoomError, and ModelError as `load_transformers` does or if other kernels were requested.
+    """
+    refuse_kv_dtype(kv_dtype, kernels.attention)
+    if slots is not None:
+        from swiftbatch.worker.forward.cuda.cuda_loading import load_cuda_forwards
+
+        if on_gpu := load_cuda_forwards(files, dtype, device, slots, eos_token_ids_of(files), kernels, kv_dtype):
+            return on_gpu
+        kernels.refuse_unused(f"they do not know the model {files.name}")
+    variant = chosen_variant() if device.type == "cpu" else None
+    if device.type != "cpu":
+        refuse_without_kernels(kv_dtype, files.name)
+    if variant is None:
+        _refuse_long_angles(files)
+        return load_transformers(files, dtype, device, kv_dtype=kv_dtype)
+    weights = dense_weights(files, dtype)
+    if weights and weights.sizes.latent is not None:
+        refuse_latent(kv_dtype, files.name)
+    if weights and (forwards := _native(weights, eos_token_ids_of(files), variant, kv_dtype)):
+        return forwards
+    _refuse_long_angles(files)
+    loaded = load_transformers(files, dtype, device, variant, kv_dtype)
+    taken = decoder_weights(loaded.model)
+    return (taken and _native(taken, loaded.eos_token_ids, variant, kv_dtype)) or loaded
+
+
+def load_transformers(
+    files: ModelFiles,
+    dtype: torch.dtype,
+    device: torch.device,
+    variant: str | None = None,
+    kv_dtype: KVDtype | None = None,
+) -> TransformersForwards:
+    """Load a model with `transformers`; layers with plain attention use the kernels of `variant` for it.
+
+    Raises ModelError for an incomplete or unsupported model.
+    """
+    from transformers.utils.logging import disable_progress_bar  # imported here because it takes seconds
+
+    from swiftbatch.worker.forward.transformers_forwards import TransformersForwards
+    from swiftbatch.worker.model.causal_lm import load_causal_lm
+
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # progress bars would clutter logs
+    model = load_causal_lm(files, dtype)
+    return TransformersForwards(model.to(device).eval().requires_grad_(False), files, variant, kv_dtype)
+
+
+def _refuse_long_angles(files: ModelFiles) -> None:
+    """Raise ModelError for rotary angles that depend on a job's length."""
+    if short_length(read_config(files.name, files.path)) is not None:
+        raise ModelError(
+            f"model {files.name}: its rotary positions (longrope) change with the length of the text, which only our "
+            "kernels leave to each job, and these do not run it here; `swiftbatch doctor` says which run"
+        )
+
+
+def _native(
+    weights: DecoderWeights, eos_token_ids: frozenset[int], variant: str, kv_dtype: KVDtype | None
+) -> NativeForwards | None:
+    """Return forwards, or None if the weights do not fit, because `transformers` reports that better."""
+    try:
+        return NativeForwards(weights, eos_token_ids, variant, kv_dtype)
+    except (ValueError, IndexError):
+        return None
 
 
 @dataclass(frozen=True)
@@ -43,25 +134,17 @@ class RowOutputs:
     logits: torch.Tensor  # [num_rows, vocab] float32
 
 
-class StepOutputs(Many[RowOutputs]):
+class StepOutputs:
     """Results of several sequences' rows."""
 
     def __init__(self, hidden: SplitRows, logits: SplitRows) -> None:
         self.hidden, self.logits = hidden, logits
 
-    def __len__(self) -> int:
-        return len(self.logits)
+    def __getitem__(self, index: int) -> RowOutputs:
+        return RowOutputs(self.hidden[index], self.logits[index])
 
-    @overload
-    def __getitem__(self, index: int) -> RowOutputs: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> StepOutputs: ...
-
-    def __getitem__(self, index: int | slice) -> RowOutputs | StepOutputs:
-        if isinstance(index, int):
-            return RowOutputs(self.hidden[index], self.logits[index])
-        return StepOutputs(self.hidden[index], self.logits[index])
+    def __iter__(self) -> Iterator[RowOutputs]:
+        return map(RowOutputs, self.hidden, self.logits)
 
 
 class TargetModel:
@@ -159,25 +242,20 @@ class TargetModel:
             return new_cache_of(shape, max_length)
         return offloaded_cache(shape, max_length, self._kv_offload)
 
-    def held_positions(self, num_unwritten: int | None) -> HeldPositions | None:
-        """Return the positions that a cache keeps, or None if all, for checkpoints `num_unwritten` positions behind."""
-        if num_unwritten is None or self.is_offloaded or self.forwards.arena is not None:
-            return None
-        return self.cache_shape.held_positions(num_unwritten)
-
     @property
     def num_slots(self) -> int | None:
         """Return how many sequences fit, or None if that depends on their lengths."""
         return self.forwards.arena.num_slots if self.forwards.arena else None
 
-    @property
-    def pool_size(self) -> PoolSize | None:
-        """Return the size of the pool of pages, or None if each cache has its own memory."""
-        return self.forwards.arena.pool_size if self.forwards.arena else None
-
-    def num_state_positions(self) -> int:
-        """Return the number of positions that need as much memory as the recurrent states."""
-        return -(-self.cache_shape.state_bytes() // self.cache_shape.bytes_per_position())
+    def cache_room(self, num_unwritten: int | None) -> CacheRoom:
+        """Return the room for caches, for checkpoints `num_unwritten` positions behind; if None, caches keep all."""
+        shape, arena = self.cache_shape, self.forwards.arena
+        num_beside = -(-shape.state_bytes() // shape.bytes_per_position())
+        if arena is not None:
+            return CacheRoom(arena.pool_size, num_beside, arena=arena)
+        if num_unwritten is None or self.is_offloaded:
+            return CacheRoom(None, num_beside)
+        return CacheRoom(None, num_beside, shape.held_positions(num_unwritten))
 
     def num_free_positions(self) -> int:
         """Return the positions that all new caches together have room for."""

@@ -256,11 +256,11 @@ def _attend(
     if seen.start < part.rows.boundary:
         shared = slice(seen.start, part.rows.boundary)
         prefix, prefix_lse = seen.without_blind(*_prefix(query, keys[:, shared], values[:, shared], seen, asked))
-        share = _on_whole_tiles(_share, prefix_lse, lse)[..., None]
+        share = in_whole_tiles(_share, prefix_lse, lse)[..., None]
         output = (prefix.float() * share + output.float() * (1.0 - share)).to(output.dtype)
-        lse = lse if asked.sinks is None else _on_whole_tiles(torch.logaddexp, prefix_lse, lse)
+        lse = lse if asked.sinks is None else in_whole_tiles(torch.logaddexp, prefix_lse, lse)
     if asked.sinks is not None:
-        share = _on_whole_tiles(_share, lse, asked.sinks.expand_as(lse))[..., None]
+        share = in_whole_tiles(_share, lse, asked.sinks.expand_as(lse))[..., None]
         output = (output.float() * share).to(output.dtype)
     return output
 
@@ -352,11 +352,15 @@ def _share(first_lse: torch.Tensor, second_lse: torch.Tensor) -> torch.Tensor:
     return torch.sigmoid(first_lse - second_lse)
 
 
-def _on_whole_tiles(function: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
-    """Apply a function to `TILE_ROWS` rows: exponentials have other bits in a loop's scalar remainder."""
+def in_whole_tiles(function: Callable[..., Any], *rows: torch.Tensor) -> Any:
+    """Apply elementwise functions to `TILE_ROWS` rows: exponentials have other bits in a loop's scalar remainder.
+
+    Returns a tensor of as many rows as given, or several, as the function does.
+    """
     num_rows = len(rows[0])
     padded = [pad(each, (0, 0) * (each.ndim - 1) + (0, TILE_ROWS - num_rows)).contiguous() for each in rows]
-    return function(*padded)[:num_rows]
+    found = function(*padded)
+    return found[:num_rows] if isinstance(found, torch.Tensor) else tuple(each[:num_rows] for each in found)
 
 
 AttentionInterface.register(ATTENTION_NAME, attend_in_groups)

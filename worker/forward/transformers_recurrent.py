@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu, softplus
 
 from swiftbatch.worker.forward.tile_packing import SequenceRows
-from swiftbatch.worker.forward.transformers_attention import BatchInvariantRows
-from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
+from swiftbatch.worker.forward.transformers_attention import BatchInvariantRows, in_whole_tiles
 from swiftbatch.worker.kernels.native_library import Team, load_library, shared_team
 from swiftbatch.worker.kernels.native_recurrence import Steps, are_known_states, native_steps
 from swiftbatch.worker.kv.recurrent_cache import RecurrentLayer, RecurrentStates
@@ -34,18 +34,25 @@ class Projected:
         return Projected(self.inputs[rows], self.gates[rows], tuple(each[rows] for each in self.factors))
 
 
-class RecurrentParts(Protocol):
+class RecurrentParts(ABC):
     """Parts of a `transformers` recurrent layer."""
 
+    def __init__(self, net: Any) -> None:
+        self._net = net
+
+    @abstractmethod
     def shape(self, num_layers: int) -> RecurrentShape:
         """Return the sizes of a model with `num_layers` such layers."""
 
+    @abstractmethod
     def project(self, hidden: Tensor) -> Projected:
         """Compute everything that precedes the state, from `[num_rows, hidden]`."""
 
+    @abstractmethod
     def mix(self, walk: StateWalk, projected: Projected) -> Tensor:
         """Return what rows of one sequence read from states along their paths, `[num_rows, ...]`."""
 
+    @abstractmethod
     def output(self, mixed: Tensor, gates: Tensor) -> Tensor:
         """Compute everything that follows the state, `[num_rows, hidden]`."""
 
@@ -104,23 +111,17 @@ class StateWalk:
         before = list(range(-(width - 1), 0))
         steps = torch.tensor([(before + path)[-width:] for path in self._paths], device=weight.device)
 
-        def convolve(window: Tensor) -> tuple[Tensor]:
+        def convolve(window: Tensor) -> Tensor:
             total = window[:, 0] * weight[:, 0]
             for place in range(1, width):
                 total = total + window[:, place] * weight[:, place]
             if convolution.bias is not None:
                 total = total + convolution.bias.float()
             rounded = total.to(dtype)
-            return (rounded if activation is None else activation(rounded),)
+            return rounded if activation is None else activation(rounded)
 
-        return in_whole_tiles(convolve, self._layer.convolved(steps).float())[0]
-
-
-def in_whole_tiles(function: Any, *rows: Tensor) -> tuple[Tensor, ...]:
-    """Apply elementwise functions to `TILE_ROWS` rows, see `transformers_attention._on_whole_tiles`."""
-    num_rows = len(rows[0])
-    padded = [pad(each, (0, 0) * (each.ndim - 1) + (0, TILE_ROWS - num_rows)).contiguous() for each in rows]
-    return tuple(each[:num_rows] for each in function(*padded))
+        convolved: Tensor = in_whole_tiles(convolve, self._layer.convolved(steps).float())
+        return convolved
 
 
 # Recurrent layers of `transformers` models: delta nets, Mamba-2, short convolutions.
@@ -130,11 +131,8 @@ EPSILON = 1e-6  # added to the squared lengths by which queries and keys are div
 STEEP = 20.0  # above this, log(1 + e^x) rounds to x
 
 
-class DeltaNet:
-    """`RecurrentParts` of gated delta nets (Qwen3-Next, Qwen3.5)."""
-
-    def __init__(self, net: Any) -> None:
-        self._net = net
+class DeltaNet(RecurrentParts):
+    """Gated delta nets (Qwen3-Next, Qwen3.5)."""
 
     def shape(self, num_layers: int) -> RecurrentShape:
         return _shape(self._net, num_layers, ("num_v_heads", "num_k_heads", "head_k_dim", "head_v_dim"))
@@ -172,11 +170,8 @@ class DeltaNet:
         return b.sigmoid().float(), rate.exp()[..., None]
 
 
-class DeltaAttention:
-    """`RecurrentParts` of Kimi's delta attention (KDA), with a decay per row of a state."""
-
-    def __init__(self, net: Any) -> None:
-        self._net = net
+class DeltaAttention(RecurrentParts):
+    """Kimi's delta attention (KDA), with a decay per row of a state."""
 
     def shape(self, num_layers: int) -> RecurrentShape:
         net = self._net
@@ -187,7 +182,7 @@ class DeltaAttention:
         """Return betas and decays as factors."""
         net, forget = self._net, self._net.forget_gate
         inputs = torch.cat([net.q_proj(hidden), net.k_proj(hidden), net.v_proj(hidden)], dim=-1)
-        (b,) = in_whole_tiles(lambda rows: (net.b_proj(rows),), hidden)
+        b = in_whole_tiles(net.b_proj, hidden)
         gates = net.g_b_proj(net.g_a_proj(hidden)).unflatten(-1, (-1, net.head_dim))
         factors = in_whole_tiles(self._betas_and_decays, b, forget.f_b_proj(forget.f_a_proj(hidden)))
         return Projected(inputs, gates.contiguous(), factors)
@@ -215,22 +210,20 @@ def _by_delta_rule(
     dtype, (betas, decays), (key_dim, value_dim) = projected.inputs.dtype, projected.factors, dims
     convolved = walk.convolved(convolution, dtype, silu)
     queries, keys, values = convolved.split([widths[0], *widths], dim=-1)
-    (normed_queries,) = in_whole_tiles(_of_length_one, queries.unflatten(-1, (-1, key_dim)))
-    (normed_keys,) = in_whole_tiles(_of_length_one, keys.unflatten(-1, (-1, key_dim)))
+    normed_queries, normed_keys = (
+        in_whole_tiles(_of_length_one, each.unflatten(-1, (-1, key_dim))) for each in (queries, keys)
+    )
     heads = values.float().unflatten(-1, (-1, value_dim))
     return walk.take(Steps(normed_queries / key_dim**0.5, normed_keys, heads, decays, betas)).to(dtype)
 
 
-def _of_length_one(heads: Tensor) -> tuple[Tensor]:
+def _of_length_one(heads: Tensor) -> Tensor:
     heads = heads.float()
-    return (heads * torch.rsqrt((heads * heads).sum(dim=-1, keepdim=True) + EPSILON),)
+    return heads * torch.rsqrt((heads * heads).sum(dim=-1, keepdim=True) + EPSILON)
 
 
-class MambaLayer:
-    """`RecurrentParts` of Mamba-2 (Bamba, Falcon-H1, Granite 4 h, Nemotron-H), with keys B and queries C."""
-
-    def __init__(self, net: Any) -> None:
-        self._net = net
+class MambaLayer(RecurrentParts):
+    """Mamba-2 (Bamba, Falcon-H1, Granite 4 h, Nemotron-H), with keys B and queries C."""
 
     def shape(self, num_layers: int) -> RecurrentShape:
         return _shape(self._net, num_layers, ("num_heads", "n_groups", "ssm_state_size", "head_dim"))
@@ -268,11 +261,8 @@ class MambaLayer:
         return steps, (-net.A_log.float().exp() * steps).exp()[..., None]
 
 
-class ShortConvolution:
-    """`RecurrentParts` of short convolutions between gates (LFM2), whose state is their last inputs."""
-
-    def __init__(self, net: Any) -> None:
-        self._net = net
+class ShortConvolution(RecurrentParts):
+    """Short convolutions between gates (LFM2), whose state is their last inputs."""
 
     def shape(self, num_layers: int) -> RecurrentShape:
         net = self._net

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import ctypes
+import mmap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from swiftbatch.jobs.run.compute_options import KVDtype
+from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.kernel_sizes import KV_SCALE_BYTES
 from swiftbatch.worker.kernels.kv_codes import CODES, coded, numbers_of
 from swiftbatch.worker.kernels.layer_specs import RecurrentSizes
-from swiftbatch.worker.kv.huge_pages import FilledPages
 from swiftbatch.worker.kv.kv_capacity import (
     MAX_TREE_NODES,
     NUM_UNWRITTEN,
@@ -26,6 +28,63 @@ from swiftbatch.worker.kv.kv_capacity import (
 )
 from swiftbatch.worker.model.architectures.attention_layers import Windows
 from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentShape
+
+HUGE = 1 << 21  # size in bytes
+COLLAPSE = 25  # MADV_COLLAPSE, since Linux 6.1
+
+
+def ask_for_huge_pages(buffer: torch.Tensor) -> None:
+    """Ask for 2 MB pages, which the system may refuse."""
+    _advise_within(buffer, _huge_advice(buffer))
+
+
+def ask_for_small_pages(buffer: torch.Tensor) -> None:
+    """Ask for small pages, so that parts of the memory can be returned."""
+    _advise_within(buffer, getattr(mmap, "MADV_NOHUGEPAGE", None))
+
+
+def give_back(buffer: torch.Tensor) -> None:
+    """Return the buffer's whole pages to the system; the returned memory reads as zeros."""
+    _advise_within(buffer, getattr(mmap, "MADV_DONTNEED", None))
+
+
+class FilledPages:
+    """Merges small pages into huge ones where a buffer `[..., capacity, head_dim]` is filled."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._row_bytes = buffer.shape[-1] * buffer.element_size()
+        self._stripe_bytes = buffer.shape[-2] * self._row_bytes
+        self._first, self._end = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
+        self._advice = _huge_advice(buffer)
+        self._num_filled = 0
+
+    def fill(self, num_positions: int) -> None:
+        """Note that the first `num_positions` are filled."""
+        if self._advice is None or (num_positions - self._num_filled) * self._row_bytes < HUGE:
+            return
+        for stripe in range(self._first, self._end, self._stripe_bytes):
+            start = max(-(-stripe // HUGE), (stripe + self._num_filled * self._row_bytes) // HUGE) * HUGE
+            size = (stripe + num_positions * self._row_bytes - start) // HUGE * HUGE
+            if size > 0 and not _advise(start, size, COLLAPSE):
+                _advise(start, size, self._advice)  # older systems merge them later
+        self._num_filled = num_positions
+
+
+def _huge_advice(buffer: torch.Tensor) -> int | None:
+    return getattr(mmap, "MADV_HUGEPAGE", None) if buffer.device.type == "cpu" else None
+
+
+def _advise_within(buffer: torch.Tensor, advice: int | None) -> None:
+    """Advise on whole pages within a tensor."""
+    start = -(-buffer.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (buffer.data_ptr() + buffer.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+    if advice is not None and size > 0:
+        _advise(start, size, advice)
+
+
+def _advise(start: int, size: int, advice: int) -> bool:
+    return bool(ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), advice) == 0)
+
 
 NO_SLOT = -1
 NO_PAGE = -1  # a sequence's list has it in place of a page whose positions are forgotten
@@ -57,7 +116,7 @@ class CacheShape:
         sizes, length = weights.sizes, weights.rotary.short_length
         windows = tuple(layer.window for layer in weights.layers if layer.attends)
         counts = (len(windows), sizes.num_kv_heads, sizes.head_dim)
-        states = states_of(layer.mixer for layer in weights.layers)
+        states = states_of([layer.mixer.sizes for layer in weights.layers if layer.mixer is not None])
         forgets = any(windows) and states is None and device.type == "cpu"
         num_parts = 2 if sizes.latent is None else 1
         shape = cls(*counts, sizes.dtype, device, states, length, kv_dtype, num_parts=num_parts)
@@ -102,22 +161,13 @@ class CacheShape:
         return self.num_parts * self.num_layers * self.num_kv_heads * self.row_width * self.row_dtype.itemsize
 
 
-class HasRecurrentSizes(Protocol):
-    """Weights of a recurrent layer."""
-
-    @property
-    def sizes(self) -> RecurrentSizes:
-        """Return the sizes of the weights."""
-
-
-def states_of(mixers: Iterable[HasRecurrentSizes | None]) -> RecurrentShape | None:
+def states_of(layers: Sequence[RecurrentSizes]) -> RecurrentShape | None:
     """Return the common sizes of recurrent layers, or None for a model without recurrent layers."""
-    found = [mixer.sizes for mixer in mixers if mixer is not None]
-    if not found:
+    if not layers:
         return None
-    sizes = found[0]
+    sizes = layers[0]
     heads = (sizes.num_heads, sizes.num_key_heads, sizes.key_dim, sizes.value_dim)
-    return RecurrentShape(len(found), *heads, sizes.num_channels, sizes.conv_width)
+    return RecurrentShape(len(layers), *heads, sizes.num_channels, sizes.conv_width)
 
 
 class CacheRows:
@@ -126,6 +176,9 @@ class CacheRows:
     comes_by_layer = False  # True: memory from `layer` later holds other layers
     holds_all = False  # True: the device has all layers, so rows can move between entries
     slot = NO_SLOT  # number in the shared buffer
+    page = 0  # positions per page; 0: rows lie in order, without pages
+    pages: Sequence[int] = ()  # their numbers, in order
+    page_table: PageTable | None = None  # `pages` on the device
 
     def __init__(self, shape: CacheShape, buffer: torch.Tensor, is_own: bool = False) -> None:
         """`is_own`: the buffer has no other rows, and they are filled in order."""
@@ -135,6 +188,20 @@ class CacheRows:
     @property
     def capacity(self) -> int:
         return int(self.buffer.shape[-2])
+
+    def reserve(self, end: int) -> None:
+        """Have room for entries below `end`. Raises PagesError if the pool has no free page."""
+
+    def cut(self, length: int) -> int:
+        """Forget entries from `length` on, perhaps earlier ones as well; return how many are left."""
+        return length
+
+    def share(self, theirs: CacheRows, start: int, end: int) -> int:
+        """Share whole pages with a sequence of the same tokens; return the end of the shared entries."""
+        return start
+
+    def give_back(self, start: int, end: int, first: int) -> None:
+        """Free entries `[start, end)`, which no row sees; those from `first` on are lost as well."""
 
     def fill(self, length: int) -> None:
         if self._filled is not None:

@@ -20,8 +20,7 @@ from swiftbatch.worker.kv.cache_rows import CacheShape as CacheShape
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES as MAX_TREE_NODES
 from swiftbatch.worker.kv.kv_capacity import PagesError
 from swiftbatch.worker.kv.recurrent_cache import RecurrentStates, StateStore
-from swiftbatch.worker.kv.sliding_window_cache import Window, WindowedRows
-from swiftbatch.worker.kv.slot_rows import PagedRows
+from swiftbatch.worker.kv.sliding_windows import Window, WindowedRows
 
 
 class CacheSource(Protocol):
@@ -42,31 +41,41 @@ class LayerStore:
     layers: Sequence[int]
     window: Window | None = None
 
-    @property
-    def pages(self) -> PagedRows | None:
-        return self.rows if isinstance(self.rows, PagedRows) else None
-
     def reserve(self, end: int, length: int) -> None:
         """Have room for entries below `end`; if the pool is full, free positions held for other sequences."""
-        if self.pages is None:
+        if not self.rows.page:
             return
         try:
-            self.pages.reserve(end)
+            self.rows.reserve(end)
         except PagesError:
             if self.window is None:
                 raise
             self.window.release(None, length)
-            self.pages.reserve(end)
+            self.rows.reserve(end)
+
+    def grow(self, length: int, forgets: bool) -> None:
+        """Note that the first `length` positions are committed."""
+        if forgets and self.window is not None:
+            self.window.forget(length)  # frees pages for the call below
+        self.reserve(length, length)
+        self.rows.fill(length)
 
     def cut(self, length: int) -> int:
         """Forget positions from `length` on; return how many are left."""
-        end = length if self.window is None else self.window.end_of_cut(length)
-        end = end if self.pages is None else self.pages.cut(end)
+        end = self.rows.cut(length if self.window is None else self.window.end_of_cut(length))
         return end if self.window is None or self.window.has_all_behind(end) else self.cut(end)
 
-    def share(self, theirs: LayerStore, start: int, end: int) -> int:
-        """Share whole pages with a sequence of the same tokens; return the end of the shared positions."""
-        return start if self.pages is None or theirs.pages is None else self.pages.share(theirs.pages, start, end)
+    @property
+    def num_pages(self) -> int:
+        return len(self.rows.pages) - self.rows.pages.count(NO_PAGE)
+
+    def num_pages_for(self, end: int, length: int) -> int:
+        """Return the pages that the store will have once it holds entries below `end`."""
+        if not self.rows.page:
+            return 0
+        if self.window is not None and not self.window.holds_unwritten:
+            end = min(end, length + ROW_CHOICES[-1])  # after each forward, older positions are forgotten
+        return self.num_pages + max(0, -(-end // self.rows.page) - len(self.rows.pages))
 
 
 class FullKVCache:
@@ -96,7 +105,7 @@ class FullKVCache:
             is_own = buffer is None
             buffer = shape.new_buffer(max_length) if buffer is None else buffer
             stores = (LayerStore(CacheRows(shape, buffer, is_own), range(shape.num_layers)),)
-        self._stores = stores
+        self.stores = stores
         self.rows = stores[0].rows  # those of layers without a window, if there are any
 
     @property
@@ -118,20 +127,20 @@ class FullKVCache:
 
     @property
     def pages(self) -> Sequence[int]:
-        return _pages_of(self._stores[0])
+        return self.rows.pages
 
     @property
     def window_pages(self) -> Sequence[int]:
-        return _pages_of(self._stores[1]) if len(self._stores) > 1 else ()
+        return self.stores[1].rows.pages if len(self.stores) > 1 else ()
 
     @property
     def page_table(self) -> PageTable | None:
         """Return the first store's pages on the device, or None if the store's rows lie in order."""
-        return None if self._stores[0].pages is None else self._stores[0].pages.table
+        return self.rows.page_table
 
     def reserve(self, end: int) -> None:
         """Have room for entries below `end`. Raises KVRoomError if memory is short."""
-        for store in self._stores:
+        for store in self.stores:
             store.reserve(end, self.length)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,7 +168,7 @@ class FullKVCache:
         """Commit the root and the accepted nodes `path`; drop all other nodes."""
         if path:  # the root already lies in its place
             self.reserve(self.length + 2 + max(path))
-            for store in self._stores:
+            for store in self.stores:
                 store.rows.move(self.length, path)
             if self.layer_states is not None:
                 self.layer_states.move(self.length, path)
@@ -181,11 +190,11 @@ class FullKVCache:
         """
         for window in self._windows():
             window.refuse_lost(start, end)
-        found = [store.rows.kv(start, end) for store in self._stores]
+        found = [store.rows.kv(start, end) for store in self.stores]
         if len(found) == 1:
             return found[0]
         kv = np.empty((self.shape.num_layers, self._rows_per_layer, *found[0].shape[1:]), dtype=found[0].dtype)
-        for store, part in zip(self._stores, found, strict=True):
+        for store, part in zip(self.stores, found, strict=True):
             kv[list(store.layers)] = part.reshape(len(store.layers), *kv.shape[1:])
         return kv.reshape(len(kv) * kv.shape[1], *kv.shape[2:])
 
@@ -200,14 +209,13 @@ class FullKVCache:
                 f"{most - self.length}, {shape.row_width}]"
             )
         by_layer = kv.reshape(shape.num_layers, self._rows_per_layer, *kv.shape[1:])
-        pages = self._stores[-1].pages
-        step = max(1, kv.shape[1]) if pages is None else pages.page
+        step = self.stores[-1].rows.page or max(1, kv.shape[1])
         for start in range(0, kv.shape[1], step):
             part = by_layer[:, :, start : start + step]
             end = self.length + part.shape[2]
             self.reserve(end)
-            for store in self._stores:
-                own = part if len(self._stores) == 1 else part[list(store.layers)]
+            for store in self.stores:
+                own = part if len(self.stores) == 1 else part[list(store.layers)]
                 store.rows.load(self.length, own.reshape(-1, *own.shape[2:]))
             self._grow(end)
 
@@ -251,7 +259,7 @@ class FullKVCache:
 
     def release(self, until: int | None = None) -> None:
         """Stop keeping positions before `until` for `kv`; if None, stop keeping any, also for copies and rollbacks."""
-        for store in self._stores:
+        for store in self.stores:
             if store.window is not None:
                 store.window.release(until, self.length)
 
@@ -261,19 +269,6 @@ class FullKVCache:
         num_lost = (int(each.num_layers / self.shape.num_layers * len(each.lost)) for each in self._windows())
         return self.length - sum(num_lost)
 
-    @property
-    def num_window_pages(self) -> int:
-        return len(self.window_pages) - self.window_pages.count(NO_PAGE)
-
-    def num_window_pages_for(self, end: int) -> int:
-        """Return the window pages that the cache will have once it holds entries below `end`."""
-        store = self._stores[-1]
-        if len(self._stores) == 1 or store.pages is None:
-            return 0
-        if store.window is not None and not store.window.holds_unwritten:
-            end = min(end, self.length + ROW_CHOICES[-1])  # after each forward, older positions are forgotten
-        return self.num_window_pages + max(0, -(-end // store.pages.page) - len(store.pages.numbers))
-
     def copy_from(self, source: CacheSource, end: int) -> None:
         """Commit positions from `length` to `end`, or fewer, by copying from a source with the same tokens."""
         theirs = source if isinstance(source, FullKVCache) else None
@@ -281,7 +276,7 @@ class FullKVCache:
             self._copy_rows(theirs, end)
         else:
             # Unshared positions need new pages; for a job with windows, the plan has pages for one forward only.
-            end = end if len(self._stores) == 1 else min(end, self.length + ROW_CHOICES[-1])
+            end = end if len(self.stores) == 1 else min(end, self.length + ROW_CHOICES[-1])
             self.load(source.kv(self.length, end))
         known = None if theirs is None else theirs.layer_states
         if self.layer_states is not None and not self.layer_states.copy(known, end):
@@ -311,12 +306,12 @@ class FullKVCache:
     def replayed(self, length: int, num_positions: int = 1) -> Iterator[FullKVCache]:
         """Yield the cache as it was at `length`; restore the committed rows on exit."""
         with contextlib.ExitStack() as stack:
-            for store in self._stores:
+            for store in self.stores:
                 stack.enter_context(store.rows.restored(length, length + num_positions))
             yield self.prefix(length)
 
     def clear(self) -> None:
-        for store in self._stores:
+        for store in self.stores:
             store.rows.clear()
         if self.layer_states is not None:
             self.layer_states.clear()
@@ -331,25 +326,22 @@ class FullKVCache:
         end = -1
         while not self._is_view and end != length:  # one store may have to go further back than the others
             end = length
-            for store in self._stores:
+            for store in self.stores:
                 length = store.cut(length)
             if self.layer_states is not None and length != self.length:
                 length = self.layer_states.cut(length)
         self.length = length
 
     def _grow(self, length: int) -> None:
-        for store in self._stores:
-            if store.window is not None and not self._is_view:
-                store.window.forget(length)  # frees pages for the call below
-            store.reserve(length, length)
-            store.rows.fill(length)
+        for store in self.stores:
+            store.grow(length, forgets=not self._is_view)
         self.length = length
 
     def _copy_rows(self, theirs: FullKVCache, end: int) -> None:
         start = self.length
-        pairs = list(zip(self._stores, theirs._stores, strict=True))
+        pairs = list(zip(self.stores, theirs.stores, strict=True))
         try:
-            behind = [own.share(other, start, end) for own, other in pairs]
+            behind = [own.rows.share(other.rows, start, end) for own, other in pairs]
             self.reserve(end)
         except PagesError:
             self.roll_back(start)
@@ -363,10 +355,10 @@ class FullKVCache:
         return self.shape.num_parts * self.shape.num_kv_heads
 
     def _windows(self) -> Iterator[Window]:
-        return (store.window for store in self._stores if store.window is not None)
+        return (store.window for store in self.stores if store.window is not None)
 
     def _of_layer(self, layer: int) -> tuple[CacheRows, int]:
-        store = self._stores[0] if layer in self._stores[0].layers else self._stores[1]
+        store = self.stores[0] if layer in self.stores[0].layers else self.stores[1]
         return store.rows, store.layers.index(layer)
 
 
@@ -376,10 +368,6 @@ def new_cache_of(shape: CacheShape, max_length: int, buffer: torch.Tensor | None
     if states is None and any(shape.windows) and buffer is None:
         rows = WindowedRows(shape, shape.new_buffer(max_length))
         sizes = [size for size in shape.windows if size is not None]
-        window = Window(max(sizes), len(sizes), rows.give_back)
+        window = Window(max(sizes), len(sizes), rows)
         return FullKVCache(shape, max_length, stores=(LayerStore(rows, range(shape.num_layers), window),))
     return FullKVCache(shape, max_length, buffer, states=states)
-
-
-def _pages_of(store: LayerStore) -> Sequence[int]:
-    return () if store.pages is None else store.pages.numbers

@@ -1,4 +1,4 @@
-"""Plan of a GPU's memory at start-up, without torch: slots, pages, offload, drafts."""
+"""Plan of a GPU's memory at start-up, without torch: slots, pages, offload, drafts, and rows per forward."""
 
 from __future__ import annotations
 
@@ -8,13 +8,22 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from swiftbatch.jobs.run.compute_options import AttentionName
-from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS, NUM_ROWS, RING_LAYERS, most_slots
-from swiftbatch.worker.kv.free_memory import MEMORY
-from swiftbatch.worker.kv.kv_capacity import GB, GPU_PAGE, MAX_TREE_NODES, KVRoomError, WindowPages, pages_of
+from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS, NUM_ROWS, RING_LAYERS, ROW_CHOICES, most_slots
+from swiftbatch.worker.kv.kv_capacity import (
+    GB,
+    GPU_PAGE,
+    HORIZON,
+    MAX_TREE_NODES,
+    MEMORY,
+    KVRoomError,
+    WindowPages,
+    pages_of,
+)
 from swiftbatch.worker.kv.model_sizes import ModelSizes
 
 if TYPE_CHECKING:
     from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentShape
+
 
 CAPACITY_BLOCK = 64  # attention kernels read whole blocks of a slot
 # bytes per logit: decoded (4), drawn from (4), scores (8), tempered, sorted (8), order (8), sorting (28)
@@ -394,3 +403,48 @@ def _no_room(sizes: ModelSizes, longest_job: int, place: str, num_free: float) -
         f"{needed / GB:,.2f} GB of {place}, which has {num_free / GB:,.2f} GB for them; use fewer max_tokens, or a "
         "machine with more memory"
     )
+
+
+# Choice of a run's rows per forward, which changes speed and numerics.
+
+
+ROWS_OF_A_DRAFT = 4  # among many jobs, later nodes are seldom accepted
+WIDE_CAPABILITY = 9  # from Hopper on, 256 rows take little longer than reading the weights
+ROWS_BEFORE = 128  # the same limit on earlier GPUs (measured on an A100), and for unknown GPUs
+ROWS_OF_A_TILE = 128  # rows for which packed weights are decoded once
+
+
+@dataclass(frozen=True)
+class RunLoad:
+    """Jobs of one worker, as far as rows depend on them."""
+
+    num_jobs: int
+    mean_length: float  # a job's average number of positions over its time
+    has_drafts: bool
+
+
+def rows_that_pay(sizes: ModelSizes, gpu: GPUMemory, load: RunLoad, most: int) -> int:
+    """Return the smallest row count that fits all concurrent jobs with their drafts, but at most `most`."""
+    job_bytes = sizes.kept_bytes(round(load.mean_length + HORIZON / 2)) + sizes.state_bytes
+    num_together = max(1, min(load.num_jobs, int(one_slot(sizes, gpu, 1).left_bytes / job_bytes)))
+    num_wanted = num_together * (ROWS_OF_A_DRAFT if load.has_drafts else 1)
+    for num_rows in ROW_CHOICES:
+        if num_rows >= most or (num_rows >= num_wanted and most_slots(num_rows) >= num_together):
+            return num_rows
+    return ROW_CHOICES[-1]
+
+
+def most_rows(capability: int | None, item_size: int, is_packed: bool) -> int:
+    """Return the most rows whose products take about as long as reading the weights.
+
+    Float32 has no tensor cores, so each row costs time.
+    """
+    if item_size > 2:
+        return NUM_ROWS
+    wide = ROW_CHOICES[-1] if capability is not None and capability >= WIDE_CAPABILITY else ROWS_BEFORE
+    return min(wide, ROWS_OF_A_TILE) if is_packed else wide
+
+
+def most_together(sizes: ModelSizes, gpu: GPUMemory, length: int) -> int:
+    plans = {num_rows: one_slot(sizes, gpu.with_rows(num_rows), length) for num_rows in ROW_CHOICES}
+    return max(min(most_slots(num_rows), plan.num_fitting) for num_rows, plan in plans.items())

@@ -1,11 +1,15 @@
-"""Bytes and pages of KV caches, now and as they grow, without torch."""
+"""Bytes and pages of KV caches, now and as they grow, and the memory that is free for them, without torch."""
 
 from __future__ import annotations
 
 import math
+import shutil
+import tempfile
+import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.run.compute_options import KVDtype
@@ -14,6 +18,10 @@ from swiftbatch.worker.model.architectures.attention_layers import Windows
 from swiftbatch.worker.model.architectures.catalogue import num_attending_layers, recurrent_shape
 from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentShape
 from swiftbatch.worker.model.decoder_config import kernel_windows, latent_sizes
+
+if TYPE_CHECKING:
+    import torch
+
 
 GB = 1e9
 MAX_TREE_NODES = 127  # a full cache has room for one after its positions
@@ -159,8 +167,13 @@ def most_pages(jobs: Iterable[Growth], page: int = PAGE, held: HeldPositions | N
     return -(-most // page)
 
 
-def fit(jobs: Collection[Growth], pool: PoolSize, held: HeldPositions | None) -> bool:
-    """Return whether a pool has pages enough for `jobs` until they leave, or for a while."""
+def fit(jobs: Collection[Growth], pool: PoolSize, held: HeldPositions | None, num_beside: int = 0) -> bool:
+    """Return whether a pool has pages enough for `jobs` until they leave, or for a while.
+
+    Each job's states take as much as `num_beside` positions.
+    """
+    if num_beside:
+        jobs = [job._replace(now=job.now + num_beside, end=job.end + num_beside) for job in jobs]
     if pool.windows is not None:
         own = [job._replace(num_shared=0) for job in jobs]  # positions kept for other sequences are freed on demand
         if not _have_pages(own, pool.windows.num_pages, pool.page, pool.windows.held):
@@ -173,3 +186,86 @@ def _have_pages(jobs: Collection[Growth], num_pages: int, page: int, held: HeldP
     if at_their_ends + len(jobs) * (ROOM_BEHIND + page - 1) <= num_pages * page:
         return True  # the usual case; simulating each job's end is slow
     return most_pages(jobs, page, held) <= num_pages
+
+
+# Free memory of the machine, of a folder and of a GPU.
+
+
+MEMORY = "the memory of this machine"
+OWN_GROUP = Path("/sys/fs/cgroup")  # control group of this container
+EMPTY_SHARE = 0.97  # a GPU is unused if this share of its memory is free
+STILL_SECONDS, MOST_SETTLING_SECONDS = 2.0, 30.0  # wait until free memory has not risen for 2 s, 30 s at most
+POLL_SECONDS = 0.1
+
+
+def check_folder(kv_offload: str | None) -> None:
+    """Raise KVRoomError if `kv_offload` is no writable folder."""
+    if kv_offload is None:
+        return
+    try:
+        tempfile.TemporaryFile(dir=kv_offload).close()
+    except OSError as error:
+        raise KVRoomError(
+            f"--kv-offload {kv_offload}: {error.strerror or error}; expected a folder that can be written"
+        ) from None
+
+
+def place_of_caches(device: str, kv_offload: str | None) -> str | None:
+    """Return the folder of the caches, or `MEMORY` for the host's memory, or None for a GPU's own memory."""
+    if device == "cpu":
+        return kv_offload or MEMORY
+    return MEMORY if kv_offload else None
+
+
+@dataclass(frozen=True)
+class KVRoom:
+    """Place of the caches, and how many bytes a cache takes there."""
+
+    place: str
+    bytes_per_position: int
+    state_bytes: int = 0  # does not depend on its length
+    held: HeldPositions | None = None  # None: caches forget nothing
+
+    def refuse_too_long(self, num_positions: int, num_held: int = 0) -> None:
+        """Raise KVRoomError if a cache needs more than the free bytes plus those that `num_held` positions take."""
+        num_kept = num_positions if self.held is None else self.held.of(num_positions)
+        needed = num_kept * self.bytes_per_position + self.state_bytes
+        free = self.free_bytes() + num_held * self.bytes_per_position
+        if needed > free:
+            raise KVRoomError(
+                f"max_tokens: cannot allocate the key-value cache: {num_positions:,} positions need "
+                f"{needed / GB:,.2f} GB, {self.place} has {free / GB:,.2f} GB left; "
+                "use fewer max_tokens, or --kv-offload with a folder that has more"
+            )
+
+    def free_bytes(self) -> float:
+        """Return the free bytes of the folder's file system or of the memory."""
+        if self.place != MEMORY:
+            return shutil.disk_usage(self.place).free
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        [kibibytes] = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+        return min(kibibytes * 1024, _left_in_group(OWN_GROUP))
+
+
+def _left_in_group(folder: Path) -> float:
+    """Return the bytes left in a control group (version 2), or infinity if the group has no limit."""
+    try:
+        limit = int((folder / "memory.max").read_text(encoding="ascii"))  # the word "max" raises ValueError
+        used = int((folder / "memory.current").read_text(encoding="ascii"))
+        statistics = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
+    except (OSError, ValueError):
+        return math.inf
+    return max(0, limit - used + int(statistics.get("inactive_file", 0)))  # the kernel frees the page cache on demand
+
+
+def settled_free_bytes(device: torch.device) -> int:
+    """Return the free bytes of a GPU once they stop rising: a killed worker frees its memory late."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    risen = started = time.monotonic()
+    while free < EMPTY_SHARE * total and time.monotonic() < min(risen + STILL_SECONDS, started + MOST_SETTLING_SECONDS):
+        time.sleep(POLL_SECONDS)
+        before, free = free, torch.cuda.mem_get_info(device)[0]
+        risen = time.monotonic() if free > before else risen
+    return int(free)

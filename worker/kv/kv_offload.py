@@ -13,15 +13,12 @@ import torch
 from numpy.typing import NDArray
 
 from swiftbatch.worker.kernels.kernel_sizes import RING_LAYERS
-from swiftbatch.worker.kv.cache_rows import CacheShape
+from swiftbatch.worker.kv.cache_rows import CacheShape, ask_for_huge_pages
 from swiftbatch.worker.kv.file_offload import FileRows
-from swiftbatch.worker.kv.free_memory import MEMORY, KVRoom
 from swiftbatch.worker.kv.full_cache import FullKVCache, LayerStore
 from swiftbatch.worker.kv.host_copies import CopyComputation, CopyEvent, CopyLane, CudaLane, computing_stream
-from swiftbatch.worker.kv.huge_pages import ask_for_huge_pages
-from swiftbatch.worker.kv.kv_capacity import GB, MAX_TREE_NODES, KVRoomError
-from swiftbatch.worker.kv.paged_arena import KVArena
-from swiftbatch.worker.kv.slot_rows import SlotLease, SlotRows
+from swiftbatch.worker.kv.kv_capacity import GB, MAX_TREE_NODES, MEMORY, KVRoom, KVRoomError
+from swiftbatch.worker.kv.slot_arena import KVArena, SlotLease, SlotRows
 
 NO_LAYER = -1
 
@@ -79,53 +76,62 @@ class _RingLayer:
     arrival: CopyEvent | None = None
 
 
-class LayerRing:
-    """Ring of device layers; layer n uses side `n % RING_LAYERS`.
+class OffloadedArena(KVArena):
+    """Caches in pinned memory of the host, each as large as its job, and a ring of device layers as `buffer`.
 
-    A forward calls `begin`, then `wait` and `leave` around each layer.
+    Layer n uses side `n % RING_LAYERS`. A forward calls `begin`, then `wait` and `leave` around each layer.
     """
 
-    def __init__(self, shape: CacheShape, num_slots: int, capacity: int, streams: Streams) -> None:
-        self._num_layers, self._streams = shape.num_layers, streams
-        num_sides = min(RING_LAYERS, shape.num_layers)
-        size = (num_sides, num_slots, capacity, shape.num_parts, shape.num_kv_heads, shape.row_width)
-        rows = torch.empty(size, dtype=shape.row_dtype, device=shape.device)
-        self.buffer = rows.permute(
-            0, 3, 1, 4, 2, 5
-        )  # [num_sides, num_parts, num_slots, num_kv_heads, capacity, row_width]
-        self._sides = [_RingLayer(side, [_Held() for _ in range(num_slots)]) for side in rows]
+    holds_all = False
+
+    def __init__(self, shape: CacheShape, num_slots: int, max_length: int, streams: Streams) -> None:
+        self.streams = streams
         self._visits: Sequence[Visit] = ()
         self._went: CopyEvent | None = None  # done when all written rows are on the host
+        super().__init__(shape, num_slots, max_length)
+
+    def new_cache(self, max_length: int) -> FullKVCache:
+        """Make a cache as `KVArena` does. Raises KVRoomError also if the host has no room."""
+        KVRoom(MEMORY, self.shape.bytes_per_position()).refuse_too_long(max_length)
+        return super().new_cache(max_length)
+
+    def rows(self, lease: SlotLease, max_length: int) -> RingRows:
+        shape, num_entries = self.shape, max_length + MAX_TREE_NODES
+        memory = PinnedMemory(num_entries * shape.bytes_per_position(), shape.device)
+        weakref.finalize(lease, _release, memory, self.streams).atexit = False
+        self.forget(lease.slot, 0)
+        size = (shape.num_layers, num_entries, shape.num_parts, shape.num_kv_heads, shape.row_width)
+        return RingRows(self, lease, memory.bytes.view(shape.row_dtype).view(size))
 
     def begin(self, visits: Sequence[Visit]) -> None:
         """Start to copy the first layers for a forward's rows; each slot appears once."""
         self._visits = visits
-        self._streams.coming.follow(self._streams.computation.record_event())  # the forward may still read the old rows
+        self.streams.coming.follow(self.streams.computation.record_event())  # the forward may still read the old rows
         for layer in range(len(self._sides)):
             self._bring(layer, visits)
 
     def wait(self, layer: int) -> None:
-        self._streams.computation.wait_event(self._side(layer).arrival)
+        self.streams.computation.wait_event(self._side(layer).arrival)
 
     def leave(self, layer: int) -> None:
         """Copy a layer's new rows to the host, and start to copy the next layer into this side of the ring."""
-        side, going = self._side(layer), self._streams.going
-        going.follow(self._streams.computation.record_event())
+        side, going = self._side(layer), self.streams.going
+        going.follow(self.streams.computation.record_event())
         for visit in self._visits:
             for rows in visit.written:
                 going.copy(visit.rows[layer, rows], side.rows[visit.slot, rows])
         self._went = going.mark()
         following = layer + len(self._sides)
-        if following < self._num_layers:
+        if following < self.shape.num_layers:
             self._bring(following, self._visits)
-        elif len(self._sides) < self._num_layers:
+        elif len(self._sides) < self.shape.num_layers:
             self._bring(layer % len(self._sides), self._visits)
 
     def show(self, layer: int, visit: Visit) -> torch.Tensor:
         """Return a slot's layer `[num_parts, num_kv_heads, capacity, row_width]`, valid until the next call."""
-        self._streams.coming.follow(self._streams.computation.record_event())
+        self.streams.coming.follow(self.streams.computation.record_event())
         self._bring(layer, [visit])
-        following = (layer + 1) % self._num_layers
+        following = (layer + 1) % self.shape.num_layers
         if self._side(following) is not self._side(layer):
             self._bring(following, [visit])
         self.wait(layer)
@@ -144,7 +150,7 @@ class LayerRing:
         return self._sides[layer % len(self._sides)]
 
     def _bring(self, layer: int, visits: Sequence[Visit]) -> None:
-        side, coming = self._side(layer), self._streams.coming
+        side, coming = self._side(layer), self.streams.coming
         if self._went is not None:
             coming.follow(self._went)  # by then the side is free and the host is up to date
         for visit in visits:
@@ -155,35 +161,14 @@ class LayerRing:
             held.layer, held.end = layer, visit.num_final
         side.arrival = coming.mark()
 
-
-# Slots of a GPU worker in pinned memory of the host, each as large as its job.
-
-
-class OffloadedArena(KVArena):
-    """`KVArena` whose buffer has only the layers of a `LayerRing`."""
-
-    holds_all = False
-
-    def __init__(self, shape: CacheShape, num_slots: int, max_length: int, streams: Streams) -> None:
-        self.streams = streams
-        super().__init__(shape, num_slots, max_length)
-
-    def new_cache(self, max_length: int) -> FullKVCache:
-        """Make a cache as `KVArena` does. Raises KVRoomError also if the host has no room."""
-        KVRoom(MEMORY, self.shape.bytes_per_position()).refuse_too_long(max_length)
-        return super().new_cache(max_length)
-
-    def rows(self, lease: SlotLease, max_length: int) -> RingRows:
-        shape, num_entries = self.shape, max_length + MAX_TREE_NODES
-        memory = PinnedMemory(num_entries * shape.bytes_per_position(), shape.device)
-        weakref.finalize(lease, _release, memory, self.streams).atexit = False
-        self.ring.forget(lease.slot, 0)
-        size = (shape.num_layers, num_entries, shape.num_parts, shape.num_kv_heads, shape.row_width)
-        return RingRows(self, lease, memory.bytes.view(shape.row_dtype).view(size))
-
     def _allocate(self) -> torch.Tensor:
-        self.ring = LayerRing(self.shape, self.num_slots, self.capacity, self.streams)
-        return self.ring.buffer
+        """Return sides `[num_sides, num_parts, num_slots, num_kv_heads, capacity, row_width]`."""
+        shape = self.shape
+        num_sides = min(RING_LAYERS, shape.num_layers)
+        size = (num_sides, self.num_slots, self.capacity, shape.num_parts, shape.num_kv_heads, shape.row_width)
+        rows = torch.empty(size, dtype=shape.row_dtype, device=shape.device)
+        self._sides = [_RingLayer(side, [_Held() for _ in range(self.num_slots)]) for side in rows]
+        return rows.permute(0, 3, 1, 4, 2, 5)
 
 
 class PinnedMemory:
@@ -232,7 +217,7 @@ class RingRows(SlotRows):
 
     def __init__(self, arena: OffloadedArena, lease: SlotLease, host: torch.Tensor) -> None:
         super().__init__(arena, lease, host.permute(0, 2, 3, 1, 4))
-        self._ring, self._streams, self.host = arena.ring, arena.streams, host
+        self._ring, self._streams, self.host = arena, arena.streams, host
 
     def visit(self, first_entry: int, end: int, length: int) -> Visit:
         num_final = min(length, first_entry)

@@ -17,8 +17,8 @@ from swiftbatch.worker.kernels.native_decoder import CAttentionSizes
 from swiftbatch.worker.kernels.native_library import chosen_variant, load_library, shared_team
 from swiftbatch.worker.kernels.native_weights import ELEMENTS
 from swiftbatch.worker.kernels.row_tables import CachePlace, LayerCacheShape
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
-from swiftbatch.worker.kv.huge_pages import ask_for_huge_pages
+from swiftbatch.worker.kv.cache_rows import CacheShape, ask_for_huge_pages
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.sparse_cache import NUM_PINNED, Entries, Keys, KeysToScan, NewEntries, Queries, SparseCache
 from swiftbatch.worker.sampling.sequence import Sequence
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
-from swiftbatch.worker.kv.cache_rows import keep_path
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.cache_rows import CacheShape, keep_path
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
 from swiftbatch.worker.sampling.sequence import Sequence
 

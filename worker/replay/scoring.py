@@ -8,9 +8,8 @@ from swiftbatch.worker.forward.forward_interface import MOST_READ
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import max_tree_depth, rows_of_trees
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
-from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.draft_tree import DraftTree, Walk
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.verification import Walk
 
 
 class Scorer:

@@ -11,16 +11,14 @@ from typing import Any, Protocol, Self, overload
 import numpy as np
 import torch
 
-from swiftbatch.jobs.logprobs import TokenLogprobs
+from swiftbatch.jobs.logprobs import NO_TOKEN, TokenLogprobs
 from swiftbatch.jobs.run.compute_options import LogprobsMode
 from swiftbatch.worker.kernels.native_library import chosen_variant
 from swiftbatch.worker.sampling import native_sampler as native
-from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.draft_tree import TOP_K, DraftTree, Walk, walk
 from swiftbatch.worker.sampling.logits_processors import Context, adjusted, only_allowed
-from swiftbatch.worker.sampling.logprobs import path_logprobs
 from swiftbatch.worker.sampling.sampler import TokenSampler, is_drawable, process
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.verification import TOP_K, Walk, walk
 
 
 class SplitRows(Many[torch.Tensor]):
@@ -227,18 +225,33 @@ def logprobs_by(
     mode: LogprobsMode,
     mask: np.ndarray | None,
 ) -> TokenLogprobs:
-    """Return log-probabilities computed in torch, pushing to `sampler`."""
-    if mode == "processed_logprobs" and mask is not None:
-        logits = torch.stack([only_allowed(row, words) for row, words in zip(logits, mask, strict=True)])
+    """Return log-probabilities of a walk's tokens, computed in torch in float64, pushing to `sampler`."""
+    num_top = num_top_of(sequence)
+    found = TokenLogprobs.empty(len(walked.drawn), num_top)
+    for i, (row, token_id) in enumerate(zip([0, *(node + 1 for node in walked.path)], walked.drawn, strict=False)):
+        scores = logits[row]
+        if mode == "processed_logprobs":
+            scores = sampler.penalised(scores if mask is None else only_allowed(scores, mask[row]))
+            sampler.push(token_id)
+            if sequence.sampling.temperature > 0.0:
+                scores = process(scores, sequence.sampling)
+        found.logprobs[i], found.top_ids[i], found.top_logprobs[i] = row_logprobs(scores, token_id, num_top)
+    return found
 
-    def processed(row: torch.Tensor, token_id: int) -> torch.Tensor:
-        scores = sampler.penalised(row)
-        sampler.push(token_id)
-        params = sequence.sampling
-        return scores if params.temperature == 0.0 else process(scores, params)
 
-    scores = processed if mode == "processed_logprobs" else lambda row, _: row
-    return path_logprobs(logits, walked.path, walked.drawn, num_top_of(sequence), scores)
+def row_logprobs(scores: torch.Tensor, token_id: int, num_top: int) -> tuple[float, np.ndarray, np.ndarray]:
+    """Return a token's log-probability by scores `[vocab]`, and ids and log-probabilities of the best `[num_top]`.
+
+    Equal scores are ordered by id; missing ids are NO_TOKEN.
+    """
+    logprobs = torch.log_softmax(scores.double(), dim=-1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    ids, top = np.full(num_top, NO_TOKEN, np.int32), np.full(num_top, -np.inf, np.float32)
+    if num_top:
+        best = torch.sort(scores, descending=True, stable=True).indices[:num_top]
+        values = logprobs[best].float().cpu().numpy()
+        count = int(np.isfinite(values).sum())
+        ids[:count], top[:count] = best[:count].cpu().numpy(), values[:count]
+    return float(logprobs[token_id].float()), ids, top
 
 
 def num_top_of(sequence: Sequence) -> int:

@@ -18,7 +18,7 @@ from swiftbatch.jobs.run.compute_options import LogprobsMode
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.kernels.native_library import KernelError, chosen_variant, load_library
 from swiftbatch.worker.kernels.row_tables import address_of
-from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.draft_tree import TOP_K, DraftTree, Walk
 from swiftbatch.worker.sampling.filters import NUMBERS, filter_numbers
 from swiftbatch.worker.sampling.logits_processors import (
     Context,
@@ -32,7 +32,6 @@ from swiftbatch.worker.sampling.logits_processors import (
     output_penalties,
 )
 from swiftbatch.worker.sampling.token_masks import num_mask_words
-from swiftbatch.worker.sampling.verification import TOP_K, Walk
 
 if TYPE_CHECKING:
     from swiftbatch.worker.sampling.sequence import Sequence
@@ -41,9 +40,7 @@ SIGNATURES = {
     "sampling_scratch_size": (c_int64, (c_int64,)),
     "sampling_walk": (None, (c_void_p, c_int64, c_int64, c_void_p)),
     "sampling_logprobs": (None, (c_void_p, c_int64, c_bool, c_int64, c_void_p, c_void_p, c_void_p, c_void_p)),
-    "sampling_draw": (c_int64, (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p)),
     "sampling_follow": (None, (c_void_p, c_void_p, c_int64)),
-    "sampling_noise": (None, (c_uint64, c_void_p, c_void_p, c_int64, c_void_p)),
     "sampling_top_candidates": (None, (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p)),
 }
 ALL_TOKENS = 2**62  # a window of any length
@@ -167,12 +164,6 @@ def check_logits(logits: torch.Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"logits are {found}; expected float32 on the CPU, tokens side by side")
 
 
-def check_counts(counts: np.ndarray, vocab_size: int) -> None:
-    """Raise ValueError unless the counts are contiguous `[vocab] int32`."""
-    if counts.shape != (vocab_size,) or counts.dtype != np.int32 or not counts.flags.c_contiguous:
-        raise ValueError(f"counts {list(counts.shape)} are {counts.dtype}; expected [{vocab_size}] int32 side by side")
-
-
 def check_masks(masks: np.ndarray, num_rows: int, vocab_size: int) -> None:
     """Raise ValueError unless the masks are contiguous `[num_rows, num_mask_words] uint32`."""
     shape = (num_rows, num_mask_words(vocab_size))
@@ -287,7 +278,7 @@ def walk(
     logits: Many[torch.Tensor],
     masks: Many[np.ndarray | None] = (),
 ) -> list[Walk]:
-    """Walk each tree from its root along the drawn tokens, as `verification.py` does.
+    """Walk each tree from its root along the drawn tokens, as `draft_tree.py` does.
 
     `logits[i] [1 + num_nodes, vocab] float32` on the CPU, row 0 the root's. A walk stops before a row from which
     nothing can be drawn. Raises ValueError for unfit shapes.
@@ -326,23 +317,6 @@ def logprobs(
     return found
 
 
-def draw(
-    logits: torch.Tensor, position: int, params: SamplingParams, noise_key: int, counts: np.ndarray | None = None
-) -> int:
-    """Draw the token at `position` from logits `[vocab] float32`, even from non-finite ones, as the reference does.
-
-    `counts [vocab] int32` are those of the penalty window, or None without a penalty.
-    """
-    check_logits(logits, (logits.shape[-1],))
-    if counts is not None:
-        check_counts(counts, len(logits))
-    given, vocab_size = sampling_params(params, noise_key), len(logits)
-    token_id: int = kernels().sampling_draw(
-        logits.data_ptr(), vocab_size, position, ctypes.addressof(given), address_of(counts), None, scratch(vocab_size)
-    )
-    return token_id
-
-
 def top_candidates(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Return ids `[num_rows, TOP_K] int64` and float32 log-probabilities of the best of `[num_rows, vocab]` logits.
 
@@ -357,18 +331,6 @@ def top_candidates(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         logits.data_ptr(), num_rows, logits.stride(0), vocab_size, address_of(ids), address_of(logprobs)
     )
     return ids, logprobs
-
-
-def noise(noise_key: int, positions: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
-    """Return the noise `[count] float32` of `token_ids [count]` at `positions [count]`."""
-    places, tokens = (np.ascontiguousarray(numbers, dtype=np.int64) for numbers in (positions, token_ids))
-    if places.shape != tokens.shape or places.ndim != 1:
-        raise ValueError(f"positions {list(places.shape)} and tokens {list(tokens.shape)}; expected one list of each")
-    if (tokens < 0).any():
-        raise ValueError(f"found token {tokens.min()}, expected none below 0")
-    values = np.empty(len(places), dtype=np.float32)
-    kernels().sampling_noise(noise_key, address_of(places), address_of(tokens), len(places), address_of(values))
-    return values
 
 
 def _outcome(walk: CTreeWalk, room: np.ndarray) -> Walk:

@@ -1,4 +1,4 @@
-"""Generation in progress: its tokens, parameters and noise."""
+"""Generation in progress: its tokens, log-probabilities, parameters and noise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from swiftbatch.jobs.checkpoints.token_log import Rewind
 from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.sampling.logprobs import KeptLogprobs
 from swiftbatch.worker.sampling.noise import GumbelNoise, noise_key
 from swiftbatch.worker.sampling.token_masks import Constraint
 
@@ -21,6 +20,33 @@ class Rule(Protocol):
 
     def start(self, sequence: Sequence) -> Constraint:
         """Return the constraint's state before the first output token. The rule may read the sequence's prompt."""
+
+
+class KeptLogprobs:
+    """Log-probabilities of an output so far; stored values never change, so other threads may read them."""
+
+    def __init__(self, max_tokens: int, num_top: int) -> None:
+        self._room = TokenLogprobs.empty(max_tokens, num_top)
+        self._length = 0
+
+    @property
+    def num_top(self) -> int:
+        return self._room.num_top
+
+    @property
+    def all(self) -> TokenLogprobs:
+        return self._room.part(0, self._length)
+
+    def extend(self, more: TokenLogprobs) -> None:
+        room = self._room.part(self._length, self._length + len(more))
+        room.logprobs[:], room.top_ids[:], room.top_logprobs[:] = more.logprobs, more.top_ids, more.top_logprobs
+        self._length += len(more)
+
+    def first(self, num_tokens: int) -> KeptLogprobs:
+        """Return a copy of the first `num_tokens` entries, which can grow."""
+        kept = KeptLogprobs(len(self._room), self.num_top)
+        kept.extend(self._room.part(0, num_tokens))
+        return kept
 
 
 class Sequence:

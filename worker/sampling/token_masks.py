@@ -1,4 +1,4 @@
-"""Contract of rules that restrict the next tokens, and of their state."""
+"""Contract of rules that restrict the next tokens, and of their state, without torch."""
 
 from __future__ import annotations
 

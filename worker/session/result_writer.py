@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import count
 from secrets import token_hex
 
@@ -18,20 +17,13 @@ from swiftbatch.worker.session.work_messages import JobOutcome
 MOST_RESULTS, MOST_BYTES, MOST_SECONDS = 1000, 16 * 2**20, 30.0  # waiting results reach a segment at any of these
 
 
-@dataclass(frozen=True)
-class SealingRule:
-    """Limits on the work that is lost with a worker's unwritten results."""
-
-    seconds: float
-    num_tokens: int
-
-
 class Sealing:
     """Results of one worker. `sealed` and `flush` raise StoreError when the store has failed for good."""
 
-    def __init__(self, run: Run, worker_id: str, rule: SealingRule) -> None:
+    def __init__(self, run: Run, worker_id: str, seconds: float, num_tokens: int) -> None:
+        """Results that are older than `seconds`, or of a job of `num_tokens`, do not wait for others."""
         self._run, self._checkpoints = run, CheckpointStore.of(run)
-        self._rule = rule
+        self._seconds, self._num_tokens = seconds, num_tokens
         self._name, self._numbers = f"{worker_id}-{token_hex(8)}", count(1)  # no other worker has this name
         self._waiting: list[tuple[SealedResult, bool]] = []
         self._num_bytes, self._since, self._has_long = 0, 0.0, False
@@ -44,12 +36,12 @@ class Sealing:
             self._since = time.monotonic()
         self._waiting.append((result, clears))
         self._num_bytes += len(result.line)
-        self._has_long |= result.num_tokens >= self._rule.num_tokens
+        self._has_long |= result.num_tokens >= self._num_tokens
 
     def seal_due(self) -> None:
         """Start to write if the waiting results are many, are old, or include a long job's."""
         is_much = len(self._waiting) >= MOST_RESULTS or self._num_bytes >= MOST_BYTES or self._has_long
-        if self._waiting and (is_much or time.monotonic() - self._since >= min(MOST_SECONDS, self._rule.seconds)):
+        if self._waiting and (is_much or time.monotonic() - self._since >= min(MOST_SECONDS, self._seconds)):
             self.seal()
 
     def seal(self) -> None:

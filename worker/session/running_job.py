@@ -14,9 +14,10 @@ from swiftbatch.jobs.checkpoints.checkpoint_files import AttemptRecord, AttemptS
 from swiftbatch.jobs.checkpoints.timeline import TimelineRecorder
 from swiftbatch.metrics.counters import DRAFT_KINDS
 from swiftbatch.worker.constraints.thinking import Thinking
+from swiftbatch.worker.kv.cache_room import CachedJob
 from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.sampling.draft_tree import Verification
 from swiftbatch.worker.sampling.sequence import Sequence as TokenSequence
-from swiftbatch.worker.sampling.verification import Verification
 from swiftbatch.worker.session.resume import Recovery
 from swiftbatch.worker.session.work_messages import Assignment, JobOutcome, OutcomeKind
 
@@ -68,6 +69,12 @@ class RunningJob:
     @property
     def job_id(self) -> str:
         return self.assignment.job_id
+
+    @property
+    def cached(self) -> CachedJob:
+        sequence = self.sequence
+        growth = self.assignment.growth(sequence.num_prompt_tokens, sequence.num_generated_tokens)
+        return CachedJob(self.cache, growth)
 
     def outcome(self, kind: OutcomeKind, reason: str = "", error_code: str = "") -> JobOutcome:
         return JobOutcome(kind, self.job_id, self.sequence.num_generated_tokens, reason, error_code)

@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,22 +30,27 @@ from swiftbatch.metrics.exporter import EngineCollector, Labels, registry_of, se
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.constraints.thinking import reasoning_of
 from swiftbatch.worker.drafters.catalogue import create_drafter
+from swiftbatch.worker.drafters.engine_memory import slots_wanted
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.stopping import closed, may_be_extended, may_rewind, rewind_distance, rewound, text_of
 from swiftbatch.worker.exactness.doctor_verdicts import exactness_of
+from swiftbatch.worker.forward.hardware import resolve_device
 from swiftbatch.worker.forward.step_costs import step_costs_of
-from swiftbatch.worker.kv.free_memory import check_folder
-from swiftbatch.worker.kv.kv_capacity import TOO_LONG, PagesError, TooLongError
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.kv.cache_room import CachedJob
+from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
+from swiftbatch.worker.kv.kv_capacity import TOO_LONG, PagesError, TooLongError, check_folder
+from swiftbatch.worker.model.digests import digests_of
+from swiftbatch.worker.model.hub import at_commit
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.sampling.sampler import NOT_FINITE
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.token_masks import CONSTRAINT_REFUSED, ConstraintError
-from swiftbatch.worker.session.backlog import Backlog, CacheRoom
 from swiftbatch.worker.session.checkpointing import Checkpointing, num_unwritten
-from swiftbatch.worker.session.result_writer import Sealing, SealingRule
+from swiftbatch.worker.session.result_writer import Sealing
 from swiftbatch.worker.session.resume import Resumer
 from swiftbatch.worker.session.running_job import RunningJob
-from swiftbatch.worker.session.same_model import loaded_target, located_model
-from swiftbatch.worker.session.work_messages import Assignment, JobOutcome, Orders, OutcomeKind, WorkReport
+from swiftbatch.worker.session.work_messages import Assignment, Backlog, JobOutcome, Orders, OutcomeKind, WorkReport
 from swiftbatch.worker.text.tokenizer import TextCodec
 
 COUNTERS_SECONDS = 2.0  # a report without counters is cheaper
@@ -67,14 +73,13 @@ class WorkerSession:
         self._run = Run.open(run_uri, Retries(config.store_retry_seconds, counters.count_store_retry))
         files = located_model(config.model, self._run)
         self._checkpoints, self._kept_logs = CheckpointStore.of(self._run), KeptLogs.of(self._run)
-        rule = SealingRule(config.checkpoint_seconds, config.checkpoint_tokens)
-        self._sealing = Sealing(self._run, worker_id, rule)
+        self._sealing = Sealing(self._run, worker_id, config.checkpoint_seconds, config.checkpoint_tokens)
         self._codec = TextCodec(files, config.thinking_markers)
         target = loaded_target(config, files, self._run, self._codec.textless_ids)
-        self.numerics, self.num_slots, self.pool_size = target.numerics, target.num_slots, target.pool_size
-        self.num_free_positions, self.num_state_positions = target.num_free_positions(), target.num_state_positions()
-        self._room = CacheRoom.of(target, num_unwritten(config))
-        self.held_positions = self._room.held
+        self.numerics, self.num_slots = target.numerics, target.num_slots
+        self.num_free_positions = target.num_free_positions()
+        room = self._room = target.cache_room(num_unwritten(config))
+        self.pool_size, self.num_state_positions, self.held_positions = room.pool, room.num_beside, room.held
         costs = step_costs_of(target)
         drafter = create_drafter(config.engine, target, costs, config.draft_model)
         self.engine = Engine(target, drafter, self._codec.output_text, counters, config.logprobs_mode)
@@ -110,7 +115,7 @@ class WorkerSession:
     def _follow(self, orders: Orders) -> None:
         """Drop cancelled jobs, hand back recalled and released ones, and start new ones."""
         self._drop(orders.cancelled)
-        self._room.follow(orders)
+        self._room.limit(orders.num_pages)
         self._note_unbegun(self._backlog.follow(orders))
         self._release("released", orders.released, self._config.grace_seconds)
         for assignment in orders.assignments:
@@ -122,7 +127,7 @@ class WorkerSession:
     def _advance(self) -> None:
         """Start reserve jobs in free places, and take one step with all jobs."""
         self._make_room()
-        while (assignment := self._backlog.next(self._running.values(), self._room)) is not None:
+        while (assignment := self._backlog.next(len(self._running), self._has_room)) is not None:
             self._take_in(assignment)
             if not self._can_fit():  # with lagging checkpoints, jobs keep more than expected
                 self._make_room()
@@ -246,19 +251,34 @@ class WorkerSession:
     def _make_room(self) -> None:
         """Hand back jobs without room for another step, and let the checkpoints of the other jobs catch up."""
         running = self._running.values()
-        jobs = self._room.without_room(running)
+        jobs = self._without_room()
         if jobs and gc.collect():  # frees caches in reference cycles
-            jobs = self._room.without_room(running)
+            jobs = self._without_room()
         if jobs:
             self._release("evicted", [job.job_id for job in jobs], self._config.grace_seconds)
             self._backlog.keep_to(len(running))
         while not self._can_fit() and not self._must_drain:  # caches keep unwritten positions
             if self._checkpointing.catch_up(running, CATCH_UP_SECONDS):
                 break
-        self.engine.counters.count_pages(self._room.num_taken(running), self._room.num_pages)
+        self.engine.counters.count_pages(self._room.num_taken(self._cached()), self._room.num_pages)
+
+    def _without_room(self) -> list[RunningJob]:
+        """Return the jobs that must leave before the next step: the youngest.
+
+        Age counts from a job's first attempt on any worker, so two jobs cannot evict each other in turns.
+        """
+        youngest = sorted(self._running.values(), key=lambda job: job.assignment.seniority, reverse=True)
+        return youngest[: self._room.num_without_room([job.cached for job in youngest])]
 
     def _can_fit(self) -> bool:
-        return self._room.can_fit(self._running.values())
+        return self._room.can_fit(self._cached())
+
+    def _has_room(self, assignment: Assignment) -> bool:
+        growth = assignment.growth(assignment.num_prompt_tokens, assignment.num_reported_tokens)
+        return self._room.has_room(self._cached(), growth)
+
+    def _cached(self) -> list[CachedJob]:
+        return [job.cached for job in self._running.values()]
 
     def _step(self) -> None:
         num_jobs, num_before = len(self._running), self.engine.counters.num_steps
@@ -333,3 +353,37 @@ class WorkerSession:
                 self._checkpointing.close(job)
                 self.engine.stop(job.sequence)
         self.engine.counters.note_work(bool(self._running))
+
+
+def located_model(model: str, run: Run) -> ModelFiles:
+    """Find the files of a run's model.
+
+    Raises ModelError as `locate_model` does, OtherModelError if files differ from the run's.
+    """
+    expected = run.manifest.model_files
+    files = locate_model(at_commit(model, run.manifest.model_commit), expected)
+    files.refuse_other(expected)
+    return files
+
+
+def loaded_target(config: EngineConfig, files: ModelFiles, run: Run, textless_ids: tuple[int, ...]) -> TargetModel:
+    """Load the model. Raises OtherModelError if a file changed meanwhile, and errors as `TargetModel.load` does."""
+    computed = (config.dtype, config.device, config.kv_offload, _slots(config, files, run), config.cuda_kernels)
+    target = TargetModel.load(files, *computed, config.kv_dtype, textless_ids)
+    _refuse_changed_meanwhile(files)
+    return target
+
+
+def _slots(config: EngineConfig, files: ModelFiles, run: Run) -> SlotsWanted | None:
+    """Return the slots for the run's longest job on a GPU, or None on a CPU."""
+    longest_job = 0 if resolve_device(config.device).type == "cpu" else run.longest_job()
+    if not longest_job:
+        return None
+    wanted = slots_wanted(config.engine, files, config.dtype, longest_job, config.draft_model)
+    return replace(wanted, num_unwritten=num_unwritten(config))
+
+
+def _refuse_changed_meanwhile(files: ModelFiles) -> None:
+    """Raise OtherModelError if a small file has changed since `files` was made."""
+    expected = {**files.digests.model, **files.digests.text}
+    replace(files, digests=digests_of(files.path, files.digests.model)).refuse_other(expected)

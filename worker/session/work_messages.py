@@ -1,13 +1,15 @@
-"""Orders from the driver to a worker, and its reports, without torch."""
+"""Orders from the driver to a worker, the jobs that wait there, and its reports, without torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Self
 
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.metrics.counters import EngineCounters
+from swiftbatch.worker.kv.kv_capacity import Growth
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,11 @@ class Assignment:
     def record(self) -> JobRecord:
         return JobRecord.of_body(self.job_id, self.line_number, self.num_prompt_tokens, self.body)
 
+    def growth(self, num_prompt_tokens: int, num_tokens: int) -> Growth:
+        """Return the job's positions after `num_tokens` generated ones, and those at its expected end."""
+        end = num_prompt_tokens + max(num_tokens, self.num_expected_tokens)
+        return Growth(num_prompt_tokens + num_tokens, end, self.num_shared_tokens)
+
 
 @dataclass(frozen=True)
 class Orders:
@@ -46,6 +53,41 @@ class Orders:
     seals: bool = True  # True: write all results when no job is left; False: more jobs come soon
     num_slots: int | None = None  # None: as many as memory allows
     num_pages: int | None = None  # None: no limit
+
+
+class Backlog:
+    """Jobs of a worker that have not begun, in the order that the driver chose."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, Assignment] = {}
+        self._num_slots: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def follow(self, orders: Orders) -> list[str]:
+        """Add new jobs and drop cancelled ones; return the recalled jobs, which have not begun."""
+        self._num_slots = orders.num_slots
+        for job_id in orders.cancelled:
+            self._waiting.pop(job_id, None)
+        recalled = [job_id for job_id in orders.recalled if self._waiting.pop(job_id, None)]
+        self._waiting |= {assignment.job_id: assignment for assignment in orders.reserve}
+        return recalled
+
+    def keep_to(self, num_jobs: int) -> None:
+        """Limit the number of running jobs until the next orders."""
+        self._num_slots = num_jobs
+
+    def next(self, num_running: int, has_room: Callable[[Assignment], bool]) -> Assignment | None:
+        """Take the first job that `has_room`; a shorter one may go before a long one."""
+        if self._num_slots is not None and num_running >= max(1, self._num_slots):
+            return None
+        found = next(filter(has_room, self._waiting.values()), None)
+        return self._waiting.pop(found.job_id) if found else None
+
+    def give_up(self) -> list[str]:
+        waiting, self._waiting = list(self._waiting), {}
+        return waiting
 
 
 OutcomeKind = Literal["running", "ended", "finished", "failed", "refused", "released", "evicted", "unbegun"]

@@ -18,10 +18,9 @@ from swiftbatch.jobs.errors import ModelError, UserError
 from swiftbatch.jobs.sampling_params import MAX_SEED, SamplingParams
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.forward.forward_backend import load_transformers
 from swiftbatch.worker.forward.hardware import resolve_device
 from swiftbatch.worker.forward.step_costs import measure_step_costs
-from swiftbatch.worker.forward.target_model import TargetModel, check_model
+from swiftbatch.worker.forward.target_model import TargetModel, check_model, load_transformers
 from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.sampling.sequence import Sequence

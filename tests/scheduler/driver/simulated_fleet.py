@@ -23,9 +23,9 @@ from swiftbatch.scheduler.driver.queue_loading import load_queue
 from swiftbatch.scheduler.driver.throughput import Speed, StepPace
 from swiftbatch.scheduler.driver.worker_fleet import Reported, Worker
 from swiftbatch.scheduler.driver.worker_reports import AttemptSettlement, ReportIntake
+from swiftbatch.worker.kv.cache_room import CachedJob, CacheRoom
 from swiftbatch.worker.kv.kv_capacity import PAGE
-from swiftbatch.worker.session.backlog import Backlog, CacheRoom
-from swiftbatch.worker.session.work_messages import Assignment, JobOutcome, Orders, OutcomeKind, WorkReport
+from swiftbatch.worker.session.work_messages import Assignment, Backlog, JobOutcome, Orders, OutcomeKind, WorkReport
 from tests.jobs.run.run_parts import write_result
 from tests.scheduler.driver.driver_parts import make_context, make_run
 
@@ -43,26 +43,18 @@ class StepModel:
         return self.base + num_jobs * self.per_job
 
 
-@dataclass(frozen=True)
-class SimulatedSequence:
-    num_prompt_tokens: int
-    num_generated_tokens: int
-
-    def __len__(self) -> int:
-        return self.num_prompt_tokens + self.num_generated_tokens
-
-
 @dataclass(eq=False)
 class SimulatedJob:
-    """Its sequence only has a length."""
+    """Its cache only has a length."""
 
     assignment: Assignment
     num_tokens: int
     num_final_tokens: int
 
     @property
-    def sequence(self) -> SimulatedSequence:
-        return SimulatedSequence(self.assignment.record.num_prompt_tokens, self.num_tokens)
+    def cached(self) -> CachedJob:
+        cache: Any = None  # only full pools of a GPU look at it
+        return CachedJob(cache, self.assignment.growth(self.assignment.num_prompt_tokens, self.num_tokens))
 
     def outcome(self, kind: OutcomeKind) -> JobOutcome:
         return JobOutcome(kind, self.assignment.job_id, self.num_tokens)
@@ -102,8 +94,13 @@ class SimulatedWorker:
         return report
 
     def _refill(self, orders: Orders, tokens: dict[str, int]) -> None:
-        jobs: Any = self.jobs.values()
-        while (each := self.reserve.next(jobs, _room(orders))) is not None:
+        room = _room(orders)
+
+        def has_room(each: Assignment) -> bool:
+            growth = each.growth(each.num_prompt_tokens, each.num_reported_tokens)
+            return room.has_room([job.cached for job in self.jobs.values()], growth)
+
+        while (each := self.reserve.next(len(self.jobs), has_room)) is not None:
             self._begin(each, tokens)
 
     def _begin(self, assignment: Assignment, tokens: dict[str, int]) -> None:
@@ -112,19 +109,19 @@ class SimulatedWorker:
         self.jobs[record.job_id] = SimulatedJob(assignment, tokens.get(record.job_id, 0), length)
 
     def _make_room(self, orders: Orders, tokens: dict[str, int]) -> list[JobOutcome]:
-        running: Any = list(self.jobs.values())
-        leaving: Any = _room(orders).without_room(running)
+        running = sorted(self.jobs.values(), key=lambda job: job.assignment.seniority, reverse=True)
+        leaving = running[: _room(orders).num_without_room([job.cached for job in running])]
         if leaving:
             self.reserve.keep_to(len(running) - len(leaving))
         for job in leaving:
             tokens[job.assignment.job_id] = job.num_tokens
             del self.jobs[job.assignment.job_id]
-        staying: Any = list(self.jobs.values())
+        staying = list(self.jobs.values())
         youngest = max(job.assignment.seniority for job in staying)
         assert all(job.assignment.seniority > youngest for job in leaving), "an older job had to leave"
         if leaving or len(staying) > 1:
-            assert _room(orders).can_fit(staying)
-        self.most_pages = max(self.most_pages, CacheRoom().num_taken(staying))
+            assert _room(orders).can_fit([job.cached for job in staying])
+        self.most_pages = max(self.most_pages, CacheRoom().num_taken([job.cached for job in staying]))
         return [job.outcome("evicted") for job in leaving]
 
     def _advance(self) -> list[SimulatedJob]:
@@ -142,7 +139,7 @@ class SimulatedWorker:
 
 def _room(orders: Orders) -> CacheRoom:
     room = CacheRoom()
-    room.follow(orders)
+    room.limit(orders.num_pages)
     return room
 
 

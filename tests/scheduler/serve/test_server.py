@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.scheduler.driving import wait_until
 from tests.scheduler.serve.server_parts import (
     OFTEN,
     Server,
@@ -20,7 +21,6 @@ from tests.scheduler.serve.server_parts import (
     request,
     serving,
     until_half_done,
-    wait_until,
 )
 
 pytestmark = pytest.mark.ray

@@ -7,10 +7,9 @@ import pytest
 
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.constraints.constrained_tree import Constraints
-from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
+from swiftbatch.worker.sampling.draft_tree import GUESSED, ROOT, DraftTree, Verification, Walk
 from swiftbatch.worker.sampling.sequence import Rule, Sequence
 from swiftbatch.worker.sampling.token_masks import Constraint, ConstraintError, mask_of
-from swiftbatch.worker.sampling.verification import GUESSED, Verification, Walk
 from tests.worker.constraints.words import END, VOCAB, WORDS, allowed_behind, grammar, mask_behind
 from tests.worker.kernels.kernel_parts import tree_of_few_tokens
 

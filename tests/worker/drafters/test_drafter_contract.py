@@ -21,10 +21,9 @@ from swiftbatch.worker.drafters.drafter_interface import Drafter
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import max_tree_depth, tree_rows
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
+from swiftbatch.worker.sampling.draft_tree import ROOT, TOP_K, DraftTree, Verification, walk
 from swiftbatch.worker.sampling.sampler import TokenSampler
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.verification import TOP_K, Verification, walk
 from tests.worker.drafters.drafter_parts import free_rows, proposed
 
 pytestmark = pytest.mark.long

@@ -22,9 +22,8 @@ from swiftbatch.worker.forward.step_costs import ROW_COUNTS, StepCosts, measure_
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.draft_tree import DraftTree, Verification
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.verification import Verification
 from tests.simulated_clock import SimulatedClock
 from tests.worker.drafters.drafter_parts import free_rows
 

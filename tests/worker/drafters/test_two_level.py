@@ -24,7 +24,7 @@ from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, 
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.target_model import RowOutputs, TargetModel
 from swiftbatch.worker.kv import sparse_cache
-from swiftbatch.worker.kv.full_cache import CacheShape
+from swiftbatch.worker.kv.cache_rows import CacheShape
 from swiftbatch.worker.kv.kv_capacity import KVRoomError
 from swiftbatch.worker.kv.sparse_cache import Entries
 from swiftbatch.worker.sampling.batch_sampler import create_batch_sampler

@@ -9,8 +9,7 @@ import numpy as np
 from bench.variants import create_bench_drafter
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.engine.prefix_cache import MEMORY_SHARE, KeptPrefixes, PrefixSharing
-from swiftbatch.worker.engine.slot import Slot
+from swiftbatch.worker.engine.prefill import MEMORY_SHARE, KeptPrefixes, PrefixSharing, Slot
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.sampling.sequence import Sequence
 from tests.worker.drafters.drafter_parts import free_rows

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.worker.engine.prefix_cache import MEMORY_SHARE, SHORTEST, KeptPrefixes
+from swiftbatch.worker.engine.prefill import MEMORY_SHARE, SHORTEST, KeptPrefixes
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import KVRoomError

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bench.variants import BENCH_ENGINES, VARIANTS
 from swiftbatch.jobs.shared_prompts import prompt_keys, shared_prompts
-from swiftbatch.worker.engine.prefix_cache import SHORTEST
+from swiftbatch.worker.engine.prefill import SHORTEST
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.sequence import Sequence

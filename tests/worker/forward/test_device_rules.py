@@ -16,9 +16,8 @@ from swiftbatch.worker.exactness.doctor_verdicts import verdict_key
 from swiftbatch.worker.exactness.forward_comparisons import probe_rows
 from swiftbatch.worker.forward import hardware, step_costs, transformers_attention
 from swiftbatch.worker.forward import transformers_attention as torch_attention
-from swiftbatch.worker.forward.forward_backend import DTYPES, load_transformers
 from swiftbatch.worker.forward.step_costs import PROBE_LENGTHS, measure_step_costs
-from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.forward.target_model import DTYPES, TargetModel, load_transformers
 from swiftbatch.worker.forward.tile_packing import needs_whole_tiles
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, TILE_ROWS
 from swiftbatch.worker.kernels.native_library import cpu_flags

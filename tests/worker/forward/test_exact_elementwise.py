@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from swiftbatch.worker.forward.batch_invariant_ops import WholeVectors, has_rests
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
-from swiftbatch.worker.forward.transformers_forwards import TransformersForwards
+from swiftbatch.worker.forward.transformers_forwards import TransformersForwards, WholeVectors, has_rests
 from swiftbatch.worker.model.digests import Digests
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.sampling.draft_tree import DraftTree

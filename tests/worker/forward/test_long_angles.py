@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.engine.prefix_cache import SHORTEST
+from swiftbatch.worker.engine.prefill import SHORTEST
 from swiftbatch.worker.exactness.forward_comparisons import compare
-from swiftbatch.worker.forward import forward_backend
+from swiftbatch.worker.forward import target_model
 from swiftbatch.worker.forward.forward_interface import partial_rows
 from swiftbatch.worker.forward.native_forwards import NativeForwards
 from swiftbatch.worker.forward.target_model import TargetModel
@@ -207,7 +207,7 @@ def test_numbers_of_longrope_that_nothing_turns_by_are_told(change: dict[str, An
 def test_where_our_kernels_do_not_run_such_a_model_is_refused_when_it_is_loaded(
     phi: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forward_backend, "chosen_variant", lambda: None)
+    monkeypatch.setattr(target_model, "chosen_variant", lambda: None)
     with pytest.raises(ModelError, match=re.escape("(longrope) change with the length of the text")):
         TargetModel.load(phi.files, "float32", "cpu")
 

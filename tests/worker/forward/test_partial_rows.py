@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from swiftbatch.worker.forward.forward_backend import DTYPES, load_forwards, load_transformers
 from swiftbatch.worker.forward.forward_interface import Forwards, SparseRows, partial_rows
 from swiftbatch.worker.forward.native_forwards import NativeForwards
+from swiftbatch.worker.forward.target_model import DTYPES, load_forwards, load_transformers
 from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.kv.full_cache import FullKVCache

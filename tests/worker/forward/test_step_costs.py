@@ -52,7 +52,7 @@ def clock() -> ClockOfAGPU:
 def costs(tiny_model: Path, clock: ClockOfAGPU) -> StepCosts:
     target = cuda_target(locate_model(str(tiny_model)), torch.float32, num_slots=1, longest_job=2000)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_costs, "clock_of", lambda device: clock)
+        patch.setattr(step_costs, "Clock", lambda device: clock)
         return measure_step_costs(target)
 
 
@@ -95,12 +95,12 @@ def test_a_whole_forward_of_rows_with_experts_is_timed_and_not_guessed(
     target = cuda_target(locate_model(str(tiny_model)), torch.float32, num_slots=1, longest_job=200, num_rows=128)
     monkeypatch.setattr(target.forwards, "has_experts", True)
 
-    class Clock:
+    class CountingClock:
         def seconds(self, call: functools.partial[object]) -> float:
             num_rows = sum(len(rows) for rows in call.args[0])
             return FORWARD + 1e-4 * min(num_rows, 40)
 
-    monkeypatch.setattr(step_costs, "clock_of", lambda device: Clock())
+    monkeypatch.setattr(step_costs, "Clock", lambda device: CountingClock())
     costs = measure_step_costs(target)
     assert costs.full_seconds == costs.shared_seconds(128) == pytest.approx(FORWARD + 40e-4)
     assert costs.shared_seconds(32) == pytest.approx(FORWARD + 32e-4)

@@ -15,7 +15,8 @@ from swiftbatch.worker.forward.transformers_attention import (
     attend_in_groups,
     attention_by_definition,
 )
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.cache_rows import CacheShape
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 16

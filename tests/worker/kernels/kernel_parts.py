@@ -26,7 +26,8 @@ from swiftbatch.worker.kernels.native_decoder import NativeDecoder
 from swiftbatch.worker.kernels.native_library import runnable_variants
 from swiftbatch.worker.kernels.quantized_weights import Linear
 from swiftbatch.worker.kernels.rope_scaling import QueryGrowth, Rotary, default_frequencies
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.cache_rows import CacheShape
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.scan_cache import ScannedKeys
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 from tests.worker.kernels.expert_parts import EXPERT_SHAPES, LATENT, UNGATED, ExpertShape, random_experts

@@ -40,8 +40,8 @@ from swiftbatch.worker.kv import scan_cache
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
 from swiftbatch.worker.sampling import native_sampler as sampling
 from swiftbatch.worker.sampling import native_sampler as sampling_calls
+from swiftbatch.worker.sampling.draft_tree import TOP_K
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.verification import TOP_K
 from tests.worker.kernels.kernel_parts import (
     LATENTS,
     SHAPES,
@@ -55,7 +55,7 @@ from tests.worker.kernels.kernel_parts import (
     scanned_noise,
 )
 from tests.worker.kernels.quantized_parts import packed_weights
-from tests.worker.sampling.native.sampling_parts import any_params, any_row, cases, penalised_counts
+from tests.worker.sampling.native.sampling_parts import any_params, any_row, cases, native_draw, penalised_counts
 
 LENGTHS: tuple[int, ...] = (0, 1, 63, 64, 65, 250, 256, 300, 2047, 2049, 4100)
 CAUSAL_LENGTHS = (1, 2, 63, 64, 65, 129, 300, 700)
@@ -181,7 +181,7 @@ def fuzz_griffin(shape: Shape, numbers: random.Random, num_rounds: int, forms: I
 
 def fuzz_sampling(vocab: int, numbers: random.Random, num_rounds: int) -> None:
     for row, position, params, counts in cases(numbers, vocab, 5 * num_rounds):
-        sampling.draw(row, position, params, 0, penalised_counts(params, counts))
+        native_draw(row, position, params, 0, penalised_counts(params, counts))
     for _ in range(num_rounds):
         tree = random_tree(numbers, numbers.randrange(40), 0, vocab)
         rows = torch.stack([any_row(numbers, vocab) for _ in range(len(tree) + 1)])

@@ -11,7 +11,7 @@ import torch
 
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.self_speculation.draft_chain import Chain, RoundPlan
-from swiftbatch.worker.forward import multi_step_decode
+from swiftbatch.worker.forward import native_forwards
 from swiftbatch.worker.forward.native_forwards import NativeForwards
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.sparse_cache import SparseCache
@@ -116,9 +116,9 @@ def test_what_would_reach_beyond_a_cache_or_a_sequence_is_refused(target: Target
     sampler = chain.sampler
     for rows, num_rounds, message in (
         (row, 0, "expected from 1"),
-        (row, multi_step_decode.MOST_ROUNDS + 1, "expected from 1"),
+        (row, native_forwards.MOST_ROUNDS + 1, "expected from 1"),
         (row, 31, "30 tokens left"),
-        (replace(row, tail_entries=np.full((1, multi_step_decode.BLOCK), row.first_entry)), 5, "no room for 5 rows"),
+        (replace(row, tail_entries=np.full((1, native_forwards.BLOCK), row.first_entry)), 5, "no room for 5 rows"),
         (replace(row, first_entry=row.first_entry + 300), 5, "found"),
     ):
         with pytest.raises(ValueError, match=message):

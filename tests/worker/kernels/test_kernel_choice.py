@@ -8,8 +8,7 @@ import torch
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.forward.cuda import cuda_loading
-from swiftbatch.worker.forward.forward_backend import load_forwards
-from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.forward.target_model import TargetModel, load_forwards
 from swiftbatch.worker.kernels import gpu_kernel_choice
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted

@@ -13,7 +13,8 @@ from swiftbatch.jobs.run.compute_options import KVDtype
 from swiftbatch.worker.kernels.kv_codes import CODES, coded, numbers_of
 from swiftbatch.worker.kernels.native_decoder import native_attention
 from swiftbatch.worker.kernels.native_library import Team, load_library
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.cache_rows import CacheShape
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from tests.worker.kernels.kernel_parts import (
     BF16,
     FLOAT32,

@@ -15,7 +15,8 @@ from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.layer_specs import RecurrentForm, RecurrentSizes, RecurrentWeights
 from swiftbatch.worker.kernels.native_decoder import NativeDecoder
 from swiftbatch.worker.kernels.quantized_weights import Linear, PackedLinear
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache, new_cache_of
+from swiftbatch.worker.kv.cache_rows import CacheShape
+from swiftbatch.worker.kv.full_cache import FullKVCache, new_cache_of
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, VARIANTS, Shape, needs_kernels, random_weights
 from tests.worker.kernels.quantized_parts import random_packed
 

@@ -22,7 +22,8 @@ from transformers import (
 from swiftbatch.worker.kernels.decoder_weights import decoder_weights
 from swiftbatch.worker.kernels.native_decoder import NativeDecoder, native_attention
 from swiftbatch.worker.kernels.native_library import Team, load_library
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.cache_rows import CacheShape
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from tests.worker.kernels.kernel_parts import (
     BF16,
     FLOAT32,

@@ -17,9 +17,8 @@ from swiftbatch.worker.drafters.recycling.token_recycling import (
     RecyclingTables,
     create_recycler,
 )
-from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
+from swiftbatch.worker.sampling.draft_tree import ROOT, TOP_K, DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.verification import TOP_K
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
 
 pytestmark = needs_kernels

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from swiftbatch.worker.kv import file_offload
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.cache_rows import CacheShape
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.sparse_cache import Queries, SparseCache
 
 BLOCK = 64  # positions, so that short texts also span blocks

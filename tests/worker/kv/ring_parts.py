@@ -51,7 +51,7 @@ class RingForwards:
 
     def forward(self, runs: list[tuple[Pair, int, int]]) -> None:
         """`runs` has each pair's first entry and number of rows."""
-        ring, written = self.arena.ring, [self._written(*run) for run in runs]
+        ring, written = self.arena, [self._written(*run) for run in runs]
         ring.begin([each.visit for each in written])
         for layer in range(self.shape.num_layers):
             ring.wait(layer)

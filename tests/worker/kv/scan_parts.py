@@ -11,7 +11,8 @@ from swiftbatch.worker.forward.forward_interface import SparseRows, partial_rows
 from swiftbatch.worker.kernels.kv_codes import SCAN_CHUNK
 from swiftbatch.worker.kernels.native_decoder import native_attention
 from swiftbatch.worker.kernels.native_library import Team, load_library
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.cache_rows import CacheShape
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.scan_cache import ScannedKeys
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from tests.worker.kv.cache_parts import everything_of

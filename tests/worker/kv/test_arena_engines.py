@@ -10,11 +10,10 @@ import torch
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.forward.forward_backend import load_transformers
 from swiftbatch.worker.forward.native_forwards import NativeForwards
-from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.forward.target_model import TargetModel, load_transformers
 from swiftbatch.worker.kv.full_cache import FullKVCache
-from swiftbatch.worker.kv.paged_arena import KVArena
+from swiftbatch.worker.kv.slot_arena import KVArena
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.worker.drafters.drafter_parts import free_rows

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from swiftbatch.worker.kv import file_offload
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.cache_rows import CacheShape
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.host_copies import CudaLane, Staging, computing_stream
 from swiftbatch.worker.kv.kv_capacity import PoolSize
 from swiftbatch.worker.kv.kv_offload import OffloadedArena, Streams, offloaded_cache
-from swiftbatch.worker.kv.paged_arena import KVArena
+from swiftbatch.worker.kv.slot_arena import KVArena
 from tests.worker.kv.cache_parts import MAX_LENGTH, held, rows_of, shape, use_small_blocks, write
 from tests.worker.kv.lazy_stream import LazyStream
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache, new_cache_of
-from swiftbatch.worker.kv.huge_pages import ask_for_huge_pages
+from swiftbatch.worker.kv.cache_rows import CacheShape, ask_for_huge_pages
+from swiftbatch.worker.kv.full_cache import FullKVCache, new_cache_of
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

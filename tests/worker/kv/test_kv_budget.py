@@ -18,9 +18,15 @@ from swiftbatch.scheduler.runs import launch
 from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.scheduler.runs.submission import Submission, submission
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.kv import free_memory
-from swiftbatch.worker.kv.free_memory import MEMORY, KVRoom, check_folder, place_of_caches
-from swiftbatch.worker.kv.kv_capacity import KVRoomError, bytes_per_position
+from swiftbatch.worker.kv import kv_capacity
+from swiftbatch.worker.kv.kv_capacity import (
+    MEMORY,
+    KVRoom,
+    KVRoomError,
+    bytes_per_position,
+    check_folder,
+    place_of_caches,
+)
 from swiftbatch.worker.model.model_files import locate_model, read_config
 from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end
 
@@ -176,7 +182,7 @@ def test_runs_made_before_have_no_folder(tmp_path: Path) -> None:
 
 def test_a_container_has_what_its_own_limit_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The node's memory is not the container's."""
-    monkeypatch.setattr(free_memory, "OWN_GROUP", tmp_path)
+    monkeypatch.setattr(kv_capacity, "OWN_GROUP", tmp_path)
     unlimited = KVRoom(MEMORY, 4096).free_bytes()
     assert unlimited > 1_000_000
     for name, text in (("memory.max", "900000"), ("memory.current", "500000"), ("memory.stat", "inactive_file 100000")):

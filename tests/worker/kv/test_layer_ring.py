@@ -9,8 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from swiftbatch.worker.kv.free_memory import KVRoom
-from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, KVRoomError
+from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, KVRoom, KVRoomError
 from swiftbatch.worker.kv.kv_offload import PinnedMemory
 from tests.worker.kv.cache_parts import shape
 from tests.worker.kv.lazy_stream import LazyStream

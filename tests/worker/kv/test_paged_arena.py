@@ -9,7 +9,7 @@ import torch
 
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import KVRoomError, PoolSize
-from swiftbatch.worker.kv.paged_arena import KVArena
+from swiftbatch.worker.kv.slot_arena import KVArena
 from tests.worker.kv.cache_parts import shape, use_side_by_side, write
 
 LENGTH, PAGE, NUM_PAGES = 500, 64, 24

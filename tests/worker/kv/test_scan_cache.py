@@ -10,7 +10,8 @@ from swiftbatch.worker.forward.forward_interface import partial_rows
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kernels.kv_codes import SCAN_CHUNK
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.cache_rows import CacheShape
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.scan_cache import MOST_ENTRIES, NUM_RECENT, ScanKVCache
 from swiftbatch.worker.kv.sparse_cache import NUM_PINNED
 from swiftbatch.worker.sampling.draft_tree import DraftTree

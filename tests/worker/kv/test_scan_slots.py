@@ -15,13 +15,13 @@ from swiftbatch.worker.forward.cuda.cuda_loading import MOST_SCANNED, plan_wante
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.cuda.scanned_texts import ScannedTexts, ScanScratch
 from swiftbatch.worker.kernels.kv_codes import SCAN_CHUNK
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.cache_rows import CacheShape
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.gpu_memory_plan import NO_DRAFTS, DraftMemory, GPUMemory, SlotsWanted, one_slot, plan_pages
 from swiftbatch.worker.kv.model_sizes import ModelSizes, read_sizes
-from swiftbatch.worker.kv.paged_arena import KVArena
-from swiftbatch.worker.kv.scan_arena import scan_memory
 from swiftbatch.worker.kv.scan_cache import SHORTEST_SCANNED, ScanKVCache, ScannedKeys
-from swiftbatch.worker.kv.sparse_arena import SparseArena, arena_for
+from swiftbatch.worker.kv.slot_arena import KVArena
+from swiftbatch.worker.kv.sparse_arena import SparseArena, arena_for, scan_memory
 from swiftbatch.worker.kv.sparse_cache import NUM_PINNED
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.sequence import Sequence

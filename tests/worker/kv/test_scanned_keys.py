@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from swiftbatch.worker.kernels.kv_codes import CLUSTER_CHUNKS, MOMENT_STRIDE, SCAN_CHUNK, flat_deviation
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.cache_rows import CacheShape
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.scan_cache import Layers, ScannedKeys
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
 from tests.worker.kv.scan_parts import LENGTH, NUM_CHUNKS, NUM_ENTRIES, Text, error, queries

@@ -10,7 +10,7 @@ import torch
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, KVRoomError
-from swiftbatch.worker.kv.paged_arena import KVArena
+from swiftbatch.worker.kv.slot_arena import KVArena
 from tests.worker.kv.cache_parts import shape, use_side_by_side
 
 LENGTH = 500

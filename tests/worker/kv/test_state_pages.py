@@ -9,8 +9,8 @@ import pytest
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import PoolSize
-from swiftbatch.worker.kv.paged_arena import KVArena
 from swiftbatch.worker.kv.recurrent_arena import _in_ring
+from swiftbatch.worker.kv.slot_arena import KVArena
 from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentShape
 from tests.worker.kv.cache_parts import shape, write
 

@@ -9,7 +9,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.cache_rows import CacheShape
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.sparse_cache import CHUNK_SIZE, NUM_PINNED, NUM_RECENT, PERIOD, SummaryKVCache, chunk_scores
 from swiftbatch.worker.sampling.sequence import Sequence
 from tests.worker.kv.cache_parts import queries_at, random_cache

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, ROW_CHOICES
-from swiftbatch.worker.kv.cache_rows import NO_PAGE
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.cache_rows import NO_PAGE, CacheShape
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import NUM_ASKED, HeldPositions, PagesError, PoolSize, WindowPages
-from swiftbatch.worker.kv.paged_arena import KVArena
+from swiftbatch.worker.kv.slot_arena import KVArena
 from tests.worker.kv.cache_parts import shape, use_side_by_side, write
 from tests.worker.kv.window_parts import spoil_free_pages
 
@@ -64,7 +64,7 @@ def test_pages_that_no_row_sees_are_free_again_and_the_others_have_the_same_rows
     first = (800 - WINDOW - BLOCK - NUM_ASKED) // PAGE * PAGE
     assert cache.window_pages[: first // PAGE] == [NO_PAGE] * (first // PAGE)
     assert NO_PAGE not in [*cache.window_pages[first // PAGE :], *cache.pages]
-    assert cache.num_window_pages == len(cache.window_pages) - first // PAGE
+    assert cache.stores[1].num_pages == len(cache.window_pages) - first // PAGE
     assert arena.windowed.num_free_pages == 20 - len(cache.window_pages[first // PAGE :])
     assert (cache.kv(first, 800) == alone.kv(first, 800)).all()
     with pytest.raises(ValueError, match="forgotten"):
@@ -100,7 +100,7 @@ def test_what_a_checkpoint_has_still_to_write_and_what_others_copy_is_held() -> 
     read_to(800, cache, alone)
     assert (cache.kv(320, 800) == alone.kv(320, 800)).all()
     assert cache.window_pages[3:5] == [NO_PAGE] * 2
-    assert cache.num_window_pages == len(cache.window_pages) - 2
+    assert cache.stores[1].num_pages == len(cache.window_pages) - 2
     assert cache.copyable_end(700) == 130
     other = new_cache(arena)
     other.copy_from(cache, 130)
@@ -206,7 +206,7 @@ def test_what_is_held_for_others_and_for_a_way_back_gives_way_where_pages_run_ou
     first = cache.window_pages.index(next(page for page in cache.window_pages if page != NO_PAGE)) * PAGE
     assert first <= 700 - WINDOW - NUM_ASKED
     assert (cache.kv(first, 700) == alone.kv(first, 700)).all()
-    assert arena.windowed.num_free_pages + cache.num_window_pages + len(taken) == 9
+    assert arena.windowed.num_free_pages + cache.stores[1].num_pages + len(taken) == 9
 
 
 def test_what_the_host_has_of_a_text_comes_a_part_at_a_time_and_pages_of_another_all_at_once() -> None:

@@ -15,12 +15,14 @@ from swiftbatch.worker.drafters.mtp.mtp import MTPDrafter
 from swiftbatch.worker.drafters.self_speculation.self_speculation import SelfSpeculationDrafter
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
-from swiftbatch.worker.kv.free_memory import MEMORY, KVRoom
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache, new_cache_of
+from swiftbatch.worker.kv.cache_rows import CacheShape
+from swiftbatch.worker.kv.full_cache import FullKVCache, new_cache_of
 from swiftbatch.worker.kv.kv_capacity import (
     FORGETS_EVERY,
+    MEMORY,
     NUM_ASKED,
     NUM_UNWRITTEN,
+    KVRoom,
     KVRoomError,
     held_of,
     held_positions,
@@ -160,7 +162,7 @@ def test_rows_have_the_same_bits_whatever_was_forgotten(tmp_path: Path, kind: st
             cache.commit([0, 1, 2])
             cache.roll_back(end)
     assert caches[0].num_held < 600
-    assert target.held_positions(NUM_UNWRITTEN) == held_of(read_config(str(tmp_path), tmp_path))
+    assert target.cache_room(NUM_UNWRITTEN).held == held_of(read_config(str(tmp_path), tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swiftbatch.worker.kv import sliding_window_cache
-from swiftbatch.worker.kv.paged_arena import KVArena
+from swiftbatch.worker.kv import sliding_windows
+from swiftbatch.worker.kv.slot_arena import KVArena
 
 EVERY = 64
 
 
 def spoil_what_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let layers forget after few positions, leaving NaN or wrong codes."""
-    monkeypatch.setattr(sliding_window_cache, "FORGETS_EVERY", EVERY)
-    monkeypatch.setattr(sliding_window_cache, "give_back", spoil)
+    monkeypatch.setattr(sliding_windows, "FORGETS_EVERY", EVERY)
+    monkeypatch.setattr(sliding_windows, "give_back", spoil)
 
 
 def spoil(rows: torch.Tensor) -> None:

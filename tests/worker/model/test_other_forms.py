@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.cache_rows import CacheShape
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.model.causal_lm import load_causal_lm
 from swiftbatch.worker.model.decoder_config import OtherDecoderError, read_decoder_config
 from swiftbatch.worker.model.decoder_loading import dense_weights

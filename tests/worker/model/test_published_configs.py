@@ -18,7 +18,8 @@ from swiftbatch.worker.forward.native_forwards import NativeForwards
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, decoder_weights
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.cache_rows import CacheShape
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.model_sizes import read_sizes
 from swiftbatch.worker.model.causal_lm import load_causal_lm
 from swiftbatch.worker.model.decoder_loading import dense_weights

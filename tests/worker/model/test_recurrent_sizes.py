@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from swiftbatch.worker.kv.free_memory import MEMORY, KVRoom
 from swiftbatch.worker.kv.full_cache import FullKVCache
-from swiftbatch.worker.kv.kv_capacity import NUM_STEPS, KVRoomError, bytes_per_position, state_bytes
+from swiftbatch.worker.kv.kv_capacity import MEMORY, NUM_STEPS, KVRoom, KVRoomError, bytes_per_position, state_bytes
 from swiftbatch.worker.model.architectures.catalogue import (
     layer_types,
     num_attending_layers,

@@ -15,7 +15,8 @@ from swiftbatch.worker.forward.tile_packing import (
     tree_rows,
 )
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, TILE_ROWS
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.cache_rows import CacheShape
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from tests.worker.kernels.kernel_parts import needs_kernels, random_tree
 

@@ -19,10 +19,9 @@ from swiftbatch.worker.sampling.batch_sampler import (
     penalised,
 )
 from swiftbatch.worker.sampling.cuda.cuda_sampler import CudaBatchSampler
-from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
+from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree, Walk
 from swiftbatch.worker.sampling.sampler import TokenSampler, process
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.verification import Walk
 from tests.worker.forward.cuda.checked_graph import CheckedGraph
 from tests.worker.kernels.kernel_parts import needs_kernels
 

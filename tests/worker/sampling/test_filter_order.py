@@ -18,15 +18,14 @@ import torch
 
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.kernels.build import SOURCE
-from swiftbatch.worker.sampling import native_sampler
-from swiftbatch.worker.sampling.cuda.sampling_graphs import Draw
+from swiftbatch.worker.sampling.cuda.cuda_sampler import Draw
 from swiftbatch.worker.sampling.cuda.sampling_rows import ROW
 from swiftbatch.worker.sampling.filters import FILTERS, NUMBERS, Filter
 from swiftbatch.worker.sampling.noise import GumbelNoise
 from swiftbatch.worker.sampling.sampler import draw, process
 from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.sampling.cuda.draw_parts import Branch, sequence_of, step_of
-from tests.worker.sampling.native.sampling_parts import VALUES, in_every_variant
+from tests.worker.sampling.native.sampling_parts import VALUES, in_every_variant, native_draw
 
 ORDER = ("top_k", "top_p", "min_p", "eta")
 COMMUTING = {("top_k", "min_p")}  # each ignores what the other changes
@@ -121,7 +120,7 @@ def test_torch_has_the_order(pair: tuple[str, str]) -> None:
 def test_c_has_the_order_in_every_instruction_set(pair: tuple[str, str]) -> None:
     for name in in_every_variant():
         for row, params, position, expected in cases(pair):
-            assert native_sampler.draw(row, position, params, SEED) == expected, name
+            assert native_draw(row, position, params, SEED) == expected, name
 
 
 @pairs_that_do_not_commute

@@ -12,11 +12,10 @@ from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.constraints.constrained_tree import Constraints
 from swiftbatch.worker.drafters.tokenswift.ngram_table import NgramTable
 from swiftbatch.worker.drafters.tokenswift.tokenswift import Sources, digit_tree
-from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.draft_tree import DraftTree, walk
 from swiftbatch.worker.sampling.logits_processors import only_allowed, penalise
 from swiftbatch.worker.sampling.sampler import TokenSampler, process
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.verification import walk
 from tests.worker.law_parts import (
     NUM_TRIALS,
     PLAIN,

@@ -12,7 +12,6 @@ import signal
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -25,9 +24,8 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.model.model_files import OtherModelError
-from swiftbatch.worker.session.backlog import Backlog, CacheRoom
-from swiftbatch.worker.session.result_writer import Sealing, SealingRule
-from swiftbatch.worker.session.work_messages import Assignment, JobOutcome, Orders, OutcomeKind, WorkReport
+from swiftbatch.worker.session.result_writer import Sealing
+from swiftbatch.worker.session.work_messages import Assignment, Backlog, JobOutcome, Orders, OutcomeKind, WorkReport
 
 TOKENS_PER_SLICE = 10
 
@@ -61,8 +59,7 @@ class CountingSession:
     def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_host: str | None = None) -> None:
         self._run, self._worker_id = Run.open(run_uri), worker_id
         self._checkpoints = CheckpointStore.of(self._run)
-        rule = SealingRule(config.checkpoint_seconds, config.checkpoint_tokens)
-        self._sealing = Sealing(self._run, worker_id, rule)
+        self._sealing = Sealing(self._run, worker_id, config.checkpoint_seconds, config.checkpoint_tokens)
         self._running: dict[str, CountingJob] = {}
         self._backlog = Backlog()
         self._must_drain = False
@@ -111,8 +108,7 @@ class CountingSession:
         return self._report
 
     def _next(self) -> Assignment | None:
-        jobs: Any = self._running.values()
-        return self._backlog.next(jobs, CacheRoom())
+        return self._backlog.next(len(self._running), lambda _: True)
 
     def _take_in(self, assignment: Assignment) -> None:
         record = assignment.record

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from swiftbatch.worker.kv.cache_room import CachedJob, CacheRoom
 from swiftbatch.worker.kv.kv_capacity import PAGE, Growth, PoolSize, most_pages, pages_of
-from swiftbatch.worker.session.backlog import Backlog, CacheRoom
-from swiftbatch.worker.session.work_messages import Assignment, JobOutcome, Orders
+from swiftbatch.worker.session.work_messages import Assignment, Backlog, JobOutcome, Orders
 from tests.worker.session.session_parts import claimed, digest, make_run, record, session, undisturbed_digest
 
 NO_ROOM_MATTERS = CacheRoom()
@@ -20,15 +19,13 @@ def assignment(name: str, num_tokens: int = 10) -> Assignment:
     return Assignment(name, 1, 5, b"", 1, num_expected_tokens=num_tokens)
 
 
-def running(num_tokens: int, num_expected: int) -> Any:
-    sequence = SimpleNamespace(num_prompt_tokens=5, num_generated_tokens=num_tokens)
-    return SimpleNamespace(
-        sequence=sequence, assignment=SimpleNamespace(num_expected_tokens=num_expected, num_shared_tokens=0)
-    )
+def running(num_tokens: int, num_expected: int) -> CachedJob:
+    cache: Any = None  # only full pools of a GPU look at it
+    return CachedJob(cache, assignment("running", num_expected).growth(5, num_tokens))
 
 
-def next_of(reserve: Backlog, jobs: list[Any], room: CacheRoom = NO_ROOM_MATTERS) -> str | None:
-    found = reserve.next(jobs, room)
+def next_of(reserve: Backlog, jobs: list[CachedJob], room: CacheRoom = NO_ROOM_MATTERS) -> str | None:
+    found = reserve.next(len(jobs), lambda each: room.has_room(jobs, each.growth(5, 0)))
     return found.job_id if found else None
 
 
@@ -66,14 +63,10 @@ def test_none_begins_where_memory_has_run_out_until_one_of_the_others_has_left()
 
 
 def test_jobs_fit_while_their_pages_do_and_one_alone_always_does() -> None:
-    jobs: list[Any] = [
-        SimpleNamespace(sequence=range(500), assignment=SimpleNamespace(seniority=age, num_shared_tokens=0))
-        for age in range(3)
-    ]
+    jobs = [running(495, 495)] * 3
     room = CacheRoom(PoolSize(2 * pages_of(500), PAGE))
     assert [room.can_fit(jobs[:count]) for count in (1, 2, 3)] == [True, True, False]
-    assert room.without_room(jobs) == jobs[2:]
-    assert room.without_room(jobs[:2]) == []
+    assert [room.num_without_room(jobs[:count]) for count in (1, 2, 3)] == [0, 0, 1]
     assert [CacheRoom(PoolSize(1, PAGE)).can_fit(jobs[:count]) for count in (1, 2)] == [True, False]
 
 

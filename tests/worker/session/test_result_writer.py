@@ -14,12 +14,12 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.worker.session import result_writer
-from swiftbatch.worker.session.result_writer import Sealing, SealingRule
+from swiftbatch.worker.session.result_writer import Sealing
 from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.jobs.run.run_parts import FINISHED, MANIFEST
 from tests.jobs.storage.fault_proxy import FaultProxy
 
-NEVER = SealingRule(seconds=1e9, num_tokens=10**9)
+NEVER = (1e9, 10**9)  # seconds and tokens
 
 
 def result(job_id: str) -> SealedResult:
@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_a_job_finishes_and_loses_its_checkpoints_when_its_segment_is_there_and_not_before(run: Run) -> None:
-    results = Sealing(run, "w1", NEVER)
+    results = Sealing(run, "w1", *NEVER)
     results.add(result("a"), clears=True)
     results.add(result("b"), clears=False)
     results.seal_due()
@@ -54,10 +54,10 @@ def test_a_job_finishes_and_loses_its_checkpoints_when_its_segment_is_there_and_
 def test_results_are_written_once_they_are_old_long_many_or_large(
     run: Run, due: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rule = SealingRule(0.0 if due == "old" else 1e9, FINISHED["response"]["body"]["usage"]["completion_tokens"])
+    limits = (0.0 if due == "old" else 1e9, FINISHED["response"]["body"]["usage"]["completion_tokens"])
     monkeypatch.setattr(result_writer, "MOST_RESULTS", 2 if due == "many" else 1000)
     monkeypatch.setattr(result_writer, "MOST_BYTES", 10 if due == "large" else 2**20)
-    results = Sealing(run, "w1", rule if due in ("old", "long") else NEVER)
+    results = Sealing(run, "w1", *(limits if due in ("old", "long") else NEVER))
     for job_id in "ab":
         results.add(result(job_id), clears=True)
     results.seal_due()
@@ -68,7 +68,7 @@ def test_results_are_written_once_they_are_old_long_many_or_large(
 
 def test_two_lives_of_a_worker_never_give_segments_the_same_name(run: Run) -> None:
     for _ in range(2):
-        results = Sealing(run, "w1", NEVER)
+        results = Sealing(run, "w1", *NEVER)
         for job_id in "ab":
             results.add(result(job_id), clears=True)
             results.flush()
@@ -84,7 +84,7 @@ def test_on_a_store_with_faults_every_result_is_there_once_and_no_checkpoint_is_
         "swiftbatch.jobs.storage.retries.STORE_BACKOFF", wait_random_exponential(multiplier=0.01, max=0.1)
     )
     run = Run.create_or_open(s3_store.uri, MANIFEST, Retries(120))
-    checkpoints, results = CheckpointStore.of(run), Sealing(run, "w1", NEVER)
+    checkpoints, results = CheckpointStore.of(run), Sealing(run, "w1", *NEVER)
     s3_proxy.chances = {"unavailable": 0.05, "refused": 0.03, "lost": 0.03, "cut": 0.03}
     job_ids = [f"job-{number}" for number in range(12)]
     for number, job_id in enumerate(job_ids):
@@ -105,7 +105,7 @@ def test_a_store_that_fails_is_told_and_the_checkpoints_stay(run: Run, monkeypat
         raise StoreError("the disk is full")
 
     monkeypatch.setattr(Run, "write_segment", full)
-    results = Sealing(run, "w1", NEVER)
+    results = Sealing(run, "w1", *NEVER)
     results.add(result("a"), clears=True)
     with pytest.raises(StoreError, match="the disk is full"):
         results.flush()

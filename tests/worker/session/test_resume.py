@@ -14,10 +14,10 @@ from swiftbatch.jobs.checkpoints.checkpoint_files import StateManifest
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.forward import step_costs
-from swiftbatch.worker.forward.forward_backend import DTYPES
 from swiftbatch.worker.forward.step_costs import StepCosts
-from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.forward.target_model import DTYPES, TargetModel
+from swiftbatch.worker.kv.cache_rows import CacheShape
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.session.work_messages import Orders
 from tests.worker.session.recurrent_parts import save_recurrent_model
 from tests.worker.session.session_parts import (

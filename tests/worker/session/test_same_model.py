@@ -17,7 +17,6 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.model import weight_files
 from swiftbatch.worker.model.digests import digests_of
 from swiftbatch.worker.model.model_files import OtherModelError
-from swiftbatch.worker.session import same_model
 from swiftbatch.worker.session import session as sessions
 from tests.worker.session.session_parts import claimed, digest, made_with, make_run, record, session, to_the_end
 
@@ -87,8 +86,10 @@ def test_a_file_that_is_gone_is_refused(run: Run, model: Path) -> None:
 def test_weights_that_change_between_the_look_at_them_and_the_load_are_refused(
     run: Run, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    find = sessions.located_model
+
     def located(name: str, of: Run) -> object:
-        files = same_model.located_model(name, of)
+        files = find(name, of)
         change_weights(model)
         return files
 
@@ -101,14 +102,14 @@ def test_weights_that_change_between_the_look_at_them_and_the_load_are_refused(
 def test_small_files_that_change_while_the_model_is_loaded_are_refused(
     name: str, run: Run, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = same_model.TargetModel.load
+    load = sessions.TargetModel.load
 
     def loaded(*args: object) -> object:
         target = load(*args)  # type: ignore[arg-type]
         CHANGES[name](model)
         return target
 
-    monkeypatch.setattr(same_model.TargetModel, "load", loaded)
+    monkeypatch.setattr(sessions.TargetModel, "load", loaded)
     with pytest.raises(OtherModelError, match=name):
         session(run, model)
 
@@ -134,7 +135,7 @@ def test_a_model_as_it_was_is_taken_again(run: Run, model: Path) -> None:
 
 
 def test_the_bytes_that_are_hashed_are_those_that_are_computed_with(model: Path) -> None:
-    files = same_model.locate_model(str(model))
+    files = sessions.locate_model(str(model))
     read = weight_files.read_tensors(files, torch.bfloat16, lambda weight: weight)
     stored = load_file(model / WEIGHTS)
     assert set(read) == set(stored)
@@ -145,7 +146,7 @@ def test_the_bytes_that_are_hashed_are_those_that_are_computed_with(model: Path)
 def test_a_file_that_is_cut_off_while_it_is_read_is_refused(
     cut: int, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = same_model.locate_model(str(model))
+    files = sessions.locate_model(str(model))
     layout = weight_files.stored_layout(str(model), model)
     monkeypatch.setattr(weight_files, "stored_layout", lambda *_: layout)  # a complete file had it a moment ago
     data = (model / WEIGHTS).read_bytes()
@@ -155,7 +156,7 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_refused(
 
 
 def test_a_file_with_something_behind_its_tensors_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = same_model.locate_model(str(model))
+    files = sessions.locate_model(str(model))
     layout = weight_files.stored_layout(str(model), model)
     monkeypatch.setattr(weight_files, "stored_layout", lambda *_: layout)
     with (model / WEIGHTS).open("ab") as file:

@@ -18,17 +18,19 @@ import pytest
 import torch
 
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.cache_room import CachedJob, CacheRoom
+from swiftbatch.worker.kv.cache_rows import CacheShape
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import (
     NUM_ASKED,
+    Growth,
     HeldPositions,
     PagesError,
     PoolSize,
     WindowPages,
     pages_of,
 )
-from swiftbatch.worker.kv.paged_arena import KVArena
-from swiftbatch.worker.session.backlog import CacheRoom
+from swiftbatch.worker.kv.slot_arena import KVArena
 from tests.worker.kv.window_parts import spoil_free_pages
 
 NUM_JOBS, NUM_FITTING, LONGEST, PAGE, WINDOW, VOCAB = 40, 6, 320, 64, 40, 8
@@ -127,7 +129,6 @@ class Worker:
     def begin(self, text: Text) -> None:
         """Resume from segments, or copy another's prompt."""
         cache = self.arena.new_cache(LONGEST)
-        assignment = SimpleNamespace(seniority=text.number, num_shared_tokens=text.num_shared)
         others = [job.cache for job in self.running.values() if job.text.num_shared and text.num_shared]
         cache.retain(0, text.num_shared)
         source = max(others, key=lambda each: each.copyable_end(text.num_shared), default=None)
@@ -138,9 +139,7 @@ class Worker:
             cache.copy_from(source, end)
             self.num_copied += 1
         cache.retain(sum(kv.shape[1] for kv in text.segments))
-        self.running[text.number] = SimpleNamespace(
-            text=text, sequence=text.token_ids, cache=cache, assignment=assignment
-        )
+        self.running[text.number] = SimpleNamespace(text=text, sequence=text.token_ids, cache=cache)
 
     def leave(self, number: int, is_written: bool) -> Text:
         job = self.running.pop(number)
@@ -156,9 +155,12 @@ class Worker:
             job.cache.release(job.cache.length)
 
     def make_room(self) -> list[Text]:
-        jobs = list(self.running.values())
+        jobs = sorted(self.running.values(), key=lambda job: job.text.number, reverse=True)
         gc.collect()
-        leaving = self.room.without_room(jobs)
+        growths = [Growth(len(job.sequence), LONGEST, job.text.num_shared) for job in jobs]
+        cached = [CachedJob(job.cache, growth) for job, growth in zip(jobs, growths, strict=True)]
+        leaving = jobs[: self.room.num_without_room(cached)]
+        del cached
         self.num_left += len(leaving)
         return [self.leave(job.text.number, is_written=True) for job in leaving]
 

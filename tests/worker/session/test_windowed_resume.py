@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +15,9 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drafters.choice.choosing_drafter import ChoosingDrafter
-from swiftbatch.worker.kv.kv_capacity import HeldPositions, pages_of
-from swiftbatch.worker.kv.sliding_window_cache import Window
-from swiftbatch.worker.session.backlog import CacheRoom
+from swiftbatch.worker.kv.cache_room import CachedJob, CacheRoom
+from swiftbatch.worker.kv.kv_capacity import Growth, HeldPositions, pages_of
+from swiftbatch.worker.kv.sliding_windows import Window
 from swiftbatch.worker.session.checkpointing import num_unwritten
 from tests.worker.kv.window_parts import spoil_what_is_forgotten
 from tests.worker.session.recurrent_parts import save_recurrent_model
@@ -210,10 +209,10 @@ def test_caches_of_jobs_forget_unless_drafts_read_them(
 def test_a_worker_counts_what_its_caches_hold(tmp_path: Path, model: Path) -> None:
     run = make_run(tmp_path / "run")
     worker = session(run, model, checkpoint="tokens")
-    assert worker.held_positions == worker.engine.target.held_positions(0)
+    assert worker.held_positions == worker.engine.target.cache_room(0).held
     assert worker.held_positions is not None
-    prompt = [claimed(run, JOB), replace(claimed(run, JOB), num_shared_tokens=2000)]
-    jobs: list[Any] = [SimpleNamespace(sequence=range(5000), assignment=assignment) for assignment in prompt]
+    cache = worker.engine.target.new_cache(1)
+    jobs = [CachedJob(cache, Growth(5000, 5000, num_shared)) for num_shared in (0, 2000)]
     room = CacheRoom(held=HeldPositions(1000, 0.25))
     assert [room.num_taken([job]) for job in jobs] == [pages_of(1000 + 1000), pages_of(2000 + 1000 + 500)]
     for changes in ({"engine": "triforce"}, {"checkpoint": "tokens", "keep_state": True}):

@@ -16,9 +16,8 @@ from swiftbatch.worker.drafters.drafter_interface import DraftCounters, Drafter,
 from swiftbatch.worker.drafters.tree_drafter import TreeDrafter
 from swiftbatch.worker.forward.step_costs import Costs, StepCosts, seconds_now
 from swiftbatch.worker.kv.full_cache import FullKVCache
-from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.draft_tree import DraftTree, Verification
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.verification import Verification
 
 TREE, CHAIN, REPEAT = "tree", "chain", "repeat"
 HEARD = 512  # tokens in front of a trial, whose hidden states are taken

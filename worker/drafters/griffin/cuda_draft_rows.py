@@ -26,7 +26,7 @@ from swiftbatch.worker.kernels.cuda.cuda_graph import Download, Upload
 from swiftbatch.worker.kernels.cuda.cuda_row_table import TableLayout
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kv.full_cache import FullKVCache
-from swiftbatch.worker.kv.paged_arena import KVArena
+from swiftbatch.worker.kv.slot_arena import KVArena
 from swiftbatch.worker.sampling.cuda.cuda_sampler import TokenCounts
 from swiftbatch.worker.sampling.cuda.logits_kernels import update_counts
 from swiftbatch.worker.sampling.cuda.sampling_rows import (

@@ -24,8 +24,8 @@ from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS
 from swiftbatch.worker.kernels.quantized_weights import AnyLinear, Linear
 from swiftbatch.worker.kernels.rope_cos_sin import angles
-from swiftbatch.worker.kv.full_cache import CacheShape
-from swiftbatch.worker.kv.paged_arena import KVArena
+from swiftbatch.worker.kv.cache_rows import CacheShape
+from swiftbatch.worker.kv.slot_arena import KVArena
 
 
 def cuda_rows(model: GriffinModel, forwards: Forwards, num_candidates: int) -> CudaRows:

@@ -36,7 +36,8 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import SequenceRows, Tile, needs_whole_tiles, pack_tiles, tree_rows
 from swiftbatch.worker.forward.transformers_attention import ATTENTION_NAME, BatchInvariantRows, RowGroup
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.cache_rows import CacheShape
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
 

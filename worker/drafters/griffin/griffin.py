@@ -18,9 +18,8 @@ from swiftbatch.worker.forward.step_costs import Costs, StepCosts
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import max_tree_depth
 from swiftbatch.worker.kv.full_cache import FullKVCache
-from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
+from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree, Verification
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.verification import Verification
 
 PRIOR_MEANS = (2.5, 8.0, 3.0, 1.5)  # prior of tokens, nodes, levels and expected accepted nodes per step
 MAX_TRUST = 4.0  # bound of the factor on a probability

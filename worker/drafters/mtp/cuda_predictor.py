@@ -21,7 +21,7 @@ from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kernels.layer_specs import NormForm
 from swiftbatch.worker.kernels.native_decoder import check_layers
 from swiftbatch.worker.kernels.rope_scaling import Rotary
-from swiftbatch.worker.kv.paged_arena import KVArena
+from swiftbatch.worker.kv.slot_arena import KVArena
 
 
 def cuda_predictor_rows(weights: PredictorWeights, forwards: Forwards, num_candidates: int) -> CudaRows:

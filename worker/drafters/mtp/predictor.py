@@ -25,7 +25,7 @@ from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS
 from swiftbatch.worker.kernels.layer_specs import NormForm
 from swiftbatch.worker.kernels.quantized_weights import Weight, plain
 from swiftbatch.worker.kernels.rope_scaling import Rotary
-from swiftbatch.worker.kv.full_cache import CacheShape
+from swiftbatch.worker.kv.cache_rows import CacheShape
 from swiftbatch.worker.kv.gpu_memory_plan import NO_DRAFTS, DraftMemory, GPUMemory, decoder_memory
 from swiftbatch.worker.kv.kv_capacity import ITEM_SIZES
 from swiftbatch.worker.kv.model_sizes import ModelSizes, sizes_of_stored

@@ -18,9 +18,8 @@ import numpy as np
 from swiftbatch.worker.drafters.drafter_interface import WantedTree
 from swiftbatch.worker.kernels.native_library import load_library
 from swiftbatch.worker.kernels.row_tables import address_of
-from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.draft_tree import TOP_K, DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.verification import TOP_K
 
 MOST_NODES = 127  # as in source/recycling.h, like the next
 MOST_CANDIDATES = 16

@@ -17,9 +17,8 @@ from swiftbatch.worker.drafters.tree_drafter import TreeDrafter
 from swiftbatch.worker.forward.step_costs import Costs
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.native_library import chosen_variant
-from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.draft_tree import TOP_K, DraftTree, Verification
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.verification import TOP_K, Verification
 
 MOST_ROUNDED = 1e-3  # rounding may bring averaged log-probabilities so far above 0
 UNKNOWN = -np.inf  # log-probabilities of a row that was never written

@@ -9,14 +9,12 @@ import torch
 
 from swiftbatch.worker.drafters.drafter_interface import Learner
 from swiftbatch.worker.drafters.ranking import CandidateRanker
-from swiftbatch.worker.forward.forward_interface import SparseRows, partial_rows, row_ahead
-from swiftbatch.worker.forward.multi_step_decode import DecodedChain
+from swiftbatch.worker.forward.forward_interface import DecodedChain, SparseRows, partial_rows, row_ahead
 from swiftbatch.worker.forward.target_model import RowOutputs
 from swiftbatch.worker.kv.sparse_cache import SparseCache
 from swiftbatch.worker.sampling.batch_sampler import Sampler, penalised
-from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
+from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree, Walk
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.verification import Walk
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,9 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
 from swiftbatch.worker.kv.sparse_cache import SparseCacheFactory, SummaryKVCache
 from swiftbatch.worker.sampling.batch_sampler import penalised
-from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.draft_tree import DraftTree, Verification
 from swiftbatch.worker.sampling.logits_processors import adjusted
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.verification import Verification
 
 Ranked = list[tuple[float, int]]  # (log-confidence, token)
 Recycled = Callable[[tuple[int, ...]], Ranked]  # maps a path from the root to candidates behind it

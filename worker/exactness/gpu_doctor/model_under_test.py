@@ -13,19 +13,18 @@ import torch
 from swiftbatch.worker.exactness.forward_comparisons import MOST_NODES
 from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.forward.cuda.cuda_loading import hold_gemms_steady, whole_arena
-from swiftbatch.worker.forward.forward_backend import DTYPES
-from swiftbatch.worker.forward.step_costs import captured_seconds, clock_of
-from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.forward.step_costs import captured_seconds
+from swiftbatch.worker.forward.target_model import DTYPES, TargetModel
 from swiftbatch.worker.kernels.cuda.cuda_graph import Capture, Work, capture
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights, handed_over, stacked_weights
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
 from swiftbatch.worker.kernels.gpu_kernel_choice import DEFAULT_KERNELS, CudaKernels
-from swiftbatch.worker.kv.cache_rows import states_of
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.cache_rows import CacheShape, states_of
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.gpu_memory_plan import splits_of
 from swiftbatch.worker.kv.host_copies import CudaLane, Staging, computing_stream
 from swiftbatch.worker.kv.model_sizes import read_sizes
-from swiftbatch.worker.kv.paged_arena import KVArena
+from swiftbatch.worker.kv.slot_arena import KVArena
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import ModelFiles
 
@@ -99,7 +98,7 @@ class Parts:
 
     def seconds(self, work: Work) -> float:
         """Return the median seconds of some work, captured in a graph."""
-        return captured_seconds(clock_of(self.device), work, self.device, self.extent.num_rounds)
+        return captured_seconds(work, self.device, self.extent.num_rounds)
 
     @functools.cached_property
     def loaded(self) -> StackedWeights | None:
@@ -118,9 +117,9 @@ class Parts:
         """Return the shape of the model's caches, or of `num_layers` attending layers."""
         sizes, layers = self.sizes, self.weights.layers
         num_attending = sum(layer.attention is not None for layer in layers) if num_layers is None else num_layers
-        states = states_of(layer.mixer for layer in layers) if num_layers is None else None
+        mixers = [layer.mixer.sizes for layer in layers if layer.mixer is not None and num_layers is None]
         heads, num_parts = (sizes.num_kv_heads, sizes.head_dim), 2 if sizes.latent is None else 1
-        return CacheShape(num_attending, *heads, sizes.dtype, self.device, states, num_parts=num_parts)
+        return CacheShape(num_attending, *heads, sizes.dtype, self.device, states_of(mixers), num_parts=num_parts)
 
     def arena(self, num_slots: int, max_length: int, num_layers: int | None = None) -> KVArena:
         shape, staging = self.cache_shape(num_layers), self._staging()

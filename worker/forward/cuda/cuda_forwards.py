@@ -30,8 +30,8 @@ from swiftbatch.worker.kernels.rope_scaling import Rotary
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.host_copies import computing_stream
 from swiftbatch.worker.kv.kv_offload import OffloadedArena, RingRows, Visit
-from swiftbatch.worker.kv.paged_arena import KVArena
 from swiftbatch.worker.kv.recurrent_arena import SlotStates
+from swiftbatch.worker.kv.slot_arena import KVArena
 from swiftbatch.worker.kv.sparse_arena import RowMover, SlotEntries, SparseArena, arena_for
 from swiftbatch.worker.kv.sparse_cache import NewEntries, SparseCacheFactory
 from swiftbatch.worker.sampling.cuda.cuda_sampler import CudaBatchSampler
@@ -295,7 +295,7 @@ class OffloadedForwards(CudaForwards):
 
     def _pass(self, groups: list[SequenceRows], tap: Callable[[int, torch.Tensor], None] | None = None) -> None:
         self._send(groups)
-        ring = self.arena.ring
+        ring = self.arena
         ring.begin(visits_of(groups))
         self._begin.replay()
         for number, layer in enumerate(self._layers):

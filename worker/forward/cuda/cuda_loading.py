@@ -14,8 +14,7 @@ from swiftbatch.worker.kernels.cuda.stacked_weights import handed_over, stacked_
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.gpu_kernel_choice import CUBLAS_WORKSPACES, DEFAULT_KERNELS, CudaKernels, refuse_latent
 from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES, NUM_ROWS
-from swiftbatch.worker.kv.free_memory import settled_free_bytes
-from swiftbatch.worker.kv.full_cache import CacheShape
+from swiftbatch.worker.kv.cache_rows import CacheShape
 from swiftbatch.worker.kv.gpu_memory_plan import (
     NO_DRAFTS,
     DraftMemory,
@@ -34,11 +33,18 @@ from swiftbatch.worker.kv.gpu_memory_plan import (
     splits_of,
 )
 from swiftbatch.worker.kv.host_copies import CudaLane, Staging, computing_stream
-from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, HeldPositions, KVRoomError, PoolSize, held_in_windows
+from swiftbatch.worker.kv.kv_capacity import (
+    MAX_TREE_NODES,
+    HeldPositions,
+    KVRoomError,
+    PoolSize,
+    held_in_windows,
+    settled_free_bytes,
+)
 from swiftbatch.worker.kv.kv_offload import OffloadedArena, Streams
 from swiftbatch.worker.kv.model_sizes import ModelSizes, read_sizes
-from swiftbatch.worker.kv.paged_arena import KVArena
-from swiftbatch.worker.kv.scan_arena import scan_memory
+from swiftbatch.worker.kv.slot_arena import KVArena
+from swiftbatch.worker.kv.sparse_arena import scan_memory
 from swiftbatch.worker.kv.sparse_cache import CHUNK_SIZE, summary_positions
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import ModelFiles

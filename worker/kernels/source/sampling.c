@@ -200,22 +200,6 @@ int64_t draw_token(
     return best_with_noise(&kept, noise_at(params->noise_key, position));
 }
 
-int64_t sampling_draw(
-    const float *row, int64_t vocab, int64_t position, const sampling_params *params, const int32_t *counts,
-    const adjustments *adjusted, void *scratch
-) {
-    bool is_drawable;
-    return draw_token(row, vocab, position, params, counts, adjusted, NULL, scratch, &is_drawable);
-}
-
-void sampling_noise(uint64_t noise_key, const int64_t *positions, const int64_t *token_ids, int64_t count, float *noise) {
-    for (int64_t i = 0; i < count; i++) {
-        uint32_t words[QUAD];
-        philox(noise_at(noise_key, positions[i]), (uint32_t)(token_ids[i] / QUAD), words);
-        noise[i] = gumbel(words[token_ids[i] % QUAD]);
-    }
-}
-
 void sampling_noise_row(uint64_t noise_key, int64_t position, int64_t vocab, float *noise) {
     for (int64_t start = 0; start < vocab; start += BLOCK) {
         uint32_t words[BLOCK];

@@ -73,20 +73,8 @@ EXPORT void sampling_logprobs(
     float *top_logprobs, void *scratch
 );
 
-// Draws from one row, [vocab], at one position; logits that are not finite as in worker/sampling/sampler.py. `counts`
-// of the penalty window and `adjusted` may be NULL.
-EXPORT int64_t sampling_draw(
-    const float *row, int64_t vocab, int64_t position, const sampling_params *params, const int32_t *counts,
-    const adjustments *adjusted, void *scratch
-);
-
 // Updates a window with the tokens of a sequence that it has not seen.
 EXPORT void sampling_follow(penalty_window *penalties, const int64_t *token_ids, int64_t length);
-
-// Computes the noise of tokens at positions, [count] each.
-EXPORT void sampling_noise(
-    uint64_t noise_key, const int64_t *positions, const int64_t *token_ids, int64_t count, float *noise
-);
 
 // Computes the noise of all tokens at one position, [vocab].
 EXPORT void sampling_noise_row(uint64_t noise_key, int64_t position, int64_t vocab, float *noise);

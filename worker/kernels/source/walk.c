@@ -1,4 +1,4 @@
-// Walks a draft tree along the draws (worker/sampling/verification.py), and counts penalised tokens on the way.
+// Walks a draft tree along the draws (worker/sampling/draft_tree.py), and counts penalised tokens on the way.
 #include "draw.h"
 
 static void change_count(const penalty_window *penalties, int64_t token_id, int change) {

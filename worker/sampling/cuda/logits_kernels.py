@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 
 from swiftbatch.worker.sampling.cuda import sampling_rows as rows
-from swiftbatch.worker.sampling.cuda.sampling_rows import expect
 
 NUM_WORDS = tl.constexpr(rows.NUM_WORDS)
 NUM_DRAFTED = tl.constexpr(rows.NUM_DRAFTED)
@@ -210,15 +209,10 @@ def count_tokens(counts_ptr, output_ptr, arriving_ptr, leaving_ptr, vocab, width
 def update_counts(counts: torch.Tensor, output: torch.Tensor, arriving: torch.Tensor, leaving: torch.Tensor) -> None:
     """Update `counts` and `output [num_slots, vocab] int32`.
 
-    `arriving` and `leaving [num_slots, width] int32` have tokens below `vocab` (unchecked), or -1. Raises ValueError
-    for buffers of another shape or dtype.
+    `arriving` and `leaving [num_slots, width] int32` have tokens below `vocab` (unchecked), or -1.
     """
     num_slots, vocab_size = counts.shape
     width = arriving.shape[-1]
-    expect(counts, "counts", (num_slots, vocab_size), torch.int32)
-    expect(output, "output", (num_slots, vocab_size), torch.int32)
-    expect(arriving, "arriving", (num_slots, width), torch.int32)
-    expect(leaving, "leaving", (num_slots, width), torch.int32)
     grid = (num_slots, triton.cdiv(width, BLOCK))
     count_tokens[grid](counts, output, arriving, leaving, vocab_size, width, BLOCK=BLOCK, num_warps=NUM_WARPS)
 

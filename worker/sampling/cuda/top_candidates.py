@@ -30,13 +30,10 @@ from swiftbatch.worker.sampling.cuda.logits_kernels import (
 )
 from swiftbatch.worker.sampling.cuda.sampling_rows import (
     BLOCK,
-    NUM_DRAFTED,
-    NUM_WORDS,
     SlotBuffers,
-    expect,
-    expect_logits,
+    refuse_vocab,
 )
-from swiftbatch.worker.sampling.verification import TOP_K
+from swiftbatch.worker.sampling.draft_tree import TOP_K
 
 SMALLEST = tl.constexpr(-0x8000000000000000)
 
@@ -165,64 +162,34 @@ def candidates_of_rows(
         tl.store(logprobs + place, tl.where(logprob == logprob, logprob, UNLIKELY))
 
 
-@dataclass(frozen=True)
-class CandidateBuffers:
-    """Fixed buffers of `TopCandidates`."""
-
-    logits: torch.Tensor  # [num_rows, vocab] float32
-    rows: torch.Tensor  # [num_rows, NUM_WORDS] int32: the table of sampling_rows.py
-    ids: torch.Tensor  # [num_rows, TOP_K] int32, written: best first, equal logits by id
-    logprobs: torch.Tensor  # [num_rows, TOP_K] float32, written; in a row with NaN all are very unlikely
-
-    def check(self) -> None:
-        """Raise ValueError for buffers that do not fit together."""
-        num_rows = len(self.rows)
-        expect_logits(self.logits, num_rows, least=TOP_K)
-        expect(self.rows, "rows", (num_rows, NUM_WORDS), torch.int32)
-        expect(self.ids, "ids", (num_rows, TOP_K), torch.int32)
-        expect(self.logprobs, "logprobs", (num_rows, TOP_K), torch.float32)
-
-
 class TopCandidates:
     """Finds the best tokens in two launches, the same for all rows."""
 
-    def __init__(self, buffers: CandidateBuffers) -> None:
-        buffers.check()
-        self._buffers = buffers
-        num_rows, vocab_size = buffers.logits.shape
+    def __init__(self, logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor) -> None:
+        """Find them in fixed buffers: `logits [num_rows, vocab] float32`, and the table of sampling_rows.py.
+
+        `ids [num_rows, TOP_K] int32` get the best first, equal logits by id; `logprobs` of the same shape, float32, are
+        all very unlikely in a row with NaN.
+        """
+        self._logits, self._rows, self._ids, self._logprobs = logits, rows, ids, logprobs
+        num_rows, vocab_size = logits.shape
+        refuse_vocab(vocab_size, least=TOP_K)
         self._grid = (num_rows, triton.cdiv(vocab_size, BLOCK))
-        device = buffers.logits.device
+        device = logits.device
         self._ranks = torch.empty(*self._grid, TOP_K, dtype=torch.int64, device=device)
         self._peaks = torch.empty(self._grid, dtype=torch.int32, device=device)
         self._sums = torch.empty(self._grid, device=device)
 
     def launch(self) -> None:
-        given, (num_rows, num_blocks) = self._buffers, self._grid
+        num_rows, num_blocks = self._grid
         candidates_of_blocks[self._grid](
-            given.rows,
-            given.logits,
-            given.logits.stride(0),
-            self._ranks,
-            self._peaks,
-            self._sums,
-            given.logits.shape[1],
-            BLOCK=BLOCK,
-            TOP=TOP_K,
-            num_warps=BLOCK_WARPS,
-        )
+            self._rows, self._logits, self._logits.stride(0), self._ranks, self._peaks, self._sums,
+            self._logits.shape[1], BLOCK=BLOCK, TOP=TOP_K, num_warps=BLOCK_WARPS,
+        )  # fmt: skip
         candidates_of_rows[(num_rows,)](
-            given.rows,
-            self._ranks,
-            self._peaks,
-            self._sums,
-            given.ids,
-            given.logprobs,
-            num_blocks,
-            UNLIKELY=UNLIKELY,
-            WIDTH=triton.next_power_of_2(num_blocks),
-            TOP=TOP_K,
-            num_warps=ROW_WARPS,
-        )
+            self._rows, self._ranks, self._peaks, self._sums, self._ids, self._logprobs, num_blocks,
+            UNLIKELY=UNLIKELY, WIDTH=triton.next_power_of_2(num_blocks), TOP=TOP_K, num_warps=ROW_WARPS,
+        )  # fmt: skip
 
 
 # Ranking of a draft model's tokens, with the penalty and the noise that the target will use.
@@ -243,17 +210,6 @@ class RankingBuffers:
     ids: torch.Tensor  # [num_rows, num_candidates] int32, written: best first; `num_candidates` is a power of 2
     # [num_rows, num_candidates] float32, written: logarithms; -inf for tokens that are cut off
     confidences: torch.Tensor
-
-    def check(self) -> None:
-        """Raise ValueError for buffers that do not fit together."""
-        num_rows, num_candidates = len(self.rows), self.ids.shape[1]
-        expect_logits(self.logits, num_rows, least=num_candidates)
-        expect(self.logits, "logits", (num_rows, self.logits.shape[1]), torch.float32)
-        expect(self.rows, "rows", (num_rows, NUM_WORDS), torch.int32)
-        expect(self.ancestors, "ancestors", (num_rows, NUM_DRAFTED), torch.int32)
-        self.slots.check(num_rows, self.logits.shape[1], self.leaving)
-        expect(self.ids, "ids", (num_rows, triton.next_power_of_2(num_candidates)), torch.int32)
-        expect(self.confidences, "confidences", (num_rows, num_candidates), torch.float32)
 
 
 @triton.jit
@@ -286,13 +242,10 @@ class Ranking:
     """Ranks candidates in three launches, the same for all rows."""
 
     def __init__(self, buffers: RankingBuffers, spread: float) -> None:
-        """`spread` is the typical error of the draft model's logits.
-
-        Raises ValueError for buffers that do not fit together.
-        """
-        buffers.check()
+        """`spread` is the typical error of the draft model's logits."""
         self._buffers, self._spread = buffers, spread
         num_rows, vocab_size = buffers.logits.shape
+        refuse_vocab(vocab_size, least=buffers.ids.shape[1])
         self._grid = (num_rows, triton.cdiv(vocab_size, BLOCK))
         self._width, self._top = triton.next_power_of_2(self._grid[1]), buffers.ids.shape[1]
         device = buffers.logits.device

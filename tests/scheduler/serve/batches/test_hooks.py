@@ -25,7 +25,7 @@ from swiftbatch.scheduler.serve.batches.batch_webhooks import (
 from swiftbatch.scheduler.serve.records.server_records import Counts, Ended, NewBatch, RefusedError
 from swiftbatch.scheduler.serve.records.stored_objects import Batch, Batches, StoredFiles
 from tests.scheduler.display.receivers import KEY, SECRET, receiver, redirect, status
-from tests.scheduler.serve.server_parts import wait_until
+from tests.scheduler.driving import wait_until
 
 
 class Server:

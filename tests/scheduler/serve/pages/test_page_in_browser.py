@@ -10,9 +10,9 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.serve.batches.service import Service
 from swiftbatch.scheduler.serve.pages import batch_pages
 from swiftbatch.scheduler.serve.records.stored_objects import Batch
+from tests.scheduler.driving import wait_until
 from tests.scheduler.serve.pages.browser_parts import IS_INSTALLED, Browser, browsing
 from tests.scheduler.serve.pages.page_parts import HOSTILE, app_of, in_progress, listening, new_batch
-from tests.scheduler.serve.server_parts import wait_until
 
 pytestmark = pytest.mark.skipif(not IS_INSTALLED, reason="needs chromium and chromedriver")
 

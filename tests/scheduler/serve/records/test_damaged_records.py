@@ -16,9 +16,9 @@ from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.serve.batches.batch_ending import settle
 from swiftbatch.scheduler.serve.records.server_records import BATCH, CANCEL, ENDED, FILE
 from swiftbatch.scheduler.serve.records.stored_objects import Batch
+from tests.scheduler.driving import wait_until
 from tests.scheduler.serve.api_parts import batch_of, client_of, service_on, upload
 from tests.scheduler.serve.batch_parts import Folder, submit_two
-from tests.scheduler.serve.server_parts import wait_until
 
 
 def put_in_place(path: Path, content: bytes | None) -> None:

@@ -16,9 +16,8 @@ from swiftbatch.worker.drafters.choice.ways import TreeWay
 from swiftbatch.worker.drafters.drafter_interface import DraftRequest
 from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES
 from swiftbatch.worker.drafters.tree_drafter import TreeDrafter
-from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.draft_tree import DraftTree, Verification
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.verification import Verification
 
 STEP_SECONDS, ROW_SECONDS, PROPOSING_SECONDS = 0.5e-3, 0.035e-3, 0.05e-3
 FALL = 0.6 ** np.arange(31)  # of the acceptance of nodes, best first

@@ -30,9 +30,8 @@ from swiftbatch.worker.drafters.drafter_interface import DraftRequest
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.draft_tree import DraftTree, Verification
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.verification import Verification
 from tests.worker.drafters.drafter_parts import dear_rows, free_rows, run_together
 
 VOCAB = 50

@@ -9,7 +9,8 @@ import torch
 
 from swiftbatch.worker.drafters.griffin.draft_input import TorchRoom
 from swiftbatch.worker.drafters.griffin.griffin import EVERYTHING_PAYS, GrowingTree
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.cache_rows import CacheShape
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
 from tests.worker.law_parts import PLAIN, PROMPT, TABLE, VOCAB, gate, ours

@@ -15,8 +15,7 @@ from swiftbatch.worker.drafters.griffin.draft_forwards import NativeRows, TiledR
 from swiftbatch.worker.drafters.griffin.draft_input import NUM_PLACES, Features
 from swiftbatch.worker.drafters.griffin.griffin_model import SECOND_FUSIONS, GriffinConfig
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.forward.forward_backend import load_transformers
-from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.forward.target_model import TargetModel, load_transformers
 from swiftbatch.worker.sampling.sequence import Sequence
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.drafters.griffin.griffin_parts import (

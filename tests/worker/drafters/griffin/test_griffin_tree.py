@@ -12,7 +12,8 @@ from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.griffin.draft_input import TorchRoom
 from swiftbatch.worker.drafters.griffin.griffin import EVERYTHING_PAYS, GrowingTree, PricePlanner, TreePrices
 from swiftbatch.worker.forward.step_costs import ROW_COUNTS, StepCosts
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.cache_rows import CacheShape
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sampler import TokenSampler
 from swiftbatch.worker.sampling.sequence import Sequence

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.draft_tree import DraftTree, walk
 from swiftbatch.worker.sampling.sampler import TokenSampler, process
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.verification import walk
 from tests.worker.law_parts import PLAIN, PROMPT, TABLE, VOCAB, gate, ours, plain_steps
 
 pytestmark = pytest.mark.long

@@ -15,12 +15,11 @@ from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
-from swiftbatch.worker.kv.full_cache import CacheShape
+from swiftbatch.worker.kv.cache_rows import CacheShape
 from swiftbatch.worker.kv.host_copies import HostStream
 from swiftbatch.worker.kv.kv_capacity import PoolSize, WindowPages, pages_of
 from swiftbatch.worker.kv.kv_offload import OffloadedArena, RingRows, Streams
-from swiftbatch.worker.kv.paged_arena import KVArena
-from swiftbatch.worker.kv.slot_rows import SlotLease
+from swiftbatch.worker.kv.slot_arena import KVArena, SlotLease
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.sampling.draft_tree import DraftTree

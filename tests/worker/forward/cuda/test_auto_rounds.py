@@ -25,7 +25,7 @@ from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kernels import kv_codes as coding
 from swiftbatch.worker.kernels.cuda import scan_attention as scan_module
 from swiftbatch.worker.kernels.cuda import scanned_texts as texts_module
-from swiftbatch.worker.kv import scan_arena, scan_cache
+from swiftbatch.worker.kv import scan_cache, sparse_arena
 from swiftbatch.worker.kv.scan_cache import ScanKVCache
 from swiftbatch.worker.kv.sparse_arena import SparseArena
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
@@ -48,7 +48,7 @@ PENALISED = {"temperature": 0.9, "repetition_penalty": 1.2, "penalty_window": 20
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten chunks, so that short texts are scanned."""
-    for module in (coding, scan_arena, scan_cache, texts_module):
+    for module in (coding, sparse_arena, scan_cache, texts_module):
         monkeypatch.setattr(module, "SCAN_CHUNK", CHUNK)
     monkeypatch.setattr(scan_cache, "NUM_RECENT", NUM_RECENT)
     monkeypatch.setattr(scan_cache, "MOST_ENTRIES", SHORTEST)

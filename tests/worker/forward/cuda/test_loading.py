@@ -14,14 +14,12 @@ from bench.sizing import MODELS, WINDOWED
 from swiftbatch.worker.forward.cuda import cuda_loading as loading
 from swiftbatch.worker.forward.cuda.cuda_forwards import OffloadedForwards
 from swiftbatch.worker.forward.cuda.cuda_loading import planned_forwards
-from swiftbatch.worker.forward.forward_backend import load_forwards
-from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.forward.target_model import TargetModel, load_forwards
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels, triton_version
-from swiftbatch.worker.kv import free_memory
-from swiftbatch.worker.kv.free_memory import KVRoom
+from swiftbatch.worker.kv import kv_capacity
 from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, MemoryPlan, SlotsWanted, plan_memory
 from swiftbatch.worker.kv.host_copies import computing_stream
-from swiftbatch.worker.kv.kv_capacity import held_in_windows
+from swiftbatch.worker.kv.kv_capacity import KVRoom, held_in_windows
 from swiftbatch.worker.kv.kv_offload import Streams
 from swiftbatch.worker.kv.model_sizes import ModelSizes, read_sizes
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
@@ -126,9 +124,9 @@ def test_memory_is_planned_for_once_a_killed_worker_has_given_it_back(
         return answer[0], 100 if max(free) <= 100 else 10_000
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
-    monkeypatch.setattr(free_memory.time, "monotonic", lambda: round(now[0], 1))
-    monkeypatch.setattr(free_memory.time, "sleep", lambda wait: now.__setitem__(0, now[0] + wait))
-    assert free_memory.settled_free_bytes(torch.device("cuda")) == found
+    monkeypatch.setattr(kv_capacity.time, "monotonic", lambda: round(now[0], 1))
+    monkeypatch.setattr(kv_capacity.time, "sleep", lambda wait: now.__setitem__(0, now[0] + wait))
+    assert kv_capacity.settled_free_bytes(torch.device("cuda")) == found
     assert round(now[0], 1) == seconds
 
 

@@ -17,7 +17,8 @@ from swiftbatch.worker.forward import step_costs
 from swiftbatch.worker.forward.cuda.cuda_forwards import OffloadedForwards
 from swiftbatch.worker.forward.target_model import RowOutputs, TargetModel, check_model
 from swiftbatch.worker.forward.tile_packing import tree_rows
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.cache_rows import CacheShape
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.host_copies import ComputingStream, computing_stream
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree

@@ -16,7 +16,7 @@ from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.sampling.cuda.sampling_graphs import SamplingGraphs
+from swiftbatch.worker.sampling.cuda.cuda_sampler import SamplingGraphs
 from swiftbatch.worker.sampling.cuda.sampling_rows import SamplingRowLayout
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.filters import keep_top_p

@@ -14,7 +14,7 @@ from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights, stack
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.kernels.quantized_weights import Code, Linear, PackedLinear, PackedMatrix
-from swiftbatch.worker.kv.paged_arena import KVArena
+from swiftbatch.worker.kv.slot_arena import KVArena
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 from tests.worker.forward.cuda.checked_graph import CheckedGraph
 from tests.worker.kernels.kernel_parts import FLOAT32, Shape, cache_shape

@@ -14,7 +14,7 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.kv_capacity import pages_of
-from swiftbatch.worker.kv.paged_arena import KVArena
+from swiftbatch.worker.kv.slot_arena import KVArena
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.session import session as worker_session
 from swiftbatch.worker.session.session import WorkerSession

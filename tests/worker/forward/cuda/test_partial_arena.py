@@ -11,9 +11,10 @@ from bench import compared_caches as retrieval_cache
 from bench.compared_caches import PARTIAL_CACHES
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.kv import sparse_cache
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.cache_rows import CacheShape
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import KVRoomError
-from swiftbatch.worker.kv.paged_arena import KVArena
+from swiftbatch.worker.kv.slot_arena import KVArena
 from swiftbatch.worker.kv.sparse_arena import SparseArena, arena_for
 from swiftbatch.worker.kv.sparse_cache import SparseCache
 from swiftbatch.worker.sampling.sequence import Sequence

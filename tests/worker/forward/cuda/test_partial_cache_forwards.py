@@ -12,7 +12,7 @@ import torch
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.forward.forward_interface import SparseRows, partial_rows
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.kv.full_cache import CacheShape
+from swiftbatch.worker.kv.cache_rows import CacheShape
 from swiftbatch.worker.kv.sparse_arena import SlotEntries
 from swiftbatch.worker.kv.sparse_cache import NewEntries, SparseCache
 from swiftbatch.worker.model.decoder_loading import dense_weights

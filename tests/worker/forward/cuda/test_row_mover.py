@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from swiftbatch.worker.kernels.cuda.cuda_graph import Graph, Repeated, Work
-from swiftbatch.worker.kv.full_cache import CacheShape
+from swiftbatch.worker.kv.cache_rows import CacheShape
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, PoolSize
-from swiftbatch.worker.kv.paged_arena import KVArena
+from swiftbatch.worker.kv.slot_arena import KVArena
 from swiftbatch.worker.kv.sparse_arena import RowMover
 
 SHAPE = CacheShape(2, 2, 16, torch.float32, torch.device("cpu"))

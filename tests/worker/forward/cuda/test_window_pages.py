@@ -20,7 +20,7 @@ from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kv.cache_rows import NO_PAGE
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import HeldPositions, WindowPages, pages_of
-from swiftbatch.worker.kv.paged_arena import KVArena
+from swiftbatch.worker.kv.slot_arena import KVArena
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.session import session as worker_session

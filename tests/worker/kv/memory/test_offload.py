@@ -10,11 +10,11 @@ import torch
 from bench.sizing import MODELS, gpu_memory
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
 from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS
-from swiftbatch.worker.kv.full_cache import CacheShape
+from swiftbatch.worker.kv.cache_rows import CacheShape
 from swiftbatch.worker.kv.gpu_memory_plan import HOST_SHARE, DraftMemory, plan_offload, slot_capacity
 from swiftbatch.worker.kv.host_copies import HostStream
 from swiftbatch.worker.kv.kv_capacity import KVRoomError
-from swiftbatch.worker.kv.kv_offload import LayerRing, Streams
+from swiftbatch.worker.kv.kv_offload import OffloadedArena, Streams
 
 LLAMA, QWEN = MODELS["Llama 3.1 8B"], MODELS["Qwen2.5 32B"]
 A100 = gpu_memory(GPUS["A100 80 GB"], GPU_BYTES - CONTEXT_BYTES)
@@ -41,7 +41,7 @@ def test_a_slot_takes_two_of_all_layers_on_the_gpu_and_as_many_fit_as_do() -> No
 def test_what_is_planned_is_what_the_ring_takes() -> None:
     plan = plan_offload(LLAMA, A100, 1000, 10**12)
     shape = CacheShape(32, 8, 128, torch.bfloat16, torch.device("meta"))
-    ring = LayerRing(shape, plan.num_slots, plan.capacity, _no_streams())
+    ring = OffloadedArena(shape, plan.num_slots, plan.longest_job, _no_streams())
     assert ring.buffer.numel() * ring.buffer.element_size() == plan.num_slots * plan.slot_bytes
 
 

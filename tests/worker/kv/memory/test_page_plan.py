@@ -11,7 +11,7 @@ from bench.sizing import MODELS, WINDOWED, gpu_memory
 from swiftbatch.worker.forward.cuda.cuda_loading import arena_of
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
 from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS
-from swiftbatch.worker.kv.full_cache import CacheShape
+from swiftbatch.worker.kv.cache_rows import CacheShape
 from swiftbatch.worker.kv.gpu_memory_plan import (
     DRAFT_SHARE,
     DraftMemory,

@@ -19,7 +19,7 @@ from swiftbatch.worker.kernels.cuda.cuda_row_table import TableLayout
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, MOST_SLOTS, NUM_ROWS
 from swiftbatch.worker.kernels.quantized_weights import Code
-from swiftbatch.worker.kv.full_cache import CacheShape
+from swiftbatch.worker.kv.cache_rows import CacheShape
 from swiftbatch.worker.kv.gpu_memory_plan import (
     DraftMemory,
     GPUMemory,
@@ -30,7 +30,7 @@ from swiftbatch.worker.kv.gpu_memory_plan import (
 )
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, KVRoomError
 from swiftbatch.worker.kv.model_sizes import ModelSizes, PackedPart, read_sizes, sizes_of
-from swiftbatch.worker.kv.paged_arena import KVArena
+from swiftbatch.worker.kv.slot_arena import KVArena
 from swiftbatch.worker.kv.sparse_cache import SummaryKVCache, summary_positions
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.sequence import Sequence

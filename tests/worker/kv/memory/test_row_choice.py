@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from swiftbatch.worker.forward.rows_per_forward import RunLoad, most_rows, most_together, rows_that_pay
 from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS, ROW_CHOICES, most_slots
-from swiftbatch.worker.kv.gpu_memory_plan import one_slot, plan_pages
+from swiftbatch.worker.kv.gpu_memory_plan import RunLoad, most_rows, most_together, one_slot, plan_pages, rows_that_pay
 from swiftbatch.worker.kv.model_sizes import ModelSizes
 from tests.worker.kv.memory.test_plan import A100, H100, LLAMA
 

@@ -15,16 +15,16 @@ from swiftbatch.worker.kv.kv_capacity import GPU_PAGE
 from swiftbatch.worker.kv.sparse_cache import CHUNK_SIZE
 from swiftbatch.worker.sampling.batch_sampler import UNLIKELY
 from swiftbatch.worker.sampling.cuda import (
+    cuda_sampler,
     filter_kernels,
     logits_kernels,
-    sampling_graphs,
     sampling_rows,
     top_candidates,
 )
 from swiftbatch.worker.sampling.cuda import logits_kernels as scores
 from swiftbatch.worker.sampling.cuda import top_candidates as choice
 from swiftbatch.worker.sampling.cuda import top_candidates as ranking
-from swiftbatch.worker.sampling.verification import TOP_K
+from swiftbatch.worker.sampling.draft_tree import TOP_K
 
 MULTIPLES = ("vocab", "logits_stride", "stride_")  # multiples of 16 in large models
 MOST_SHARED = 48 * 1024  # bytes that every GPU gives a program
@@ -82,10 +82,10 @@ def every_launch() -> list[Launch]:
     gathered = moved | {"NUM_ROWS": kv_kernels.NUM_ROWS, "IS_CODED": False, "PAGE": GPU_PAGE}
     averaged = moved | {"CHUNK_WIDTH": CHUNK_SIZE, "PAGE": GPU_PAGE}
     return [
-        Launch(scores.penalise_blocks, TYPES, block, sampling_graphs.NUM_WARPS),
-        Launch(choice.best_of_blocks, TYPES, block | width | {"cuts_ptr": None}, sampling_graphs.NUM_WARPS),
-        Launch(choice.best_of_blocks, TYPES, block | width, sampling_graphs.NUM_WARPS),
-        Launch(choice.best_of_rows, TYPES, width, sampling_graphs.NUM_WARPS),
+        Launch(scores.penalise_blocks, TYPES, block, cuda_sampler.NUM_WARPS),
+        Launch(choice.best_of_blocks, TYPES, block | width | {"cuts_ptr": None}, cuda_sampler.NUM_WARPS),
+        Launch(choice.best_of_blocks, TYPES, block | width, cuda_sampler.NUM_WARPS),
+        Launch(choice.best_of_rows, TYPES, width, cuda_sampler.NUM_WARPS),
         Launch(filter_kernels.temper_blocks, TYPES, block | width, filter_kernels.NUM_WARPS),
         *(
             Launch(filter_kernels.sum_weights, SUMMING, searched | each, filter_kernels.NUM_WARPS)

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.sampling.cuda.sampling_graphs import SamplingBuffers
+from swiftbatch.worker.sampling.cuda.cuda_sampler import SamplingBuffers
 from swiftbatch.worker.sampling.cuda.sampling_rows import (
     NUM_DRAFTED,
     NUM_MASKED,

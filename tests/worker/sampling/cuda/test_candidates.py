@@ -6,19 +6,19 @@ import torch
 
 from swiftbatch.worker.sampling.batch_sampler import UNLIKELY, TorchBatchSampler
 from swiftbatch.worker.sampling.cuda.sampling_rows import BLOCK, NUM_WORDS
-from swiftbatch.worker.sampling.cuda.top_candidates import CandidateBuffers, TopCandidates
-from swiftbatch.worker.sampling.verification import TOP_K
+from swiftbatch.worker.sampling.cuda.top_candidates import TopCandidates
+from swiftbatch.worker.sampling.draft_tree import TOP_K
 from tests.worker.sampling.cuda.draw_parts import padding_rows
 from tests.worker.sampling.native.sampling_parts import INF
 
 NAN = float("nan")
 
 
-def buffers_of(logits: torch.Tensor, padding: tuple[int, ...] = ()) -> CandidateBuffers:
+def buffers_of(logits: torch.Tensor, padding: tuple[int, ...] = ()) -> tuple[torch.Tensor, ...]:
     rows = padding_rows(len(logits))
     rows["slot"] = 0
     rows["slot"][list(padding)] = -1
-    return CandidateBuffers(
+    return (
         logits,
         torch.from_numpy(rows.view(np.int32).reshape(len(rows), NUM_WORDS)),
         torch.full((len(rows), TOP_K), 12345, dtype=torch.int32),
@@ -28,8 +28,8 @@ def buffers_of(logits: torch.Tensor, padding: tuple[int, ...] = ()) -> Candidate
 
 def candidates_of(logits: torch.Tensor, padding: tuple[int, ...] = ()) -> tuple[np.ndarray, np.ndarray]:
     buffers = buffers_of(logits, padding)
-    TopCandidates(buffers).launch()
-    return buffers.ids.numpy(), buffers.logprobs.numpy()
+    TopCandidates(*buffers).launch()
+    return buffers[2].numpy(), buffers[3].numpy()
 
 
 def any_logits(vocab_size: int) -> torch.Tensor:
@@ -79,10 +79,6 @@ def test_candidates_of_a_row_are_the_same_alone_and_in_company() -> None:
     assert (others[0][7] == 0).all()
 
 
-@pytest.mark.parametrize("place", range(4))
-def test_buffers_that_do_not_fit_are_refused(place: int) -> None:
-    fitting = buffers_of(torch.zeros(2, 20))
-    given = [fitting.logits, fitting.rows, fitting.ids, fitting.logprobs]
-    given[place] = given[place][:, :7]
-    with pytest.raises(ValueError, match="expected"):
-        TopCandidates(CandidateBuffers(*given))
+def test_too_few_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="found 7 tokens, expected 8 to"):
+        TopCandidates(*buffers_of(torch.zeros(2, 7)))

@@ -44,12 +44,3 @@ def test_leaving_tokens_are_those_that_the_window_will_drop(window: int) -> None
         text = np.arange(100, 100 + length)
         expected = [text[i] if 0 <= (i := length - window + step) < length else -1 for step in range(64)]
         assert leaving_tokens(text, window).tolist() == expected
-
-
-def test_buffers_that_do_not_fit_are_refused() -> None:
-    counts, lists = torch.zeros(2, VOCAB, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)
-    for wrong in ((counts.long(), lists, lists), (counts, lists[:1], lists), (counts, lists, lists[:, :2])):
-        with pytest.raises(ValueError, match="expected"):
-            update_counts(wrong[0], counts, *wrong[1:])
-    with pytest.raises(ValueError, match="output"):
-        update_counts(counts, counts[:1], lists, lists)

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from swiftbatch.worker.sampling.cuda.sampling_graphs import Draw, SamplingBuffers
+from swiftbatch.worker.sampling.cuda.cuda_sampler import Draw, SamplingBuffers
 from swiftbatch.worker.sampling.cuda.sampling_rows import BLOCK
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.filters import needs_filters

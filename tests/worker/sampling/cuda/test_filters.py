@@ -7,8 +7,8 @@ import random
 import torch
 
 from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.worker.sampling.cuda.cuda_sampler import Draw
 from swiftbatch.worker.sampling.cuda.filter_kernels import SEARCH_BLOCK
-from swiftbatch.worker.sampling.cuda.sampling_graphs import Draw
 from swiftbatch.worker.sampling.cuda.sampling_rows import MAX_VOCAB
 from swiftbatch.worker.sampling.sampler import process
 from tests.worker.sampling.cuda.draw_parts import FILTERS, NO_FILTERS, Branch, plain, sequence_of, step_of

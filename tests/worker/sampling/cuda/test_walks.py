@@ -11,9 +11,8 @@ import torch
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.sampling.cuda.cuda_sampler import _walk
 from swiftbatch.worker.sampling.cuda.sampling_rows import ROW, SamplingRow, SamplingRowLayout, leaving_tokens
-from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.draft_tree import DraftTree, walk
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.verification import walk
 
 VOCAB = 4  # few, so that walks are long
 

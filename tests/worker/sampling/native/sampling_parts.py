@@ -12,8 +12,9 @@ import torch
 
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.kernels.native_library import OVERRIDE
+from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.logits_processors import penalise
-from swiftbatch.worker.sampling.native_sampler import kernels
+from swiftbatch.worker.sampling.native_sampler import NativeSampler, kernels, walk
 from swiftbatch.worker.sampling.noise import BLOCK, GumbelNoise
 from swiftbatch.worker.sampling.sampler import draw
 from swiftbatch.worker.sampling.token_masks import mask_of
@@ -117,6 +118,32 @@ def cases(
 
 def penalised_counts(params: SamplingParams, counts: np.ndarray) -> np.ndarray | None:
     return counts if params.repetition_penalty != 1.0 else None
+
+
+class Place:
+    """A sequence of `position` tokens, whose noise has any key."""
+
+    sequence_id = "place"
+
+    def __init__(self, position: int, params: SamplingParams, noise_key: int, vocab_size: int) -> None:
+        self.token_ids = np.zeros(position, dtype=np.int64)
+        self.sampling, self.noise_key, self.vocab_size = params, noise_key, vocab_size
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+def native_draw(
+    row: torch.Tensor, position: int, params: SamplingParams, noise_key: int, counts: np.ndarray | None = None
+) -> int:
+    """Draw by a walk of the root alone; `counts [vocab] int32` are those of the penalty window."""
+    place: Any = Place(position, params, noise_key, len(row))
+    sampler = NativeSampler(place)
+    if counts is not None:
+        assert sampler._counts is not None
+        sampler._counts[:], sampler._window.num_counted = counts, position
+    [[_, [token_id], *_]] = walk([sampler], [DraftTree()], [row[None]])
+    return token_id
 
 
 def in_every_variant() -> Iterator[str]:

@@ -12,9 +12,8 @@ from swiftbatch.jobs.logprobs import NO_TOKEN, TokenLogprobs
 from swiftbatch.jobs.run.compute_options import LogprobsMode
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.sampling.batch_sampler import NativeBatchSampler, TorchBatchSampler
-from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.draft_tree import DraftTree, Walk
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.verification import Walk
 from tests.worker.kernels.kernel_parts import needs_kernels, tree_of_few_tokens
 from tests.worker.sampling.native.sampling_parts import INF, any_row, in_every_variant
 from tests.worker.sampling.native.test_sampling_walk import VOCAB, any_rows, sequences

@@ -10,15 +10,19 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.sampling import native_sampler as sampling
 from swiftbatch.worker.sampling.noise import BLOCK, GumbelNoise, gumbel_block, noise_row
 from swiftbatch.worker.sampling.sampler import draw
 from tests.worker.kernels.kernel_parts import needs_kernels
-from tests.worker.sampling.native.sampling_parts import INF, Reference, cases, in_every_variant, penalised_counts
+from tests.worker.sampling.native.sampling_parts import (
+    Reference,
+    cases,
+    in_every_variant,
+    native_draw,
+    penalised_counts,
+)
 
 pytestmark = needs_kernels
 
-NAN = float("nan")
 NUM_ROWS = {1: 80, 2: 200, 3: 300, 7: 400, 8: 400, 17: 400, 64: 400, 65: 400, 257: 300, 1000: 150, 4096: 20}
 LARGE_VOCAB = 128_256
 
@@ -30,7 +34,7 @@ def test_every_variant_draws_what_the_reference_draws(vocab_size: int) -> None:
     expected = [reference.draw(*case) for case in made]
     for name in in_every_variant():
         found = [
-            sampling.draw(row, position, params, params.seed or 0, penalised_counts(params, counts))
+            native_draw(row, position, params, params.seed or 0, penalised_counts(params, counts))
             for row, position, params, counts in made
         ]
         assert found == expected, name
@@ -53,7 +57,7 @@ def test_a_large_vocabulary_is_drawn_from_as_well(params: SamplingParams, large_
     rows = torch.randn(3, LARGE_VOCAB, generator=torch.Generator().manual_seed(1)) * 2
     expected = [draw(row, position, params, large_noise) for position, row in enumerate(rows)]
     for _ in in_every_variant():
-        assert [sampling.draw(row, position, params, 5) for position, row in enumerate(rows)] == expected
+        assert [native_draw(row, position, params, 5) for position, row in enumerate(rows)] == expected
 
 
 def test_of_equal_sums_the_first_token_wins() -> None:
@@ -63,7 +67,7 @@ def test_of_equal_sums_the_first_token_wins() -> None:
     expected = [draw(row, position, params, noise) for position, row in enumerate(rows)]
     assert sum(best < int(row.argmax()) for best, row in zip(expected, rows, strict=True)) > 5
     for _ in in_every_variant():
-        assert [sampling.draw(row, position, params, 3) for position, row in enumerate(rows)] == expected
+        assert [native_draw(row, position, params, 3) for position, row in enumerate(rows)] == expected
 
 
 def test_the_mass_of_the_unlikeliest_counts_in_top_p() -> None:
@@ -74,30 +78,16 @@ def test_the_mass_of_the_unlikeliest_counts_in_top_p() -> None:
     expected = [draw(mass.log(), position, params, noise) for position in range(4 * BLOCK)]
     assert set(expected) == {300, 700}
     for _ in in_every_variant():
-        assert [sampling.draw(mass.log(), position, params, 3) for position in range(4 * BLOCK)] == expected
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize(
-    "row",
-    [[0.0, NAN, -1.0, NAN], [0.0, INF, -1.0, INF], [INF, -INF, -NAN], [-INF, -INF]],
-    ids=["nan", "inf", "both", "none"],
-)
-def test_logits_that_are_not_finite_are_drawn_as_the_reference_does(row: list[float], temperature: float) -> None:
-    logits, params = torch.tensor(row), SamplingParams(max_tokens=1, temperature=temperature, top_p=0.9)
-    for _ in in_every_variant():
-        assert sampling.draw(logits, 3, params, 0) == draw(logits, 3, params, GumbelNoise(0, len(row)))
+        assert [native_draw(mass.log(), position, params, 3) for position in range(4 * BLOCK)] == expected
 
 
 @pytest.mark.parametrize(("seed", "position"), [(0, 0), (2**63 - 1, 2**33 + 5), (11, 100_000)])
 def test_noise_is_that_of_the_reference(seed: int, position: int) -> None:
     vocab_size = 20_003
     expected = gumbel_block(seed, position, vocab_size, torch.device("cpu")).numpy()
-    ids = np.array([0, 1, 2, 3, 77, vocab_size - 1])
     for _ in in_every_variant():
         rows = np.stack([noise_row(seed, position + i, vocab_size) for i in range(BLOCK)])
         assert np.array_equal(rows, expected)
-        assert np.array_equal(sampling.noise(seed, np.full(6, position), ids), expected[0, ids])
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1e4])
@@ -108,7 +98,7 @@ def test_no_skipped_token_could_have_won(vocab_size: int, scale: float) -> None:
     params = SamplingParams(max_tokens=1)
     for position, row in enumerate(rows):
         expected = int(torch.argmax(row + torch.from_numpy(noise_row(9, position, vocab_size))))
-        assert sampling.draw(row, position, params, 9) == expected
+        assert native_draw(row, position, params, 9) == expected
 
 
 def misshapen() -> Iterator[tuple[str, torch.Tensor]]:
@@ -121,14 +111,4 @@ def misshapen() -> Iterator[tuple[str, torch.Tensor]]:
 @pytest.mark.parametrize("logits", [row for _, row in misshapen()], ids=[name for name, _ in misshapen()])
 def test_rows_that_do_not_fit_are_refused(logits: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="expected"):
-        sampling.draw(logits, 0, SamplingParams(max_tokens=1), 0)
-
-
-def test_counts_and_lists_that_do_not_fit_are_refused() -> None:
-    params = SamplingParams(max_tokens=1, repetition_penalty=2.0)
-    for counts in (np.zeros(7, dtype=np.int32), np.zeros(8), np.zeros(16, dtype=np.int32)[::2]):
-        with pytest.raises(ValueError, match="int32 side by side"):
-            sampling.draw(torch.zeros(8), 0, params, 0, counts)
-    for token_ids in ([0, 1], [-1]):
-        with pytest.raises(ValueError, match="expected"):
-            sampling.noise(0, np.array([0]), np.array(token_ids))
+        native_draw(logits, 0, SamplingParams(max_tokens=1), 0)

@@ -1,4 +1,4 @@
-"""Trees are walked as in `drawing/verification.py`, with `engine/engine.py`'s candidates."""
+"""Trees are walked as in `draft_tree.py`, with `engine/engine.py`'s candidates."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import torch
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.sampling import native_sampler as sampling
 from swiftbatch.worker.sampling.batch_sampler import UNLIKELY, TorchBatchSampler
-from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
+from swiftbatch.worker.sampling.draft_tree import ROOT, TOP_K, DraftTree, Walk, walk
 from swiftbatch.worker.sampling.native_sampler import NativeSampler
 from swiftbatch.worker.sampling.sampler import TokenSampler
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.verification import TOP_K, Walk, walk
 from tests.worker.kernels.kernel_parts import needs_kernels, tree_of_few_tokens
 from tests.worker.sampling.native.sampling_parts import (
     INF,

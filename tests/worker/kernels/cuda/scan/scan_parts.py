@@ -18,10 +18,11 @@ from swiftbatch.worker.kernels.cuda.scanned_texts import TILE_ROWS, ScannedTexts
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, KeptLayer
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS
 from swiftbatch.worker.kernels.kv_codes import MOMENT_STRIDE, SCAN_CHUNK
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.cache_rows import CacheShape
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import PoolSize, pages_of
-from swiftbatch.worker.kv.paged_arena import KVArena
-from swiftbatch.worker.kv.scan_arena import SlotKeys
+from swiftbatch.worker.kv.slot_arena import KVArena
+from swiftbatch.worker.kv.sparse_arena import SlotKeys
 from swiftbatch.worker.kv.sparse_cache import SparseCache
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from tests.worker.kv.cache_parts import everything_of

@@ -7,15 +7,32 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from numpy.typing import NDArray
 
 from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.kv.cache_rows import NO_PAGE, CacheRows, CacheShape
+from swiftbatch.worker.kv.full_cache import FullKVCache, LayerStore
+from swiftbatch.worker.kv.gpu_memory_plan import slot_capacity
 from swiftbatch.worker.kv.host_copies import Staging
-from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, KVRoomError, PagesError, PoolSize, pages_of
+from swiftbatch.worker.kv.kv_capacity import (
+    GB,
+    MAX_TREE_NODES,
+    KVRoomError,
+    PagesError,
+    PoolSize,
+    TooLongError,
+    pages_of,
+)
+from swiftbatch.worker.kv.sliding_windows import Window
+
+if TYPE_CHECKING:
+    from swiftbatch.worker.kernels.cuda.cuda_recurrence import StateBuffers
+    from swiftbatch.worker.kv.recurrent_arena import StateSlots
+
 
 Place = Callable[[int], int]
 """Map from a slot's entry to its place in a pool."""
@@ -120,8 +137,8 @@ class SlotBuffer:
         layers: Sequence[int],
         num_slots: int,
         capacity: int,
-        pool: PoolSize | None,
-        staging: Staging | None,
+        pool: PoolSize | None = None,
+        staging: Staging | None = None,
     ) -> None:
         """Take `staging` for checkpoints, None on a CPU."""
         self.shape, self.layers, self.staging = shape, layers, staging
@@ -132,6 +149,7 @@ class SlotBuffer:
             self.pool, self.num_pages, self.page = PagePool(pool.num_pages), pool.num_pages, pool.page
             size = (num_slots, pages_of(capacity - MAX_TREE_NODES, pool.page))
             self.pages = PageTable(torch.zeros(size, dtype=torch.int32, device=shape.device), pool.page)
+        self.leases = SlotLeases(num_slots)
         self.buffer = self._allocate()
 
     @property
@@ -187,13 +205,15 @@ class PagedRows(SlotRows):
     Sequences share full pages. Forgotten pages are `NO_PAGE`.
     """
 
+    pages: list[int]
+    page_table: PageTable
+
     def __init__(self, slots: SlotBuffer, lease: SlotLease, num_entries: int) -> None:
         assert slots.pages is not None
         super().__init__(slots, lease, slots.buffer[:, :, 0])
-        self.page, self._num_entries = slots.page, num_entries
-        self.table = slots.pages.of(self.slot)
-        self.numbers: list[int] = []  # of the pages, in order
-        weakref.finalize(lease, slots.pool.give_back, self.numbers)
+        self.page, self.pages, self._num_entries = slots.page, [], num_entries
+        self.page_table = slots.pages.of(self.slot)
+        weakref.finalize(lease, slots.pool.give_back, self.pages)
 
     @property
     def capacity(self) -> int:
@@ -201,7 +221,7 @@ class PagedRows(SlotRows):
 
     def reserve(self, end: int) -> None:
         """Have room for entries below `end`. Raises PagesError if the pool has no free page."""
-        known = len(self.numbers)
+        known = len(self.pages)
         if end > known * self.page and (num_missing := -(-min(end, self.capacity) // self.page) - known) > 0:
             self._append(self._slots.pool.take(num_missing))
 
@@ -211,11 +231,11 @@ class PagedRows(SlotRows):
         If no page is free for the copy, forget the last page's positions as well.
         """
         pool, num_last = self._slots.pool, length % self.page
-        pool.give_back(self.numbers, -(-length // self.page))
-        if num_last == 0 or not pool.is_shared(self.numbers[-1]):
+        pool.give_back(self.pages, -(-length // self.page))
+        if num_last == 0 or not pool.is_shared(self.pages[-1]):
             return length
         kept = self.between(slice(length - num_last, length))
-        pool.give_back(self.numbers, len(self.numbers) - 1)
+        pool.give_back(self.pages, len(self.pages) - 1)
         try:
             self.reserve(length)
         except PagesError:
@@ -226,15 +246,15 @@ class PagedRows(SlotRows):
 
     def give_back(self, start: int, end: int, first: int) -> None:
         """Free the pages of which all positions are forgotten."""
-        self.numbers.extend([NO_PAGE] * (end // self.page - len(self.numbers)))
+        self.pages.extend([NO_PAGE] * (end // self.page - len(self.pages)))
         numbers = slice(-(-start // self.page), end // self.page)
-        lost = self.numbers[numbers]
-        self.numbers[numbers] = [NO_PAGE] * len(lost)
+        lost = self.pages[numbers]
+        self.pages[numbers] = [NO_PAGE] * len(lost)
         self._slots.pool.give_back(lost)
 
     def stored(self, index: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a copy of the layer, in order."""
-        return self.stored_between(index, slice(0, min(self.capacity, len(self.numbers) * self.page)), length)
+        return self.stored_between(index, slice(0, min(self.capacity, len(self.pages) * self.page)), length)
 
     def stored_between(self, index: int, positions: slice, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         parts = self._joined(self.buffer[index], positions)
@@ -251,11 +271,11 @@ class PagedRows(SlotRows):
             targets = [self._place(root + 1 + number) for number in range(len(path))]
             self.buffer[..., targets, :] = self.buffer[..., sources, :]
 
-    def share(self, theirs: PagedRows, start: int, end: int) -> int:
-        known = len(self.numbers)
-        if known * self.page != start:
+    def share(self, theirs: CacheRows, start: int, end: int) -> int:
+        known = len(self.pages)
+        if known * self.page != start or theirs.page != self.page:
             return start
-        shared = theirs.numbers[known : end // self.page]
+        shared = theirs.pages[known : end // self.page]
         self._slots.pool.share(shared)
         self._append(list(shared))
         return start + len(shared) * self.page
@@ -269,16 +289,16 @@ class PagedRows(SlotRows):
             rows.zero_()
 
     def _append(self, pages: list[int]) -> None:
-        known = len(self.numbers)
-        self.numbers.extend(pages)
+        known = len(self.pages)
+        self.pages.extend(pages)
         if len(pages) == 1:
-            self.table.numbers[known].fill_(pages[0])  # waits for no copy
+            self.page_table.numbers[known].fill_(pages[0])  # waits for no copy
         elif pages:
-            numbers = torch.tensor(pages, dtype=torch.int32, device=self.table.numbers.device)
-            self.table.numbers[known : len(self.numbers)] = numbers
+            numbers = torch.tensor(pages, dtype=torch.int32, device=self.page_table.numbers.device)
+            self.page_table.numbers[known : len(self.pages)] = numbers
 
     def _place(self, entry: int) -> int:
-        return self.numbers[entry // self.page] * self.page + entry % self.page
+        return self.pages[entry // self.page] * self.page + entry % self.page
 
     def _pieces(self, start: int, end: int) -> Iterator[tuple[slice, slice]]:
         place = start
@@ -297,3 +317,88 @@ class PagedRows(SlotRows):
             for _, own in self._pieces(positions.start, positions.stop)
         ]
         return torch.cat(parts, dim=-2)
+
+
+class KVArena(SlotBuffer):
+    """Memory of all caches on a GPU, with one capacity for the whole run.
+
+    Layers with a window have a pool of their own if they forget positions. Both pools number entries alike, so kernels
+    read the same blocks in the same order.
+    """
+
+    holds_all = True  # rows can move between entries
+    holds_engine = False  # True: the plan has room for an engine that is only tried
+
+    def __init__(
+        self,
+        shape: CacheShape,
+        num_slots: int,
+        max_length: int,
+        pool: PoolSize | None = None,
+        staging: Staging | None = None,
+    ) -> None:
+        self.pool_size = pool
+        self.num_drafted = num_slots  # drafts have room for so many sequences
+        self.windowed: SlotBuffer | None = None  # layers with a window, if these forget; `buffer` then lacks them
+        layers, capacity = tuple(range(shape.num_layers)), slot_capacity(max_length)
+        if pool is not None and pool.windows is not None:
+            window_pool = PoolSize(pool.windows.num_pages, pool.page)
+            windowed = tuple(each for each in layers if shape.windows[each])
+            self.windowed = SlotBuffer(shape, windowed, num_slots, capacity, window_pool, staging)
+            self.windowed.buffer.zero_()  # forwards are timed over these rows before any is written
+            self.windowed.is_zero = True
+            layers = tuple(each for each in layers if shape.windows[each] is None)
+        super().__init__(shape, layers, num_slots, capacity, pool, staging)
+        self._states: StateSlots | None = None
+        if pool is not None and shape.recurrent is not None:
+            # imported here because it needs Triton, which a CPU lacks
+            from swiftbatch.worker.kv.recurrent_arena import StateSlots
+
+            self._states = StateSlots(shape, shape.recurrent, num_slots)
+
+    @property
+    def longest_job(self) -> int:
+        return self.capacity - MAX_TREE_NODES
+
+    @property
+    def states(self) -> StateBuffers | None:
+        return None if self._states is None else self._states.states
+
+    @contextlib.contextmanager
+    def moving_together(self) -> Iterator[None]:
+        """Collect moves of rows, and make them all at once on exit."""
+        with contextlib.ExitStack() as stack:
+            for slots in (self, self.windowed):
+                if slots is not None and slots.move_rows is not None:
+                    stack.enter_context(slots.move_rows.together())
+            yield
+
+    def new_cache(self, max_length: int) -> FullKVCache:
+        """Return an empty cache in a free slot, which is free again once the cache and its views are gone.
+
+        Raises TooLongError, or KVRoomError if no slot is free.
+        """
+        lease = self._lease(max_length)
+        rows = self.rows(lease, max_length)
+        stores = [LayerStore(rows, self.layers)]
+        if (slots := self.windowed) is not None:
+            widest = max(size or 0 for size in self.shape.windows)
+            # kernels read the window of a block's first row
+            pages = PagedRows(slots, lease, max_length + MAX_TREE_NODES)
+            window = Window(widest + BLOCK, len(slots.layers), pages)
+            stores.append(LayerStore(pages, slots.layers, window))
+        states = None if self._states is None else self._states.of(rows)
+        return FullKVCache(self.shape, max_length, stores=stores, states=states)
+
+    def _lease(self, max_length: int) -> SlotLease:
+        if max_length > self.longest_job:
+            raise TooLongError(
+                f"max_tokens: a job of {max_length:,} positions is longer than a slot of this worker's GPU, "
+                f"{self.longest_job:,} positions in {self.capacity * self.shape.bytes_per_position() / GB:,.2f} GB; "
+                "use fewer max_tokens, or once the run has ended resume --retry-failed, which makes slots for its "
+                "longest job"
+            )
+        return self.leases.take(
+            f"no slot for a job of {max_length:,} positions: all {self.num_slots} of this worker's GPU are taken, "
+            f"{self.buffer.nbytes / GB:,.2f} GB; use more --slots or --workers"
+        )

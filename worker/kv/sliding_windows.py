@@ -5,27 +5,21 @@ Entries keep their offsets; the memory of forgotten entries is returned to the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
-from swiftbatch.worker.kv.cache_rows import CacheRows, CacheShape
-from swiftbatch.worker.kv.huge_pages import FilledPages, ask_for_small_pages, give_back
+from swiftbatch.worker.kv.cache_rows import CacheRows, CacheShape, FilledPages, ask_for_small_pages, give_back
 from swiftbatch.worker.kv.kv_capacity import FORGETS_EVERY, NUM_ASKED
-
-GiveBack = Callable[[int, int, int], None]
-"""Frees positions `[start, end)`, which no row sees; those from `first`, its third argument, on are lost as well."""
 
 
 class Window:
     """The run of positions that layers with a window have forgotten, and the positions that these layers must keep."""
 
-    def __init__(self, size: int, num_layers: int, give_back: GiveBack, page: int | None = None) -> None:
-        """`page` None: forget many positions at a time, not whole pages."""
-        self.num_layers, self._give_back = num_layers, give_back
+    def __init__(self, size: int, num_layers: int, rows: CacheRows) -> None:
+        """Forget whole pages of `rows`, or many positions at a time if these have no pages."""
+        self.num_layers, self._rows = num_layers, rows
         self.lost = range(0)
-        self._size, self._page = size, page
+        self._size, self._step, self._least = size, rows.page or BLOCK, rows.page or FORGETS_EVERY
         self._copies_end = 0  # positions before it are kept for copies
         self._first_asked: int | None = None  # positions from it on are kept for `kv`; None: none are
         self._distance = 0  # rollbacks may go so far back
@@ -52,7 +46,7 @@ class Window:
         if until is None:
             self._copies_end = self._distance = 0
             if self.lost and not self._is_asked(self.lost.start):
-                self._give_back(0, self.lost.stop, 0)
+                self._rows.give_back(0, self.lost.stop, 0)
                 self.lost = range(self.lost.stop)
         elif self._first_asked is not None:
             self._first_asked = max(self._first_asked, until)
@@ -62,11 +56,11 @@ class Window:
         """Free positions that no row after `length` sees, many at a time."""
         end = length - self._distance - NUM_ASKED - self._size
         end = end if self._first_asked is None else min(end, self._first_asked)
-        end -= end % (self._page or BLOCK)
+        end -= end % self._step
         first = self.lost.start if self.lost else self._copies_end
         start = max(first, self.lost.stop)
-        if end - start >= (self._page or FORGETS_EVERY):
-            self._give_back(start, end, first)
+        if end - start >= self._least:
+            self._rows.give_back(start, end, first)
             self.lost = range(first, end)
 
     def end_of_cut(self, length: int) -> int:
