@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.python_processes import environment_of_code, module_command
 from swiftbatch.jobs.run.output_line import success_line
-from swiftbatch.jobs.run.result_files import SealedResult
+from swiftbatch.jobs.run.result_files import ResultSegment
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.jobs.storage.store import Store
@@ -246,20 +246,19 @@ def finish(options: Options) -> dict[str, float]:
     records = run.jobs()
     ended = records[: int(len(records) * options.share_done)]
     for number, start in enumerate(range(0, len(ended), MOST_RESULTS)):
-        results = [_result(run, record) for record in ended[start : start + MOST_RESULTS]]
-        run.write_segment(f"simulated-{number:04d}", results)
+        results = ((record.job_id, _line(run, record)) for record in ended[start : start + MOST_RESULTS])
+        run.write_segment(f"simulated-{number:04d}", ResultSegment(results))
     return {}
 
 
-def _result(run: Run, record: JobRecord) -> SealedResult:
-    line = success_line(
+def _line(run: Run, record: JobRecord) -> dict[str, Any]:
+    return success_line(
         *(record, run.manifest.run_id, "a text " * 8, "length"),
         model=run.manifest.model,
         system_fingerprint=run.manifest.fingerprint,
         token_ids=np.zeros(record.job.sampling.max_tokens, np.uint32),
         metrics={"seconds": 1.0},
     )
-    return SealedResult.of(record.job_id, line)
 
 
 def resume(options: Options) -> dict[str, float]:

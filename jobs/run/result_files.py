@@ -7,14 +7,14 @@ import json
 import os
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from secrets import token_hex
 from tempfile import TemporaryFile
 from threading import Lock
-from typing import IO, Annotated, Any, NamedTuple, TypeVar
+from typing import IO, Annotated, Any, TypeVar
 from weakref import finalize
 
 from pydantic import Field, ValidationError
@@ -37,22 +37,37 @@ Part = TypeVar("Part", bound=Strict)
 Number = Annotated[int, Field(ge=0, lt=2**63)]  # an array's integers
 
 
-class SealedResult(NamedTuple):
-    """A sealed output line and its number of generated tokens."""
-
-    job_id: str
-    num_tokens: int
-    line: bytes
-
-    @classmethod
-    def of(cls, job_id: str, line: dict[str, Any]) -> SealedResult:
-        return cls(job_id, num_completion_tokens(line), sealed(dump_line(line)[:-1]))
-
-
 Row = tuple[str, int, int, int]
 """A result in the index of its segment: the job's id, the start and the length of its line, and its tokens."""
 
 LENGTH, NUM_TOKENS = 1, 2  # columns of a row after the id
+
+
+class ResultSegment:
+    """The results of a segment that is not written yet, as sealed lines."""
+
+    def __init__(self, results: Iterable[tuple[str, dict[str, Any]]] = ()) -> None:
+        """Begin with these jobs and their output lines."""
+        self.index: list[Row] = []
+        self.num_bytes = 0
+        self._lines: list[bytes] = []
+        for job_id, line in results:
+            self.add(job_id, line)
+
+    def add(self, job_id: str, line: dict[str, Any]) -> None:
+        self.add_sealed(job_id, sealed(dump_line(line)[:-1]), num_completion_tokens(line))
+
+    def add_sealed(self, job_id: str, line: bytes, num_tokens: int) -> None:
+        self.index.append((job_id, self.num_bytes, len(line), num_tokens))
+        self._lines.append(line)
+        self.num_bytes += len(line)
+
+    def encoded(self, fingerprint: str) -> bytes:
+        """Return the segment's bytes for the run with this fingerprint."""
+        index = dump_line({"index": self.index})
+        digest = hashlib.sha256(index).hexdigest()
+        last = _LastLine(fingerprint=fingerprint, index_start=self.num_bytes, index_sha256=digest)
+        return b"".join([*self._lines, index, sealed(last.model_dump_json().encode())])
 
 
 @dataclass(frozen=True)
@@ -83,17 +98,6 @@ class _LastLine(Strict):
 
 class _Index(Strict):
     index: list[tuple[str, Number, Number, Number]]
-
-
-def encode_segment(results: Iterable[SealedResult], fingerprint: str) -> bytes:
-    rows, lines, start = list[Row](), [], 0
-    for result in results:
-        rows.append((result.job_id, start, len(result.line), result.num_tokens))
-        lines.append(result.line)
-        start += len(result.line)
-    index = dump_line({"index": rows})
-    last = _LastLine(fingerprint=fingerprint, index_start=start, index_sha256=hashlib.sha256(index).hexdigest())
-    return b"".join([*lines, index, sealed(last.model_dump_json().encode())])
 
 
 def read_index(read: ReadPart, size: int, fingerprint: str | None) -> Iterable[Row]:
@@ -184,9 +188,9 @@ class ResultFiles:
         self._places: dict[str, int] = {}  # path number * ROWS + row in its index
         self._looking = Lock()
 
-    def write_segment(self, name: str, results: Sequence[SealedResult]) -> None:
+    def write_segment(self, name: str, segment: ResultSegment) -> None:
         assert self._fingerprint is not None  # writers know the run
-        self._store.write_new(f"{SEGMENTS}/{name}{SUFFIX}", encode_segment(results, self._fingerprint))
+        self._store.write_new(f"{SEGMENTS}/{name}{SUFFIX}", segment.encoded(self._fingerprint))
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of each result, by job."""
@@ -248,10 +252,11 @@ class ResultFiles:
         for path, problem in self._broken.items():
             name = path.rpartition("/")[2].removesuffix(SUFFIX)
             aside = f"{DAMAGED}/results/{name}.{token_hex(4)}{SUFFIX}"
-            data, index = self._store.read(path) or b"", self._segments[path]
-            results = [SealedResult(at.job_id, at.num_tokens, _line_at(data, at)) for at in index.places()]
-            if results:
-                self.write_segment(f"kept-{token_hex(8)}", results)
+            data, intact = self._store.read(path) or b"", ResultSegment()
+            for at in self._segments[path].places():
+                intact.add_sealed(at.job_id, _line_at(data, at), at.num_tokens)
+            if intact.index:
+                self.write_segment(f"kept-{token_hex(8)}", intact)
             if self._store.move(path, aside):
                 moved.append((path, problem, aside))
             for told in [told for told in self._damaged if told == path or told.startswith(f"{path}/")]:

@@ -18,7 +18,7 @@ from swiftbatch.jobs.run.error_files import LineFiles, LinePlace, parsed_line, r
 from swiftbatch.jobs.run.job_table import newest_with
 from swiftbatch.jobs.run.output import joined, write_output
 from swiftbatch.jobs.run.output_line_parsing import num_completion_tokens
-from swiftbatch.jobs.run.result_files import SEGMENTS, ResultFiles, SealedResult
+from swiftbatch.jobs.run.result_files import SEGMENTS, ResultFiles, ResultSegment
 from swiftbatch.jobs.run.run_jobs import RunJobs
 from swiftbatch.jobs.run.run_records import Progress, RunError, RunManifest, WorkerStatus, pretty, read_model
 from swiftbatch.jobs.storage.retries import Retries
@@ -108,9 +108,9 @@ class Run(RunJobs):
         """Return whether the only submission ended before it wrote jobs."""
         return not self.store.exists(REJECTS) and not self.job_ids()
 
-    def write_segment(self, name: str, results: Sequence[SealedResult]) -> None:
+    def write_segment(self, name: str, segment: ResultSegment) -> None:
         """Write a new segment of results, all or none."""
-        self._results.write_segment(name, results)
+        self._results.write_segment(name, segment)
 
     def write_error(self, job_id: str, line: dict[str, Any]) -> None:
         self._errors.write(job_id, line)

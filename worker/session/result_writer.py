@@ -8,9 +8,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from secrets import token_hex
+from typing import Any
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
-from swiftbatch.jobs.run.result_files import SealedResult
+from swiftbatch.jobs.run.output_line_parsing import num_completion_tokens
+from swiftbatch.jobs.run.result_files import ResultSegment
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import NUM_READERS
 from swiftbatch.worker.session.work_messages import JobOutcome
@@ -33,30 +35,34 @@ class Sealing:
         self._run, self._checkpoints = run, CheckpointStore.of(run)
         self._rule = rule
         self._name, self._numbers = f"{worker_id}-{token_hex(8)}", count(1)  # no other worker has this name
-        self._waiting: list[tuple[SealedResult, bool]] = []
-        self._num_bytes, self._since, self._has_long = 0, 0.0, False
+        self._begin_segment()
         self._pool = ThreadPoolExecutor(1, "seals")
         self._under_way: deque[Future[list[JobOutcome]]] = deque()
 
-    def add(self, result: SealedResult, *, clears: bool) -> None:
-        """Add an ended job's result; with `clears`, delete the job's checkpoints once the result is written."""
-        if not self._waiting:
+    def add(self, job_id: str, line: dict[str, Any], *, clears: bool) -> None:
+        """Add an ended job's output line; with `clears`, delete the job's checkpoints once the line is written."""
+        if not self._waiting.index:
             self._since = time.monotonic()
-        self._waiting.append((result, clears))
-        self._num_bytes += len(result.line)
-        self._has_long |= result.num_tokens >= self._rule.num_tokens
+        self._waiting.add(job_id, line)
+        self._cleared += [job_id] if clears else []
+        self._has_long |= num_completion_tokens(line) >= self._rule.num_tokens
 
     def seal_due(self) -> None:
         """Start to write if the waiting results are many, are old, or include a long job's."""
-        is_much = len(self._waiting) >= MOST_RESULTS or self._num_bytes >= MOST_BYTES or self._has_long
-        if self._waiting and (is_much or time.monotonic() - self._since >= min(MOST_SECONDS, self._rule.seconds)):
+        num_results, num_bytes = len(self._waiting.index), self._waiting.num_bytes
+        is_much = num_results >= MOST_RESULTS or num_bytes >= MOST_BYTES or self._has_long
+        if num_results and (is_much or time.monotonic() - self._since >= min(MOST_SECONDS, self._rule.seconds)):
             self.seal()
 
     def seal(self) -> None:
-        if self._waiting:
+        if self._waiting.index:
             name = f"{self._name}-{next(self._numbers):04d}"
-            self._under_way.append(self._pool.submit(self._write, name, self._waiting))
-            self._waiting, self._num_bytes, self._has_long = [], 0, False
+            self._under_way.append(self._pool.submit(self._write, name, self._waiting, self._cleared))
+            self._begin_segment()
+
+    def _begin_segment(self) -> None:
+        self._waiting, self._cleared = ResultSegment(), list[str]()  # the jobs to clear
+        self._since, self._has_long = 0.0, False
 
     def sealed(self) -> list[JobOutcome]:
         """Return the jobs that finished since the last call."""
@@ -71,8 +77,8 @@ class Sealing:
         under_way, self._under_way = self._under_way, deque()
         return [outcome for seal in under_way for outcome in seal.result()]
 
-    def _write(self, name: str, results: list[tuple[SealedResult, bool]]) -> list[JobOutcome]:
-        self._run.write_segment(name, [result for result, _ in results])
+    def _write(self, name: str, segment: ResultSegment, cleared: list[str]) -> list[JobOutcome]:
+        self._run.write_segment(name, segment)
         with ThreadPoolExecutor(NUM_READERS) as pool:
-            list(pool.map(self._checkpoints.clear, [result.job_id for result, clears in results if clears]))
-        return [JobOutcome("finished", result.job_id, result.num_tokens) for result, _ in results]
+            list(pool.map(self._checkpoints.clear, cleared))
+        return [JobOutcome("finished", job_id, num_tokens) for job_id, _, _, num_tokens in segment.index]

@@ -20,7 +20,6 @@ from swiftbatch.jobs.checkpoints.token_log import PackedLogs, TokenLog, WorkerLo
 from swiftbatch.jobs.job import unpacked
 from swiftbatch.jobs.logprobs import shown_logprobs
 from swiftbatch.jobs.run.output_line import success_line
-from swiftbatch.jobs.run.result_files import SealedResult
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import StoreError
@@ -298,7 +297,7 @@ class WorkerSession:
             log = TokenLog(sequence.output_ids.astype("uint32"), sequence.rewinds)
             self._kept_logs.write(job.job_id, log, sequence.kept_logprobs)
         line = self._result_line(job, attempts)
-        self._sealing.add(SealedResult.of(job.job_id, line), clears=job.has_files and not is_kept)
+        self._sealing.add(job.job_id, line, clears=job.has_files and not is_kept)
         seconds, reason = time.monotonic() - job.started, sequence.finish_reason or ""
         self.engine.counters.count_finished(reason, seconds, sequence.num_generated_tokens)
         return job.outcome("ended")

@@ -20,7 +20,6 @@ from swiftbatch.jobs.checkpoints.checkpoint_files import AttemptStart
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.output_line import success_line
-from swiftbatch.jobs.run.result_files import SealedResult
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.worker.config import EngineConfig
@@ -177,7 +176,7 @@ class CountingSession:
             token_ids=token_ids,
             metrics=metrics,
         )
-        self._sealing.add(SealedResult.of(record.job_id, line), clears=True)
+        self._sealing.add(record.job_id, line, clears=True)
         self._report.outcomes.append(self._running.pop(record.job_id).outcome("ended"))
 
 
