@@ -36,10 +36,10 @@ from swiftbatch.scheduler.cluster.worker_actor import WorkerSpec
 from swiftbatch.scheduler.display.events import Event
 from swiftbatch.scheduler.driver.attempt_numbers import Attempts
 from swiftbatch.scheduler.driver.driver import Driver
-from swiftbatch.scheduler.driver.driver_state import DriverContext
 from swiftbatch.scheduler.driver.queue_loading import load_queue
 from swiftbatch.scheduler.driver.run_lease import RunLease
 from swiftbatch.scheduler.driver.run_limits import Limits, Spending
+from swiftbatch.scheduler.driver.run_progress import DriverContext
 from swiftbatch.scheduler.driver.worker_fleet import Fleet
 from swiftbatch.scheduler.runs.cancellation import cancel_jobs
 from swiftbatch.scheduler.runs.run_settings import Settings

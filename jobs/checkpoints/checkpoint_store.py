@@ -34,6 +34,7 @@ from swiftbatch.jobs.checkpoints.checkpoint_files import (
     ResumeRecord,
     SegmentEntry,
     StateManifest,
+    Timeline,
     TimelineFile,
     digest,
     drafter_name,
@@ -55,7 +56,6 @@ from swiftbatch.jobs.checkpoints.kv_segments import (
     identity_of_state,
 )
 from swiftbatch.jobs.checkpoints.logprob_files import LogprobFiles, WrittenSpans
-from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenIds, TokenLog, decode_log, encode_log
 from swiftbatch.jobs.file_owner import DamagedFileError, Identity
 from swiftbatch.jobs.logprobs import TokenLogprobs
@@ -63,22 +63,6 @@ from swiftbatch.jobs.storage.store import Store
 
 if TYPE_CHECKING:
     from swiftbatch.jobs.run.run import Run
-
-__all__ = [
-    "AttemptRecord",
-    "AttemptStart",
-    "CheckpointStore",
-    "DrafterEntry",
-    "LayerStates",
-    "LayerStatesEntry",
-    "ResumeRecord",
-    "Segment",
-    "SegmentEntry",
-    "State",
-    "StateManifest",
-    "TokenIds",
-    "TokenLog",
-]
 
 
 _EMPTY = TokenLog(np.zeros(0, dtype=np.uint32))

@@ -20,11 +20,11 @@ from swiftbatch.jobs.checkpoints.checkpoint_files import (
     AttemptStart,
     CheckedFiles,
     ClaimFile,
+    Timeline,
     TimelineFile,
     dump_file,
     parse_file,
 )
-from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.file_owner import DamagedFileError, Identity, take_identity
 from swiftbatch.jobs.json_records import Strict, sealed, unsealed
 from swiftbatch.jobs.storage.store import Store

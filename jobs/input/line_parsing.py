@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from swiftbatch.jobs.chat import Message, TemplateOptions
 from swiftbatch.jobs.input.request_fields import (
     MAX_PROMPTS,
     BatchLine,
@@ -26,17 +25,18 @@ from swiftbatch.jobs.input.request_fields import (
     text_id,
 )
 from swiftbatch.jobs.input.validation_errors import reasons, shown
-from swiftbatch.jobs.job import CHAT, COMPLETIONS, MAX_CUSTOM_ID, Job, JobUrl, Messages
+from swiftbatch.jobs.job import CHAT, COMPLETIONS, MAX_CUSTOM_ID, Job, JobUrl, Message, Messages, TemplateOptions
 from swiftbatch.jobs.json_records import of_checked
-from swiftbatch.jobs.repetition_detection import RepetitionDetection, without_closing
 from swiftbatch.jobs.sampling_params import (
     MAX_COUNT,
     MAX_SEED,
     MIN_SEED,
     TOP_P,
+    RepetitionDetection,
     SamplingParams,
     ThinkingEnd,
     derive_seed,
+    without_closing,
 )
 from swiftbatch.jobs.structured_output import idle_formats
 

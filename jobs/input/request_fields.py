@@ -8,9 +8,18 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainValidator, field_validator, model_validator
 
-from swiftbatch.jobs.chat import Scalar, TemplateOptions, Utf8, checked_kwargs
 from swiftbatch.jobs.input.validation_errors import FieldError, shown
-from swiftbatch.jobs.job import CHAT, COMPLETIONS, CustomId, JobUrl, Messages
+from swiftbatch.jobs.job import (
+    CHAT,
+    COMPLETIONS,
+    CustomId,
+    JobUrl,
+    Messages,
+    Scalar,
+    TemplateOptions,
+    Utf8,
+    checked_kwargs,
+)
 from swiftbatch.jobs.json_records import Strict, whole
 from swiftbatch.jobs.sampling_params import MAX_COUNT, MAX_TOP_LOGPROBS, TOP_P, SamplingParams
 from swiftbatch.jobs.structured_output import Structure, format_of

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 from swiftbatch.jobs.json_records import dump_line, sealed, unsealed
-from swiftbatch.jobs.run.output_line_parsing import is_plain_result, parse_line
+from swiftbatch.jobs.run.output_line import is_plain_result, parse_line
 from swiftbatch.jobs.run.run_records import NUM_READ_AHEAD, NUM_READERS
 from swiftbatch.jobs.storage.store import Store
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any, BinaryIO, TypeVar
 from uuid import uuid4
+from weakref import finalize
+
+import numpy as np
+from numpy.typing import NDArray
 
 from swiftbatch.jobs.input.validation_errors import shown
-from swiftbatch.jobs.job import Job, JobRecord
+from swiftbatch.jobs.job import LINE_END, Job, JobRecord
 from swiftbatch.jobs.run.run_records import DamagedError
-from swiftbatch.jobs.storage.store import Store, at_hand
+from swiftbatch.jobs.storage.store import Store, at_hand, new_spool, told_of_room
 
 if TYPE_CHECKING:
-    import numpy as np
     import pyarrow as pa
-    from numpy.typing import NDArray
     from pyarrow import parquet
 
 Row = tuple[Any, ...]
@@ -230,3 +232,55 @@ def _metadata(table: parquet.ParquetFile) -> dict[bytes, bytes]:
 
 def _longest(file: BinaryIO, run_id: str | None) -> int:
     return int(_metadata(_opened(file, run_id)).get(LONGEST, b""))
+
+
+# The bodies of a driver's jobs.
+
+
+BODY = ("job", "last_marker", "prompt_token_ids")
+
+
+class JobBodies:
+    """The bodies of a driver's jobs in a local file."""
+
+    def __init__(self, parts: Iterator[pa.Table], places: NDArray[np.int64]) -> None:
+        """`places` are ascending. Raises StoreError."""
+        self._places = places
+        self._first, last = (int(places[0]), int(places[-1])) if len(places) else (0, -1)
+        self._is_gapless = last - self._first + 1 == len(places)  # holds for a new run
+        self._file = new_spool()
+        finalize(self, self._file.close)
+        with told_of_room():
+            sizes = [_write_bodies(self._file, part) for part in _at(parts, places)]
+        self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate([places[:0], *sizes]))])
+
+    def at(self, place: int) -> bytes:
+        """Read the body of the job at a place. Raises StoreError."""
+        row = place - self._first if self._is_gapless else int(self._places.searchsorted(place))
+        start, end = self._starts[row : row + 2].tolist()
+        with told_of_room():
+            self._file.seek(start)
+            return self._file.read(end - start)
+
+
+def _at(parts: Iterator[pa.Table], places: NDArray[np.int64]) -> Iterator[pa.Table]:
+    num_before = 0
+    for part in parts:
+        yield picked(part, places - num_before)
+        num_before += len(part)
+
+
+def _write_bodies(file: BinaryIO, part: pa.Table) -> NDArray[np.int64]:
+    """Return the bytes of each body."""
+    import pyarrow as pa
+    from pyarrow import compute
+
+    columns = [part.column(name).cast(pa.large_binary()) for name in BODY]
+    line_end = pa.scalar(LINE_END, pa.large_binary())
+    bodies = compute.binary_join_element_wise(*columns, line_end, null_handling="replace", null_replacement=b"")
+    for chunk in bodies.chunks:
+        if len(chunk):
+            _, offsets, letters = chunk.buffers()
+            ends = np.frombuffer(offsets, np.int64)[chunk.offset : chunk.offset + len(chunk) + 1]
+            file.write(memoryview(letters)[int(ends[0]) : int(ends[-1])])
+    return np.asarray(compute.binary_length(bodies).to_numpy(), np.int64)

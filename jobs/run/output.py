@@ -12,7 +12,7 @@ from typing import IO, Any, BinaryIO
 
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.json_records import dump_line
-from swiftbatch.jobs.run.output_line_parsing import line_id, plain, texts_of
+from swiftbatch.jobs.run.output_line import line_id, plain, texts_of
 from swiftbatch.jobs.storage.store import Store, StoreError
 
 MAX_MESSAGES = 3

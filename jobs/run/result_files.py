@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError
 from swiftbatch.jobs.input.validation_errors import reasons
 from swiftbatch.jobs.json_records import Strict, dump_line, sealed, unsealed
 from swiftbatch.jobs.run.error_files import DAMAGED, NO_FILE, LinePlace, parsed_line, read_lines
-from swiftbatch.jobs.run.output_line_parsing import LINE_ID, line_id, num_completion_tokens, parse_line
+from swiftbatch.jobs.run.output_line import LINE_ID, line_id, num_completion_tokens, parse_line
 from swiftbatch.jobs.run.run_records import NUM_READERS
 from swiftbatch.jobs.storage.store import Store, told_of_room
 

@@ -8,40 +8,54 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import asdict
 from functools import partial
 from itertools import tee
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from swiftbatch.jobs.input.rejects import Reject, Rejects
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.json_records import dump_line
 from swiftbatch.jobs.run import job_table
 from swiftbatch.jobs.run.error_files import LineFiles, LinePlace, parsed_line, read_lines, written_line
-from swiftbatch.jobs.run.job_table import newest_with
+from swiftbatch.jobs.run.job_index import COLUMNS, JobIndex
+from swiftbatch.jobs.run.job_table import BODY, JobBodies, lineages, longest_job, newest_with, read_parts, read_records
 from swiftbatch.jobs.run.output import joined, write_output
-from swiftbatch.jobs.run.output_line_parsing import num_completion_tokens
+from swiftbatch.jobs.run.output_line import num_completion_tokens
 from swiftbatch.jobs.run.result_files import SEGMENTS, ResultFiles, ResultSegment
-from swiftbatch.jobs.run.run_jobs import RunJobs
-from swiftbatch.jobs.run.run_records import Progress, RunError, RunManifest, WorkerStatus, pretty, read_model
+from swiftbatch.jobs.run.run_records import (
+    Progress,
+    RunError,
+    RunManifest,
+    pretty,
+    read_model,
+    read_parsed,
+)
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import Store, at_hand, spool
 
 if TYPE_CHECKING:
-    from swiftbatch.jobs.run.job_index import JobIndex
+    import pyarrow as pa
 
-__all__ = ["Progress", "Run", "RunError", "RunManifest", "WorkerStatus"]
 
 MANIFEST = "run.json"
 REJECTS = "rejects.jsonl"
 PROGRESS = "progress.json"
+PRIORITIES = "priorities.json"
 CANCEL_RUN = "cancel/run.json"
 CANCEL_JOBS = "cancel/jobs"
+NAMED_NUMBERS = TypeAdapter(dict[str, int])
 
 
-class Run(RunJobs):
+class Run:
     """A run in its folder. Methods raise `StoreError`, and `RunError` for a damaged file."""
 
     def __init__(self, store: Store, manifest: RunManifest | None) -> None:
         """`manifest` is None if damaged."""
-        super().__init__(store, manifest)
+        self.store = store
+        self.manifest = RunManifest.model_construct() if manifest is None else manifest
+        self._run_id = None if manifest is None else manifest.run_id
         self._fingerprint = None if manifest is None else manifest.fingerprint
         self.damaged: dict[str, str] = {}  # unusable files seen so far: path and problem
         self._results = ResultFiles(store, self.damaged, self._fingerprint)
@@ -86,6 +100,103 @@ class Run(RunJobs):
     def without_manifest(cls, uri: str) -> Run:
         """Open a folder with a damaged manifest."""
         return cls(Store(uri), None)
+
+    def add_jobs(self, records: Iterable[JobRecord]) -> None:
+        """Append the jobs that the run lacks, in order."""
+        known = {job_id for lineage in self.lineages() for job_id in lineage}
+
+        def new() -> Iterator[JobRecord]:
+            for record in records:
+                if record.job_id not in known:
+                    known.add(record.job_id)
+                    yield record
+
+        with spool() as table:
+            if job_table.write_records(table, new(), self.manifest.run_id):
+                self.add_table(table)
+
+    def add_table(self, table: BinaryIO) -> None:
+        """Append a table of jobs that the run lacks."""
+        table.seek(0)
+        job_table.add(self.store, table)
+
+    def parts(self, *names: str) -> Iterator[pa.Table]:
+        return read_parts(self.store, names, self._run_id)
+
+    def records(self) -> Iterator[JobRecord]:
+        """Yield the latest version of every job, holding only one part of the tables in memory at a time."""
+        places = self.job_index().places
+        is_moved = places > np.minimum.accumulate(places[::-1])[::-1]  # moved to an earlier job's place
+        moved = np.sort(places[is_moved])
+        found = dict(zip(moved.tolist(), read_records(self.store, moved, self._run_id), strict=True))
+        rest = read_records(self.store, places[~is_moved], self._run_id)
+        return (found[place] if place in found else next(rest) for place in places.tolist())
+
+    def jobs(self) -> list[JobRecord]:
+        return list(self.records())
+
+    def records_at(self, places: NDArray[np.int64]) -> Iterator[JobRecord]:
+        return read_records(self.store, places, self._run_id)
+
+    def job_index(self) -> JobIndex:
+        return JobIndex.of(self.parts(*COLUMNS))
+
+    def job_bodies(self, places: NDArray[np.int64]) -> JobBodies:
+        return JobBodies(self.parts(*BODY), places)
+
+    def longest_job(self) -> int:
+        """Read the longest job's positions from metadata."""
+        return longest_job(self.store, self._run_id)
+
+    def all_jobs(self) -> dict[str, JobRecord]:
+        """Return all jobs by id, also superseded jobs."""
+        num_rows = sum(map(len, self.parts("job_id")))
+        places = np.arange(num_rows, dtype=np.int64)
+        return {record.job_id: record for record in read_records(self.store, places, self._run_id)}
+
+    def job_ids(self) -> list[str]:
+        """Return the ids of the latest version of every job, in input order."""
+        names = ("job_id", "supersedes")
+        return list(JobIndex.of(self.parts(*names), names).job_ids())
+
+    def all_job_ids(self) -> pa.ChunkedArray:
+        """Return all ids, also those of superseded jobs."""
+        import pyarrow as pa
+
+        parts = self.parts("job_id")
+        return pa.chunked_array([chunk for part in parts for chunk in part.column("job_id").chunks], pa.string())
+
+    def lineages(self) -> list[list[str]]:
+        parts = self.parts("job_id", "supersedes")
+        rows = (zip(*(column.to_pylist() for column in part.columns), strict=True) for part in parts)
+        return lineages(pair for pairs in rows for pair in pairs)
+
+    def extended(self) -> dict[str, list[str]]:
+        """Return the lineages of extended jobs, by their newest ids."""
+        supersedes = (part.column("supersedes") for part in self.parts("supersedes"))
+        is_extended = any(column.null_count < len(column) for column in supersedes)
+        return {lineage[-1]: lineage for lineage in self.lineages() if len(lineage) > 1} if is_extended else {}
+
+    def custom_ids(self) -> set[str]:
+        parts = self.parts("custom_id")
+        return {name for part in parts for name in part.column("custom_id").to_pylist()}
+
+    def priorities(self) -> dict[str, int]:
+        """Return the priorities that are not 0 by `custom_id`; none if the file is damaged. Lower ones begin first."""
+        try:
+            return read_parsed(self.store, PRIORITIES, NAMED_NUMBERS.validate_json) or {}
+        except RunError:
+            return {}
+
+    def set_priorities(self, custom_ids: Iterable[str], priorities: Mapping[str, int]) -> None:
+        """Set the priorities of a submission's lines, which affect no token; other lines keep theirs."""
+        before = self.priorities()
+        if not before and not priorities:
+            return
+        now = before | {name: priorities.get(name, 0) for name in custom_ids if name in before or name in priorities}
+        now = {custom_id: priority for custom_id, priority in now.items() if priority}
+        if now != before:
+            self.store.write(PRIORITIES, NAMED_NUMBERS.dump_json(now, indent=1) + b"\n")
 
     def write_rejects(self, rejects: Iterable[Reject]) -> None:
         """Replace the rejects of earlier submissions."""
@@ -184,8 +295,6 @@ class Run(RunJobs):
 
     def written_lines(self) -> Iterator[bytes]:
         """Yield `joined_lines` as `dump_line` writes them; without choices no job is read."""
-        from swiftbatch.jobs.run.job_index import JobIndex
-
         names = ("job_id", "supersedes", "num_choices")
         index = JobIndex.of(self.parts(*names), names)
         if (index.columns["num_choices"] > 1).any():

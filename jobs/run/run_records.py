@@ -9,23 +9,25 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
-from swiftbatch.jobs.checkpoints.timeline import Moment
+from swiftbatch.jobs.checkpoints.checkpoint_files import Moment
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.input.validation_errors import reasons, shown
 from swiftbatch.jobs.json_records import Frozen
-from swiftbatch.jobs.repetition_detection import LoopAction
-from swiftbatch.jobs.run.compute_options import (
-    AttentionName,
-    Device,
-    Dtype,
-    KVDtype,
-    LinearName,
-    LogprobsMode,
-    NumRows,
-    ThinkingMarkers,
-)
-from swiftbatch.jobs.sampling_params import ThinkingEnd
+from swiftbatch.jobs.sampling_params import LoopAction, ThinkingEnd
 from swiftbatch.jobs.storage.store import Store
+
+Dtype = Literal["bfloat16", "float32"]
+KVDtype = Literal["fp8", "int8"]  # None: as the run's dtype
+Device = Literal["auto", "cpu", "cuda"]
+AttentionName = Literal["triton", "flash"]  # GPUs only, like the next
+LinearName = Literal["cublas", "triton"]
+NumRows = Literal[64, 128, 256]  # rows of every forward on a GPU
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+"""The source of log-probabilities: the model's logits, or the scores that are drawn from. The names are vLLM's."""
+ThinkingMarkers = tuple[str, str] | tuple[()] | None
+"""The texts around a thought, () if a model has none; None if each worker is to look for them."""
+
 
 Exactness = Literal["exact", "exact up to ties", "not probed"]
 RunState = Literal["running", "finished", "cancelled", "interrupted"]

@@ -15,7 +15,7 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.json_records import Frozen, dump_line
 from swiftbatch.jobs.run.job_table import newest_with
 from swiftbatch.jobs.run.output import row_groups, temporary_file
-from swiftbatch.jobs.run.output_line_parsing import plain, texts_of
+from swiftbatch.jobs.run.output_line import plain, texts_of
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import NUM_READERS, RunError, pretty, read_model
 from swiftbatch.jobs.storage.store import Store

@@ -7,7 +7,9 @@ from typing import Any
 import click
 
 from swiftbatch.jobs import sampling_params
-from swiftbatch.scheduler.commands.options.model_options import (
+from swiftbatch.scheduler.commands.options.option_types import (
+    ANY_NUMBER,
+    ANY_WHOLE_NUMBER,
     COMPUTING,
     DRAFT_MODEL,
     JSON,
@@ -18,7 +20,6 @@ from swiftbatch.scheduler.commands.options.model_options import (
     show,
     text_of,
 )
-from swiftbatch.scheduler.commands.options.option_types import ANY_NUMBER, ANY_WHOLE_NUMBER
 from swiftbatch.worker.config import Computation
 
 

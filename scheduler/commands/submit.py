@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from swiftbatch.jobs.job import JobUrl
-from swiftbatch.jobs.repetition_detection import LoopAction
-from swiftbatch.jobs.run.compute_options import LogprobsMode
-from swiftbatch.jobs.sampling_params import MAX_SEED, MIN_SEED, ThinkingEnd
+from swiftbatch.jobs.run.run_records import LogprobsMode
+from swiftbatch.jobs.sampling_params import MAX_SEED, MIN_SEED, LoopAction, ThinkingEnd
 from swiftbatch.scheduler.commands.exit_codes import end, launch_shown
 from swiftbatch.scheduler.commands.options.launch_options import (
     ENGINE,
@@ -20,7 +19,7 @@ from swiftbatch.scheduler.commands.options.launch_options import (
     run_option,
     shown,
 )
-from swiftbatch.scheduler.commands.options.model_options import (
+from swiftbatch.scheduler.commands.options.option_types import (
     ATTENTION_HELP,
     ATTENTIONS,
     DEVICES,
@@ -32,9 +31,11 @@ from swiftbatch.scheduler.commands.options.model_options import (
     ROWS,
     ROWS_HELP,
     THREAD_COUNT,
+    GroupedCommand,
+    WholeNumber,
     filled,
+    options_of,
 )
-from swiftbatch.scheduler.commands.options.option_types import GroupedCommand, WholeNumber, options_of
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES
 

@@ -18,10 +18,9 @@ from swiftbatch.scheduler.cluster.cluster_watch import ClusterLostError
 from swiftbatch.scheduler.cluster.ray_actors import NO_MEMORY, OTHER_CODE, OTHER_MODEL
 from swiftbatch.scheduler.display.events import DriverStarted, LimitReached, RunStopping, WorkerStopping
 from swiftbatch.scheduler.driver.dispatch import Dispatcher
-from swiftbatch.scheduler.driver.driver_state import DriverContext
 from swiftbatch.scheduler.driver.queue_loading import put_logs_in_place
 from swiftbatch.scheduler.driver.run_lease import RunLease
-from swiftbatch.scheduler.driver.run_progress import ProgressCounter
+from swiftbatch.scheduler.driver.run_progress import DriverContext, ProgressCounter
 from swiftbatch.scheduler.driver.shard_writing import ShardWriter
 from swiftbatch.scheduler.driver.worker_fleet import (
     MAX_FAILED_STARTS,

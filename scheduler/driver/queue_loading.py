@@ -14,7 +14,6 @@ from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.checkpoints.token_log import CHECKPOINTS, WORKER_LOGS_FOLDER, WORKERS, PackedLogs
 from swiftbatch.jobs.run.job_index import JobEntry, JobIndex
 from swiftbatch.jobs.run.output_line import error_line
-from swiftbatch.jobs.run.priorities import priorities_of
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import NUM_READERS
 from swiftbatch.jobs.shared_prompts import SharedPrompt, shared_prompts
@@ -95,7 +94,7 @@ def _ended(
 
 
 def _priorities(run: Run, index: JobIndex) -> NDArray[np.int64]:
-    found, priorities = np.zeros(len(index), np.int64), priorities_of(run.store)
+    found, priorities = np.zeros(len(index), np.int64), run.priorities()
     for row in index.rows_of("custom_id", priorities):
         found[row] = priorities[index.columns["custom_id"][row].as_py()]
     return found

@@ -8,8 +8,7 @@ from typing import TypeVar
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.token_log import FoundLogs, PackedLogs
-from swiftbatch.jobs.run.output_line import error_line
-from swiftbatch.jobs.run.output_line_parsing import num_completion_tokens
+from swiftbatch.jobs.run.output_line import error_line, num_completion_tokens
 from swiftbatch.jobs.run.run_records import NUM_READERS
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.metrics.counters import MEMORY_FULL
@@ -24,8 +23,8 @@ from swiftbatch.scheduler.display.events import (
     WorkerReady,
     WorkerStopping,
 )
-from swiftbatch.scheduler.driver.driver_state import DriverContext
 from swiftbatch.scheduler.driver.queue_loading import CANCELLED, with_results, write_cancelled
+from swiftbatch.scheduler.driver.run_progress import DriverContext
 from swiftbatch.scheduler.driver.waiting_jobs import QueuedJob
 from swiftbatch.scheduler.driver.worker_fleet import Event, Lost, Reported, Started, Worker
 from swiftbatch.worker.session.work_messages import JobOutcome, WorkReport

@@ -20,14 +20,12 @@ from swiftbatch.jobs.input.reader import JobReader, job_lines
 from swiftbatch.jobs.input.rejects import Reject, Rejects
 from swiftbatch.jobs.job import JobRecord, JobUrl, packed
 from swiftbatch.jobs.python_processes import rare_garbage_collection
-from swiftbatch.jobs.repetition_detection import RepetitionDetection, loop_guard
 from swiftbatch.jobs.run.job_index import COLUMNS, JobIndex
 from swiftbatch.jobs.run.job_table import parts_of, table_schema, write_records, write_tables
-from swiftbatch.jobs.run.priorities import set_priorities
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import RunError, RunManifest
 from swiftbatch.jobs.run.shards import ask_for_shards
-from swiftbatch.jobs.sampling_params import SamplingParams, ThinkingEnd
+from swiftbatch.jobs.sampling_params import RepetitionDetection, SamplingParams, ThinkingEnd, loop_guard
 from swiftbatch.jobs.shared_prompts import prompt_keys
 from swiftbatch.jobs.storage.store import spool
 from swiftbatch.scheduler.driver.run_lease import RunLease
@@ -283,7 +281,7 @@ def submission(
             if settings.shards is not None:
                 ask_for_shards(run.store, settings.shards)
             added, changed = add_new(run, table)
-            set_priorities(run.store, added.custom_ids(), notes.priorities)
+            run.set_priorities(added.custom_ids(), notes.priorities)
             rejects = _in_order(reader, notes, changed)
             run.write_rejects(rejects)
             yield Submission(run, hold, added, rejects, dict(notes.without_effect))

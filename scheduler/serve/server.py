@@ -21,8 +21,8 @@ from swiftbatch.jobs.storage.store import Store
 from swiftbatch.metrics import exporter
 from swiftbatch.metrics.exporter import ServerCollector, registry_of
 from swiftbatch.scheduler.runs.folder_lock import hold
+from swiftbatch.scheduler.runs.run_settings import ServeOptions
 from swiftbatch.scheduler.serve.batches.batch_driver import DriverOptions
-from swiftbatch.scheduler.serve.batches.server_options import ServeOptions
 from swiftbatch.scheduler.serve.batches.service import Service
 from swiftbatch.scheduler.serve.pages import page_routes
 from swiftbatch.scheduler.serve.records.server_records import RefusedError

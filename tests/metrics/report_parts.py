@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from swiftbatch.jobs.checkpoints.checkpoint_files import AttemptRecord, ResumeRecord
-from swiftbatch.jobs.checkpoints.timeline import Timeline
+from swiftbatch.jobs.checkpoints.checkpoint_files import AttemptRecord, ResumeRecord, Timeline
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.run import Run

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from swiftbatch.jobs.checkpoints.checkpoint_files import MAX_MARKS, Timeline, TimelineRecorder
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.checkpoint_writer import CheckpointWriter
-from swiftbatch.jobs.checkpoints.timeline import MAX_MARKS, Timeline, TimelineRecorder
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.driver.queue_loading import put_logs_in_place
 from swiftbatch.worker.session.work_messages import Orders

@@ -20,8 +20,7 @@ from swiftbatch.jobs.job import MAX_SLUG
 from swiftbatch.jobs.run.result_files import ResultSegment
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.driver.driver_heartbeat import BEAT_SECONDS_OBJECT_STORE
-from swiftbatch.scheduler.driver.run_lease import LeaseEpoch
+from swiftbatch.scheduler.driver.run_lease import BEAT_SECONDS_OBJECT_STORE, LeaseEpoch
 from swiftbatch.worker.config import CheckpointSettings
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.exactness.doctor import NUM_PROBED_ROWS

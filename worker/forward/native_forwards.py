@@ -6,7 +6,7 @@ from collections.abc import Sequence as Many
 
 import torch
 
-from swiftbatch.jobs.run.compute_options import KVDtype
+from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.forward.expert_counts import ExpertCounts
 from swiftbatch.worker.forward.forward_interface import MOST_READ, DrawChains, SparseRows
 from swiftbatch.worker.forward.multi_step_decode import DecodedChain, draw_chains

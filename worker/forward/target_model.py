@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.run.compute_options import KVDtype
+from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.forward.forward_backend import DTYPES, load_forwards, load_transformers
 from swiftbatch.worker.forward.forward_interface import Forwards
 from swiftbatch.worker.forward.hardware import resolve_device

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from swiftbatch.jobs.run.compute_options import KVDtype
+from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.forward.batch_invariant_ops import EXPERTS_NAME, WholeVectors, has_rests
 from swiftbatch.worker.forward.forward_interface import SparseRows
 from swiftbatch.worker.forward.hardware import hardware_of, torch_gemms

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from swiftbatch.jobs.run.compute_options import KVDtype
+from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES, KV_SCALE_BYTES
 
 # uint8, because numpy and copies lack e4m3

@@ -15,7 +15,7 @@ from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.json_records import dump_line
 from swiftbatch.jobs.run.output import temporary_file
-from swiftbatch.jobs.run.output_line_parsing import num_completion_tokens
+from swiftbatch.jobs.run.output_line import num_completion_tokens
 from swiftbatch.jobs.run.run import MANIFEST, Run
 from swiftbatch.jobs.run.run_records import DamagedError, RunManifest, read_model
 from swiftbatch.scheduler.driver.queue_loading import CANCELLED

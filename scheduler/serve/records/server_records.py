@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator
 
-from swiftbatch.jobs.checkpoints.timeline import Moment
+from swiftbatch.jobs.checkpoints.checkpoint_files import Moment
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.input.request_fields import MAX_PRIORITY, Endpoint
 from swiftbatch.jobs.input.validation_errors import FieldError, reasons, shown

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.jobs.checkpoints.checkpoint_files import AttemptStart
+from swiftbatch.jobs.checkpoints.checkpoint_files import AttemptStart, Timeline
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.checkpoint_writer import CheckpointWriter
-from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.checkpoints.token_log import (
     WORKER_LOGS_FOLDER,
     PackedLog,

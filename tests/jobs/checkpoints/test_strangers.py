@@ -8,11 +8,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from swiftbatch.jobs.checkpoints.checkpoint_files import ResumeRecord
+from swiftbatch.jobs.checkpoints.checkpoint_files import ResumeRecord, Timeline
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.checkpoints.logprob_files import WrittenSpans
-from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenLog
 from swiftbatch.jobs.file_owner import DamagedFileError, Identity
 from swiftbatch.jobs.logprobs import TokenLogprobs

@@ -15,7 +15,7 @@ from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.input.request_fields import LineFields
 from swiftbatch.jobs.job import CHAT as CHAT_URL
 from swiftbatch.jobs.job import COMPLETIONS
-from swiftbatch.jobs.repetition_detection import RepetitionDetection
+from swiftbatch.jobs.sampling_params import RepetitionDetection
 from tests.jobs.input.job_lines import CHAT, GOOD, batch, read_lines
 
 LOOPS = dict.fromkeys(RepetitionDetection.model_fields.keys() - {"action"}, 8)

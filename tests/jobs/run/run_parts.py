@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 
 from swiftbatch.jobs.job import Job, JobRecord
-from swiftbatch.jobs.run.output_line import success_line
-from swiftbatch.jobs.run.output_line_parsing import line_id
+from swiftbatch.jobs.run.output_line import line_id, success_line
 from swiftbatch.jobs.run.result_files import ResultSegment
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import Progress, RunManifest, WorkerStatus

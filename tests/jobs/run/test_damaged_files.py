@@ -16,9 +16,8 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.json_records import sealed
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cli import main
-from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.driver.queue_loading import load_queue
-from swiftbatch.scheduler.driver.run_lease import LeaseEpoch, RunLease, RunTakenError, claims
+from swiftbatch.scheduler.driver.run_lease import LeaseEpoch, RunLease, RunTakenError, claims, current_progress
 from tests.jobs.run.run_parts import FINISHED, MANIFEST, PROGRESS, failed_line, make_record, write_result
 
 SHAPES = {

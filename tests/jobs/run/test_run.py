@@ -8,7 +8,7 @@ import pytest
 
 from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.job import Job, JobRecord
-from swiftbatch.jobs.run.output_line_parsing import line_id
+from swiftbatch.jobs.run.output_line import line_id
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import RunError
 from swiftbatch.jobs.sampling_params import SamplingParams

@@ -16,7 +16,7 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.json_records import dump_line, sealed, unsealed
 from swiftbatch.jobs.run import result_files
 from swiftbatch.jobs.run import result_files as segment_format
-from swiftbatch.jobs.run.output_line_parsing import LINE_ID, line_id
+from swiftbatch.jobs.run.output_line import LINE_ID, line_id
 from swiftbatch.jobs.run.result_files import SEGMENTS, ResultSegment
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.local_folder import LocalFolder

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swiftbatch.jobs.chat import Message
-from swiftbatch.jobs.job import Job, JobRecord
+from swiftbatch.jobs.job import Job, JobRecord, Message
 from swiftbatch.jobs.json_records import dump_line, sealed
-from swiftbatch.jobs.run import error_files, output_line_parsing
+from swiftbatch.jobs.run import error_files, output_line
 from swiftbatch.jobs.run.output_line import Reasoning, error_line, success_line
 from swiftbatch.jobs.run.result_files import ResultSegment
 from swiftbatch.jobs.run.run import Run
@@ -67,7 +66,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def parse(data: bytes, job_id: str, fingerprint: str | None) -> dict[str, Any]:
         seen.append(job_id)
-        return output_line_parsing.parse_line(data, job_id, fingerprint)
+        return output_line.parse_line(data, job_id, fingerprint)
 
     monkeypatch.setattr(error_files, "parse_line", parse)
     return seen

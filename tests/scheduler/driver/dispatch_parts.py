@@ -19,8 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.jobs.run.output_line import success_line
-from swiftbatch.jobs.run.output_line_parsing import line_id
+from swiftbatch.jobs.run.output_line import line_id, success_line
 from swiftbatch.jobs.run.result_files import ResultSegment
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cli import main

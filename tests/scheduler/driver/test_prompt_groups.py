@@ -14,8 +14,7 @@ from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo
 from swiftbatch.scheduler.driver.dispatch import Dispatcher
 from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.scheduler.driver.queue_loading import load_queue
-from swiftbatch.scheduler.driver.throughput import StepPace
-from swiftbatch.scheduler.driver.worker_fleet import Worker
+from swiftbatch.scheduler.driver.worker_fleet import StepPace, Worker
 from swiftbatch.worker.session.work_messages import Orders
 from tests.jobs.run.run_parts import MANIFEST, make_record
 from tests.scheduler.driver.driver_parts import make_context

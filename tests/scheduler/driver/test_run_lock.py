@@ -14,8 +14,7 @@ import pytest
 from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import StoreError
-from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
-from swiftbatch.scheduler.driver.run_lease import LeaseEpoch, RunLease, RunTakenError
+from swiftbatch.scheduler.driver.run_lease import LeaseEpoch, RunLease, RunTakenError, current_progress
 from swiftbatch.scheduler.runs import submission
 from swiftbatch.scheduler.runs.cancellation import cancel_jobs
 from swiftbatch.scheduler.runs.run_settings import Settings

@@ -132,9 +132,7 @@ def test_the_first_failure_of_the_store_is_the_one_that_is_told(
 def test_a_beat_tells_what_lost_jobs_had_until_they_run_again(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "swiftbatch.scheduler.driver.driver_heartbeat.BEAT_SECONDS", 0.02
-    )  # a worker starts within 0.3 s
+    monkeypatch.setattr("swiftbatch.scheduler.driver.run_lease.BEAT_SECONDS", 0.02)  # a worker starts within 0.3 s
     run, display = make_run(tmp_path / "run", {"kills-workers": 1000}), RecordingDisplay()
     assert make_driver(run, cluster, display, workers=1, attempts=2).run() == "finished"  # it is given up
     waiting = [update.running for update in display.updates if update.jobs["pending"] and update.num_generated_tokens]

@@ -11,8 +11,7 @@ import pytest
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import ProcessKey
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.driver.driver_heartbeat import process_liveness
-from swiftbatch.scheduler.driver.run_lease import LeaseEpoch, RunTakenError, refuse_if_taken
+from swiftbatch.scheduler.driver.run_lease import LeaseEpoch, RunTakenError, process_liveness, refuse_if_taken
 from swiftbatch.scheduler.process.process_id import is_gone, own_key
 from tests import ROOT
 from tests.jobs.run.run_parts import MANIFEST

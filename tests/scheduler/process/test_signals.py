@@ -17,7 +17,7 @@ import pytest
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import Progress, RunError
-from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
+from swiftbatch.scheduler.driver.run_lease import current_progress
 from tests.scheduler.commands.nightly_parts import held_elsewhere
 from tests.scheduler.display.terminal_parts import Terminal
 from tests.scheduler.driver.driver_parts import make_run

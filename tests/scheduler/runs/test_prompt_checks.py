@@ -11,9 +11,9 @@ import pytest
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.input.reader import read_jobs
 from swiftbatch.jobs.job import LINE_END, unpacked
-from swiftbatch.jobs.repetition_detection import RepetitionDetection, loop_guard
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import RunError
+from swiftbatch.jobs.sampling_params import RepetitionDetection, loop_guard
 from swiftbatch.jobs.shared_prompts import prompt_keys
 from swiftbatch.scheduler.driver.queue_loading import load_queue, write_cancelled
 from swiftbatch.scheduler.runs.run_manifest import computation_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.jobs.run.compute_options import KVDtype
+from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.kernels.compute_threads import Team
 from swiftbatch.worker.kernels.instruction_sets import load_library
 from swiftbatch.worker.kernels.kv_quantization import CODES, coded, numbers_of

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.run.compute_options import KVDtype
+from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.exactness.batch_invariance import probe_rows
 from swiftbatch.worker.exactness.transformers_agreement import compare
 from swiftbatch.worker.forward.step_costs import measure_step_costs

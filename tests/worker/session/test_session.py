@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.token_log import PackedLogs
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.job import JobRecord, packed
+from swiftbatch.jobs.job import JobRecord, Message, packed
 from swiftbatch.jobs.run.output import METRIC_COLUMNS
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.sampling_params import SamplingParams

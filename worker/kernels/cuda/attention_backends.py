@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from swiftbatch.jobs.run.compute_options import AttentionName
+from swiftbatch.jobs.run.run_records import AttentionName
 from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, PageTable, TableLayout
 from swiftbatch.worker.kernels.cuda.flash_attention import FlashAttention
 from swiftbatch.worker.kernels.cuda.mla_kernels import MLAShape, attend_to_latents

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from swiftbatch.jobs.logprobs import TokenLogprobs
-from swiftbatch.jobs.run.compute_options import LogprobsMode
+from swiftbatch.jobs.run.run_records import LogprobsMode
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.kernels.cuda.cuda_graph import Capture, Upload, capture
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS, most_slots

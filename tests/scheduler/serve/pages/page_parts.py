@@ -20,8 +20,8 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
+from swiftbatch.scheduler.runs.run_settings import ServeOptions
 from swiftbatch.scheduler.serve.batches.batch_driver import DriverOptions
-from swiftbatch.scheduler.serve.batches.server_options import ServeOptions
 from swiftbatch.scheduler.serve.batches.service import Service
 from swiftbatch.scheduler.serve.records.server_records import NewBatch
 from swiftbatch.scheduler.serve.records.stored_objects import Batch
