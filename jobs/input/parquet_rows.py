@@ -10,8 +10,6 @@ from decimal import Decimal
 from typing import IO, Any
 from uuid import UUID
 
-import numpy as np
-
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.input.job_files import InputFileError
 from swiftbatch.jobs.input.line_parsing import LineError, parse_json
@@ -179,6 +177,8 @@ def _fields(
 def _value(name: str, value: Any, is_short: bool) -> Any:
     """Raise LineError."""
     if value is not None and is_short:
+        import numpy as np  # opening a run should not import it
+
         value = float(str(np.float32(value)))  # 0.8 as written, not 0.800000011920929
     plain = _plain(value)
     if name in OBJECTS and isinstance(plain, str):

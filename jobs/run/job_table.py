@@ -7,16 +7,15 @@ from typing import IO, TYPE_CHECKING, Any, BinaryIO, TypeVar
 from uuid import uuid4
 from weakref import finalize
 
-import numpy as np
-from numpy.typing import NDArray
-
 from swiftbatch.jobs.input.validation_errors import shown
 from swiftbatch.jobs.job import LINE_END, Job, JobRecord
 from swiftbatch.jobs.run.run_records import DamagedError
 from swiftbatch.jobs.storage.store import Store, at_hand, new_spool, told_of_room
 
 if TYPE_CHECKING:
+    import numpy as np
     import pyarrow as pa
+    from numpy.typing import NDArray
     from pyarrow import parquet
 
 Row = tuple[Any, ...]
@@ -245,6 +244,8 @@ class JobBodies:
 
     def __init__(self, parts: Iterator[pa.Table], places: NDArray[np.int64]) -> None:
         """`places` are ascending. Raises StoreError."""
+        import numpy as np
+
         self._places = places
         self._first, last = (int(places[0]), int(places[-1])) if len(places) else (0, -1)
         self._is_gapless = last - self._first + 1 == len(places)  # holds for a new run
@@ -272,6 +273,7 @@ def _at(parts: Iterator[pa.Table], places: NDArray[np.int64]) -> Iterator[pa.Tab
 
 def _write_bodies(file: BinaryIO, part: pa.Table) -> NDArray[np.int64]:
     """Return the bytes of each body."""
+    import numpy as np
     import pyarrow as pa
     from pyarrow import compute
 

@@ -10,10 +10,8 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
@@ -21,7 +19,12 @@ from swiftbatch.jobs.file_owner import Identity
 from swiftbatch.jobs.input.validation_errors import reasons
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.json_records import NOT_TEXT
-from swiftbatch.jobs.run.job_index import JobEntry
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from swiftbatch.jobs.run.job_index import JobEntry
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def _message(text: str, reasoning: Reasoning | None) -> dict[str, str]:
 
 def tokens_sha256(token_ids: NDArray[np.uint32]) -> str:
     """Return the SHA-256 in hexadecimal of tokens [num_tokens] as little-endian uint32."""
-    return hashlib.sha256(np.asarray(token_ids, dtype="<u4").tobytes()).hexdigest()
+    return hashlib.sha256(token_ids.astype("<u4", copy=False).tobytes()).hexdigest()
 
 
 def error_line(job: JobRecord | JobEntry, code: str, message: str) -> dict[str, Any]:

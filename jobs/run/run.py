@@ -10,8 +10,6 @@ from functools import partial
 from itertools import tee
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from swiftbatch.jobs.input.rejects import Reject, Rejects
@@ -19,7 +17,6 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.json_records import dump_line
 from swiftbatch.jobs.run import job_table
 from swiftbatch.jobs.run.error_files import LineFiles, LinePlace, parsed_line, read_lines, written_line
-from swiftbatch.jobs.run.job_index import COLUMNS, JobIndex
 from swiftbatch.jobs.run.job_table import BODY, JobBodies, lineages, longest_job, newest_with, read_parts, read_records
 from swiftbatch.jobs.run.output import joined, write_output
 from swiftbatch.jobs.run.output_line import num_completion_tokens
@@ -36,7 +33,11 @@ from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import Store, at_hand, spool
 
 if TYPE_CHECKING:
+    import numpy as np
     import pyarrow as pa
+    from numpy.typing import NDArray
+
+    from swiftbatch.jobs.run.job_index import JobIndex
 
 
 MANIFEST = "run.json"
@@ -125,6 +126,8 @@ class Run:
 
     def records(self) -> Iterator[JobRecord]:
         """Yield the latest version of every job, holding only one part of the tables in memory at a time."""
+        import numpy as np
+
         places = self.job_index().places
         is_moved = places > np.minimum.accumulate(places[::-1])[::-1]  # moved to an earlier job's place
         moved = np.sort(places[is_moved])
@@ -139,6 +142,8 @@ class Run:
         return read_records(self.store, places, self._run_id)
 
     def job_index(self) -> JobIndex:
+        from swiftbatch.jobs.run.job_index import COLUMNS, JobIndex
+
         return JobIndex.of(self.parts(*COLUMNS))
 
     def job_bodies(self, places: NDArray[np.int64]) -> JobBodies:
@@ -150,12 +155,16 @@ class Run:
 
     def all_jobs(self) -> dict[str, JobRecord]:
         """Return all jobs by id, also superseded jobs."""
+        import numpy as np
+
         num_rows = sum(map(len, self.parts("job_id")))
         places = np.arange(num_rows, dtype=np.int64)
         return {record.job_id: record for record in read_records(self.store, places, self._run_id)}
 
     def job_ids(self) -> list[str]:
         """Return the ids of the latest version of every job, in input order."""
+        from swiftbatch.jobs.run.job_index import JobIndex
+
         names = ("job_id", "supersedes")
         return list(JobIndex.of(self.parts(*names), names).job_ids())
 
@@ -295,6 +304,8 @@ class Run:
 
     def written_lines(self) -> Iterator[bytes]:
         """Yield `joined_lines` as `dump_line` writes them; without choices no job is read."""
+        from swiftbatch.jobs.run.job_index import JobIndex
+
         names = ("job_id", "supersedes", "num_choices")
         index = JobIndex.of(self.parts(*names), names)
         if (index.columns["num_choices"] > 1).any():
