@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from array import array
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from pydantic import TypeAdapter
 
+from swiftbatch.jobs.input.job_files import run_folder_of
 from swiftbatch.jobs.input.rejects import Reject, Rejects
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.json_records import dump_line
@@ -30,7 +32,7 @@ from swiftbatch.jobs.run.run_records import (
     read_parsed,
 )
 from swiftbatch.jobs.storage.retries import Retries
-from swiftbatch.jobs.storage.store import Store, at_hand, spool
+from swiftbatch.jobs.storage.store import Store, StoreError, at_hand, spool
 
 if TYPE_CHECKING:
     import numpy as np
@@ -92,6 +94,7 @@ class Run:
     def open(cls, uri: str, retries: Retries | None = None) -> Run:
         """Open the run. Raises `RunError` if absent or of another version."""
         store = Store(uri, retries)
+        _refuse_file(store)
         manifest = read_model(store, MANIFEST, RunManifest)
         if manifest is None:
             raise RunError(f"no run at {store.shown_uri}: expected {MANIFEST} there; `swiftbatch submit` makes one")
@@ -433,3 +436,12 @@ class Run:
                 f"the run at {self.store.shown_uri} was made with {shown}: expected {field} {here}, found {asked}"
                 f"{found}; use the same one, or another run folder"
             )
+
+
+def _refuse_file(store: Store) -> None:
+    """Raise StoreError for a file, such as a job file, in place of a run."""
+    if store.is_local and os.path.isfile(store.uri):
+        beside = run_folder_of(store.shown_uri)
+        is_there = os.path.isfile(os.path.join(run_folder_of(store.uri), MANIFEST))
+        hint = f"its run is {beside}" if is_there else f"`swiftbatch submit {store.shown_uri}` makes a run of it"
+        raise StoreError(f"{store.shown_uri} is a file, expected a run's folder; {hint}")

@@ -11,7 +11,7 @@ import click
 from swiftbatch.jobs.job import JobUrl
 from swiftbatch.jobs.run.run_records import LogprobsMode
 from swiftbatch.jobs.sampling_params import MAX_SEED, MIN_SEED, LoopAction, ThinkingEnd
-from swiftbatch.scheduler.commands.exit_codes import end, launch_shown
+from swiftbatch.scheduler.commands.exit_codes import end, launch_shown, told_to_repeat
 from swiftbatch.scheduler.commands.options.launch_options import (
     ENGINE,
     launch_options,
@@ -40,7 +40,7 @@ from swiftbatch.worker.config import Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from swiftbatch.jobs.input.parquet_rows import Columns
     from swiftbatch.jobs.input.rejects import Reject
@@ -196,6 +196,7 @@ token_option = options_of("What decides the tokens; stored in the run")
 )
 @ENGINE
 @launch_options
+@told_to_repeat()
 def submit(
     jobs: tuple[str, ...],
     run_uri: str | None,
@@ -228,12 +229,24 @@ def submit(
     with showing as display, contextlib.ExitStack() as stack:
         if run_uri is None:
             display.note(RunFolderChosen(folder))
+            stack.enter_context(_told_of_run_option())
         submitted = stack.enter_context(submitting)
         _tell_rejects(display, submitted.rejects)
         if submitted.without_effect:
             display.note(FieldsWithoutEffect(submitted.without_effect))
         outcome = launch_shown(submitted.hold, len(submitted.jobs), settings, display)
     end(submitted.run, outcome, len(submitted.rejects), display)
+
+
+@contextlib.contextmanager
+def _told_of_run_option() -> Iterator[None]:
+    """Name `--run` in an error of the default folder. Raises StoreError."""
+    from swiftbatch.jobs.storage.store import StoreError
+
+    try:
+        yield
+    except StoreError as error:
+        raise StoreError(f"{error}; --run names another folder") from None
 
 
 def _tell_rejects(display: Display, rejects: Sequence[Reject]) -> None:

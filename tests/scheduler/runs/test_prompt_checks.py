@@ -313,7 +313,7 @@ def test_a_structure_that_can_t_be_met_is_a_reject_with_the_library_s_reason(tmp
 def test_who_submits_with_another_engine_is_told_how_the_run_goes_on_with_it(tmp_path: Path, tiny_model: Path) -> None:
     path, place = write_jobs(tmp_path / "jobs.jsonl", LIMITED), str(tmp_path / "run")
     submit_file(path, place, model=str(tiny_model), engine="auto")
-    message = rf"found suffix; leave .*; `swiftbatch resume {place} --engine suffix` goes on with it"
+    message = rf"^--engine suffix: `swiftbatch resume {place} --engine suffix` goes on with it; submit keeps .* auto"
     with pytest.raises(RunError, match=message):
         submit_file(path, place, engine="suffix")
 
