@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from swiftbatch.jobs.input.validation_errors import FieldError, list_of, shown
-from swiftbatch.jobs.json_records import Strict
+from swiftbatch.jobs.json_records import FieldError, Strict, list_of, shown
 from swiftbatch.jobs.sampling_params import SamplingParams
 
 Scalar = str | int | float | bool | None

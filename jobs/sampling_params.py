@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
 
-from swiftbatch.jobs.input.validation_errors import FieldError, list_of, shown
-from swiftbatch.jobs.json_records import Strict, of_checked, whole
+from swiftbatch.jobs.json_records import FieldError, Strict, list_of, of_checked, shown, whole
 from swiftbatch.jobs.structured_output import Structure, structure_of
 
 MAX_PATTERN = 4096  # tokens

@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from swiftbatch.jobs.input.validation_errors import FieldError, shown
-from swiftbatch.jobs.json_records import Strict
+from swiftbatch.jobs.json_records import FieldError, Strict, shown
 
 MAX_SCHEMA = 200_000  # characters of ASCII JSON
 MAX_TEXT = 20_000  # characters of a regular expression or grammar

@@ -10,8 +10,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, Self, TypeAlias, 
 from pydantic import Field, ValidationError, model_validator
 
 from swiftbatch.jobs.file_owner import DamagedFileError, Identity, refuse_other
-from swiftbatch.jobs.input.validation_errors import reasons, shown
-from swiftbatch.jobs.json_records import Strict, sealed, unsealed
+from swiftbatch.jobs.json_records import Strict, reasons, sealed, shown, unsealed
 from swiftbatch.jobs.storage.store import Store
 
 Moment = Annotated[float, Field(ge=0, lt=253_402_300_800)]  # seconds since the epoch, up to the year 9999

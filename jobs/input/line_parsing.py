@@ -24,9 +24,8 @@ from swiftbatch.jobs.input.request_fields import (
     taken_apart,
     text_id,
 )
-from swiftbatch.jobs.input.validation_errors import reasons, shown
 from swiftbatch.jobs.job import CHAT, COMPLETIONS, MAX_CUSTOM_ID, Job, JobUrl, Message, Messages, TemplateOptions
-from swiftbatch.jobs.json_records import of_checked
+from swiftbatch.jobs.json_records import of_checked, reasons, shown
 from swiftbatch.jobs.sampling_params import (
     MAX_COUNT,
     MAX_SEED,

@@ -14,7 +14,7 @@ from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.input.job_files import InputFileError
 from swiftbatch.jobs.input.line_parsing import LineError, parse_json
 from swiftbatch.jobs.input.request_fields import BatchLine, ShortLine, is_of_others
-from swiftbatch.jobs.input.validation_errors import shown
+from swiftbatch.jobs.json_records import shown
 
 FIELDS = tuple(dict.fromkeys(["custom_id", "prompt", "messages", *ShortLine.model_fields, *BatchLine.model_fields]))
 SHORT_TEXTS = {"prompt", "messages"}

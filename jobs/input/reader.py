@@ -26,14 +26,13 @@ from swiftbatch.jobs.input.job_files import (
     odd_kind,
     open_input,
     other_kind,
-    shown_input,
 )
 from swiftbatch.jobs.input.line_parsing import JobLine, LineError, ParsedLineCache, parse_object
 from swiftbatch.jobs.input.parquet_rows import MAGIC, Columns, Row, parquet_rows
 from swiftbatch.jobs.input.rejects import Reject, Rejects
 from swiftbatch.jobs.input.request_fields import text_id
-from swiftbatch.jobs.input.validation_errors import shown
 from swiftbatch.jobs.job import MAX_CUSTOM_ID, JobUrl
+from swiftbatch.jobs.json_records import shown
 from swiftbatch.jobs.storage.store import Store
 
 MAX_LINE_BYTES = 32 * 2**20
@@ -123,14 +122,6 @@ class JobReader:
                 f"{self._files[-1][1]} is no job file: found over {most:,} bad lines"
                 f"{'' if self._num_jobs else ' and no good one'}, the first is {first.place}: {first.reason}"
             )
-
-
-def read_jobs(path: str, run_seed: int) -> tuple[list[tuple[int, JobLine]], list[Reject]]:
-    """Read one file's jobs with line numbers, and its rejects. Raises `InputFileError`."""
-    reader = JobReader(run_seed)
-    jobs = list(reader.lines(path, shown_input(path)))
-    reader.end()
-    return jobs, list(reader.rejects)
 
 
 def _rows(path: str, name: str, columns: Columns) -> Iterator[Row]:

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainValidator, field_validator, model_validator
 
-from swiftbatch.jobs.input.validation_errors import FieldError, shown
 from swiftbatch.jobs.job import (
     CHAT,
     COMPLETIONS,
@@ -20,7 +19,7 @@ from swiftbatch.jobs.job import (
     Utf8,
     checked_kwargs,
 )
-from swiftbatch.jobs.json_records import Strict, whole
+from swiftbatch.jobs.json_records import FieldError, Strict, shown, whole
 from swiftbatch.jobs.sampling_params import MAX_COUNT, MAX_TOP_LOGPROBS, TOP_P, SamplingParams
 from swiftbatch.jobs.structured_output import Structure, format_of
 

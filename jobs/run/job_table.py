@@ -7,8 +7,8 @@ from typing import IO, TYPE_CHECKING, Any, BinaryIO, TypeVar
 from uuid import uuid4
 from weakref import finalize
 
-from swiftbatch.jobs.input.validation_errors import shown
 from swiftbatch.jobs.job import LINE_END, Job, JobRecord
+from swiftbatch.jobs.json_records import shown
 from swiftbatch.jobs.run.run_records import DamagedError
 from swiftbatch.jobs.storage.store import Store, at_hand, new_spool, told_of_room
 

@@ -16,9 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import from_json
 
 from swiftbatch.jobs.file_owner import Identity
-from swiftbatch.jobs.input.validation_errors import reasons
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.jobs.json_records import NOT_TEXT
+from swiftbatch.jobs.json_records import NOT_TEXT, reasons
 
 if TYPE_CHECKING:
     import numpy as np

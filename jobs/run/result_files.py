@@ -19,8 +19,7 @@ from weakref import finalize
 
 from pydantic import Field, ValidationError
 
-from swiftbatch.jobs.input.validation_errors import reasons
-from swiftbatch.jobs.json_records import Strict, dump_line, sealed, unsealed
+from swiftbatch.jobs.json_records import Strict, dump_line, reasons, sealed, unsealed
 from swiftbatch.jobs.run.error_files import DAMAGED, NO_FILE, LinePlace, parsed_line, read_lines
 from swiftbatch.jobs.run.output_line import LINE_ID, line_id, num_completion_tokens, parse_line
 from swiftbatch.jobs.run.run_records import NUM_READERS

@@ -272,13 +272,7 @@ class Run:
 
     def lines_of(self, index: JobIndex) -> Iterator[dict[str, Any] | None]:
         """Yield the output line of each job, or None for a job that has no line yet."""
-        finished = self.finished_ids()
-        failed = self._errors.job_ids()
-
-        def place(job_id: str) -> LinePlace | None:
-            return self._place(job_id, finished) if job_id in finished or job_id in failed else None
-
-        return self._read_places(map(place, index.job_ids()))
+        return self._read_places(self._output_places(index.job_ids(), {}))
 
     def finished_ids(self) -> Container[str]:
         return self._results.job_ids()

@@ -11,8 +11,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from swiftbatch.jobs.checkpoints.checkpoint_files import Moment
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.input.validation_errors import reasons, shown
-from swiftbatch.jobs.json_records import Frozen
+from swiftbatch.jobs.json_records import Frozen, reasons, shown
 from swiftbatch.jobs.sampling_params import LoopAction, ThinkingEnd
 from swiftbatch.jobs.storage.store import Store
 

@@ -16,8 +16,7 @@ from typing import Self
 from pydantic import Field, ValidationError
 
 from swiftbatch.jobs.checkpoints.checkpoint_files import NUMBERS_PER_EPOCH
-from swiftbatch.jobs.input.validation_errors import reasons
-from swiftbatch.jobs.json_records import Strict, sealed, unsealed
+from swiftbatch.jobs.json_records import Strict, reasons, sealed, unsealed
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.driver.waiting_jobs import Strikes
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from swiftbatch.jobs.storage.retries import Backoff
 from swiftbatch.scheduler.cluster import ray_actors
-from swiftbatch.scheduler.cluster.cluster_watch import AwakeClock
 from swiftbatch.scheduler.cluster.ray_actors import last_words
+from swiftbatch.scheduler.cluster.ray_cluster import AwakeClock
 from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.cluster.worker_code import Code, own_code
 from swiftbatch.scheduler.driver.run_limits import monotonic
@@ -95,7 +95,7 @@ class Worker:
     """One worker and its pending orders; a worker without a `call` is idle."""
 
     id: str
-    actor: Any  # handle of a WorkerActor; Ray only types decorated classes
+    actor: Any  # handle of a `WorkerProcess`; Ray only types decorated classes
     call: Any  # reference to a WorkerInfo or WorkReport, or None
     info: WorkerInfo | None = None  # None until it has started
     orders: Orders = field(default_factory=Orders)  # besides new jobs, until its next report

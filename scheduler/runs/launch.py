@@ -13,9 +13,8 @@ from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.metrics.counters import DriverCounters
 from swiftbatch.metrics.exporter import EVERYWHERE
-from swiftbatch.scheduler.cluster.cluster_watch import ClusterLostError
 from swiftbatch.scheduler.cluster.embedded_ray import LOOPBACK
-from swiftbatch.scheduler.cluster.ray_cluster import Cluster, ClusterError, connect
+from swiftbatch.scheduler.cluster.ray_cluster import Cluster, ClusterError, ClusterLostError, connect
 from swiftbatch.scheduler.cluster.worker_actor import WorkerSpec
 from swiftbatch.scheduler.display.display import Display
 from swiftbatch.scheduler.display.events import FewGpus, LimitReached, LineDamaged, ShardWritten, SlowOnGpu

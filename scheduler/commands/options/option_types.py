@@ -238,7 +238,7 @@ def checked(model: type[Options], options: dict[str, Any]) -> Options:
     """Validate a benchmark's options. Raises click.UsageError with the field."""
     from pydantic import ValidationError
 
-    from swiftbatch.jobs.input.validation_errors import reasons
+    from swiftbatch.jobs.json_records import reasons
 
     try:
         return model.model_validate(options)

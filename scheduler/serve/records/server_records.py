@@ -26,9 +26,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, fi
 from swiftbatch.jobs.checkpoints.checkpoint_files import Moment
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.input.request_fields import MAX_PRIORITY, Endpoint
-from swiftbatch.jobs.input.validation_errors import FieldError, reasons, shown
 from swiftbatch.jobs.job import JobUrl
-from swiftbatch.jobs.json_records import Frozen, Strict, whole
+from swiftbatch.jobs.json_records import FieldError, Frozen, Strict, reasons, shown, whole
 from swiftbatch.jobs.run.error_files import NO_FILE
 from swiftbatch.jobs.run.run_records import DamagedError, Model, read_model
 from swiftbatch.jobs.storage.store import Store

@@ -11,8 +11,7 @@ from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.jobs.storage.local_folder import LocalFolder
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.metrics.counters import DriverCounters
-from swiftbatch.scheduler.cluster.cluster_watch import ClusterLostError
-from swiftbatch.scheduler.cluster.ray_cluster import Cluster
+from swiftbatch.scheduler.cluster.ray_cluster import Cluster, ClusterLostError
 from swiftbatch.scheduler.driver.driver import LOST_CLUSTER_SECONDS
 from swiftbatch.scheduler.driver.queue_loading import load_queue
 from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker

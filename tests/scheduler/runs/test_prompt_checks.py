@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.input.reader import read_jobs
 from swiftbatch.jobs.job import LINE_END, unpacked
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import RunError
@@ -22,6 +21,7 @@ from swiftbatch.scheduler.runs.submission import LineNotes, make_records
 from swiftbatch.worker.constraints import thinking
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
+from tests.jobs.input.job_lines import read_jobs
 from tests.scheduler.commands.command_parts import invoke, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
 
