@@ -19,7 +19,13 @@ MAX_MARKS = 64
 MIN_STRIDE_SECONDS = 1.0
 
 
-class Timeline(Strict):
+class OwnedFile(Strict):
+    """Base of the contents of checkpoint files; `identity` is the owner, which `dump_file` adds to the file alone."""
+
+    identity: Identity | None = Field(default=None, exclude=True)
+
+
+class Timeline(OwnedFile):
     """Columns `[num_marks]` of an attempt's progress; the first mark is at its first verified step.
 
     `num_tokens` includes tokens recovered from earlier attempts; the other counts cover this attempt alone.
@@ -85,12 +91,6 @@ class TimelineRecorder:
 
 
 NUMBERS_PER_EPOCH: Final = 1_000_000  # attempt numbers per driver
-
-
-class OwnedFile(Strict):
-    """Base of all checkpoint files: the owner, which `dump_file` sets."""
-
-    identity: Identity | None = None
 
 
 class SegmentEntry(Strict):
@@ -167,7 +167,7 @@ class StateManifest(OwnedFile):
         return self
 
 
-class ResumeRecord(Strict):
+class ResumeRecord(OwnedFile):
     """Record of a resumed attempt.
 
     `num_recomputed_tokens` were generated again, `num_loaded_positions` came from segments.
@@ -181,8 +181,8 @@ class ResumeRecord(Strict):
     resumed: Moment
 
 
-class AttemptStart(Strict):
-    """The worker, start and numerics of an attempt; `attempt` counts from 1."""
+class AttemptStart(OwnedFile):
+    """The worker, start and numerics of an attempt, written before its other files; `attempt` counts from 1."""
 
     worker_id: str
     claimed: Moment
@@ -205,24 +205,12 @@ class AttemptRecord(Strict):
     number: int
 
 
-class ClaimFile(AttemptStart, OwnedFile):
-    """`claim.json`, written before the attempt's other files."""
-
-
-class ResumeFile(ResumeRecord, OwnedFile):
-    pass
-
-
-class TimelineFile(Timeline, OwnedFile):
-    pass
-
-
 FileModel = TypeVar("FileModel", bound=OwnedFile)
 
 
 def dump_file(content: OwnedFile, identity: Identity) -> bytes:
-    owned = content.model_copy(update={"identity": identity})
-    return sealed(owned.model_dump_json().encode())
+    owner = f'{{"identity":{identity.model_dump_json()},'
+    return sealed(f"{owner}{content.model_dump_json()[1:]}".encode())
 
 
 def parse_file(data: bytes, model: type[FileModel], identity: Identity) -> FileModel:
@@ -335,13 +323,13 @@ def read_attempt(
         if data is None and not is_due:
             return None
         found = files.decoded(path, data, lambda data: parse_file(data, model, identity))
-        return found.model_dump(exclude={"identity"}) if found else None
+        return found.model_dump() if found else None
 
     number, is_newest = numbers[index], index == len(numbers) - 1
-    start = read("claim.json", ClaimFile, is_due=True) or {}
+    start = read("claim.json", AttemptStart, is_due=True) or {}
     # the first attempt has no such file, and the newest attempt may have just begun
-    resume = read("resume.json", ResumeFile, is_due=index > 0 and not is_newest)
+    resume = read("resume.json", ResumeRecord, is_due=index > 0 and not is_newest)
     # an attempt without a token has none
-    timeline = read("timeline.json", TimelineFile, is_due=False)
+    timeline = read("timeline.json", Timeline, is_due=False)
     known = {"attempt": index + 1} | start | {"number": number, "resume": resume, "timeline": timeline}
     return AttemptRecord.model_validate(known)

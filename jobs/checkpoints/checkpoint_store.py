@@ -26,16 +26,13 @@ from swiftbatch.jobs.checkpoints.checkpoint_files import (
     AttemptRecord,
     AttemptStart,
     CheckedFiles,
-    ClaimFile,
     DrafterEntry,
     Known,
     LayerStatesEntry,
-    ResumeFile,
     ResumeRecord,
     SegmentEntry,
     StateManifest,
     Timeline,
-    TimelineFile,
     digest,
     drafter_name,
     dump_file,
@@ -86,7 +83,7 @@ class CheckpointStore:
 
     def begin(self, job_id: str, attempt: int, start: AttemptStart) -> None:
         """Write an attempt's claim before its other files."""
-        data = dump_file(ClaimFile(**start.model_dump()), self._identity(job_id))
+        data = dump_file(start, self._identity(job_id))
         self._store.write(_path(job_id, attempt, "claim.json"), data)
 
     def attempts(self, job_id: str) -> list[int]:
@@ -104,15 +101,15 @@ class CheckpointStore:
     def numerics(self, job_id: str, attempt: int) -> str | None:
         """Return an attempt's numerics: "" if its claim names none, None if the claim is unreadable."""
         path, identity = _path(job_id, attempt, "claim.json"), self._identity(job_id)
-        claim = self._files.decoded(path, self._store.read(path), lambda data: parse_file(data, ClaimFile, identity))
+        claim = self._files.decoded(path, self._store.read(path), lambda data: parse_file(data, AttemptStart, identity))
         return None if claim is None else claim.numerics
 
     def write_resume(self, job_id: str, attempt: int, record: ResumeRecord) -> None:
-        data = dump_file(ResumeFile(**record.model_dump()), self._identity(job_id))
+        data = dump_file(record, self._identity(job_id))
         self._store.write(_path(job_id, attempt, "resume.json"), data)
 
     def write_timeline(self, job_id: str, attempt: int, timeline: Timeline) -> int:
-        data = dump_file(TimelineFile(**timeline.model_dump()), self._identity(job_id))
+        data = dump_file(timeline, self._identity(job_id))
         self._store.write(_path(job_id, attempt, "timeline.json"), data)
         return len(data)
 

@@ -14,12 +14,10 @@ import numpy as np
 
 from swiftbatch.jobs.checkpoints.checkpoint_files import (
     AttemptRecord,
-    ClaimFile,
+    AttemptStart,
     DrafterEntry,
     LayerStatesEntry,
-    ResumeFile,
     SegmentEntry,
-    TimelineFile,
     dump_file,
 )
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
@@ -109,16 +107,16 @@ def inherit(
     for record in attempts:
         is_last = record is attempts[-1]
         folder = f"{CHECKPOINTS}/{identity.job_id}/{record.number:04d}"
-        claim = ClaimFile(
+        claim = AttemptStart(
             worker_id=record.worker_id, claimed=record.claimed, numerics=record.numerics, attempt=record.attempt
         )
         store.write(f"{folder}/claim.json", dump_file(claim, identity))
         if record.resume is not None:
-            store.write(f"{folder}/resume.json", dump_file(ResumeFile(**record.resume.model_dump()), identity))
+            store.write(f"{folder}/resume.json", dump_file(record.resume, identity))
         if record.timeline is not None:
             # its log has all its tokens
-            timeline = record.timeline.model_dump() | ({"is_released": True} if is_last else {})
-            store.write(f"{folder}/timeline.json", dump_file(TimelineFile(**timeline), identity))
+            timeline = record.timeline.model_copy(update={"is_released": is_last or record.timeline.is_released})
+            store.write(f"{folder}/timeline.json", dump_file(timeline, identity))
         its_log = log if is_last else TokenLog(np.zeros(0, dtype=np.uint32))
         if is_last and logprobs is not None:
             span = encode_span(log.token_ids, logprobs, identity)

@@ -19,9 +19,7 @@ from swiftbatch.jobs.checkpoints.checkpoint_files import (
     AttemptRecord,
     AttemptStart,
     CheckedFiles,
-    ClaimFile,
     Timeline,
-    TimelineFile,
     dump_file,
     parse_file,
 )
@@ -215,8 +213,8 @@ class PackedLogs:
         self, job_id: str, attempt: int, start: AttemptStart, log: TokenLog, timeline: Timeline | None
     ) -> PackedLog:
         identity = Identity(job_id=job_id, fingerprint=self._fingerprint)
-        claim = dump_file(ClaimFile(**start.model_dump()), identity)
-        kept = b"" if timeline is None else dump_file(TimelineFile(**timeline.model_dump()), identity)
+        claim = dump_file(start, identity)
+        kept = b"" if timeline is None else dump_file(timeline, identity)
         return PackedLog(job_id, attempt, claim, kept, encode_log(log, identity))
 
     def write(self, name: str, entries: Iterable[PackedLog]) -> int:
@@ -300,10 +298,9 @@ class PackedLogs:
 
     def _attempt(self, entry: PackedLog, data: bytes) -> RunningAttempt:
         identity = Identity(job_id=entry.job_id, fingerprint=self._fingerprint)
-        start = parse_file(entry.claim, ClaimFile, identity).model_dump(exclude={"identity"})
-        timeline = parse_file(entry.timeline, TimelineFile, identity) if entry.timeline else None
-        kept = None if timeline is None else timeline.model_dump(exclude={"identity"})
-        record = AttemptRecord.model_validate({**start, "number": entry.attempt, "timeline": kept})
+        start = parse_file(entry.claim, AttemptStart, identity).model_dump()
+        timeline = parse_file(entry.timeline, Timeline, identity) if entry.timeline else None
+        record = AttemptRecord.model_validate({**start, "number": entry.attempt, "timeline": timeline})
         return RunningAttempt(record, self._decoded(entry, data))
 
     def _decoded(self, entry: PackedLog, data: bytes) -> TokenLog:
