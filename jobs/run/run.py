@@ -65,16 +65,11 @@ class Run:
         self._errors = LineFiles(store, "errors", self.damaged, self._fingerprint)
 
     @classmethod
-    def create_or_open(cls, uri: str, manifest: RunManifest, retries: Retries | None = None) -> Run:
-        """Open the run at `uri`, or create it from `manifest`.
+    def planned(cls, uri: str, manifest: RunManifest, retries: Retries | None = None) -> Run:
+        """Open the run at `uri`, or plan a new run from `manifest`, which only `made` writes.
 
         Raises `RunError` if it has another model or dtype.
         """
-        return cls.planned(uri, manifest, retries).made()
-
-    @classmethod
-    def planned(cls, uri: str, manifest: RunManifest, retries: Retries | None = None) -> Run:
-        """Open the run, or plan a new run, which only `made` writes. Raises as `create_or_open`."""
         store = Store(uri, retries)
         if store.exists(MANIFEST):
             return cls.open(uri, retries)._fit_for(manifest)
@@ -85,7 +80,7 @@ class Run:
         return cls(store, manifest)
 
     def made(self) -> Run:
-        """Write a planned run and return it. Raises as `create_or_open` does."""
+        """Write a planned run and return it. Raises as `planned` does."""
         self.store.write_new(MANIFEST, pretty(self.manifest))
         found = read_model(self.store, MANIFEST, RunManifest)
         return self if found is None else Run(self.store, found)._fit_for(self.manifest)

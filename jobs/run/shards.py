@@ -100,27 +100,20 @@ class Plan(Frozen):
     lines: tuple[PlannedLine, ...]
 
 
-class Plans:
-    """The plans of a run for the driver of an epoch."""
+def read_plans(store: Store, epoch: int) -> dict[int, Plan]:
+    """Return a run's plans up to an epoch, by number. Raises StoreError, RunError for a damaged one."""
+    newest: dict[int, tuple[int, str]] = {}
+    for name in store.list(PLANS_FOLDER):
+        if (found := NAME.fullmatch(name)) and int(found[2]) <= epoch:
+            newest[int(found[1])] = max(newest.get(int(found[1]), (0, "")), (int(found[2]), name))
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        plans = pool.map(lambda each: read_model(store, f"{PLANS_FOLDER}/{each[1]}", Plan), newest.values())
+        return {number: plan for number, plan in sorted(zip(newest, plans, strict=True)) if plan is not None}
 
-    def __init__(self, store: Store, epoch: int) -> None:
-        self._store = store
-        self._epoch = epoch
 
-    def read(self) -> dict[int, Plan]:
-        """Return the plans by number. Raises StoreError, RunError for a damaged one."""
-        newest: dict[int, tuple[int, str]] = {}
-        for name in self._store.list(PLANS_FOLDER):
-            if (found := NAME.fullmatch(name)) and int(found[2]) <= self._epoch:
-                newest[int(found[1])] = max(newest.get(int(found[1]), (0, "")), (int(found[2]), name))
-        with ThreadPoolExecutor(NUM_READERS) as pool:
-            plans = pool.map(lambda each: read_model(self._store, f"{PLANS_FOLDER}/{each[1]}", Plan), newest.values())
-            return {number: plan for number, plan in sorted(zip(newest, plans, strict=True)) if plan is not None}
-
-    def write(self, number: int, plan: Plan) -> None:
-        """Write this driver's plan; writing the same plan again is harmless. Raises StoreError."""
-        path = f"{PLANS_FOLDER}/{number:05d}-{self._epoch:04d}.json"
-        self._store.write_new(path, plan.model_dump_json().encode() + b"\n")
+def write_plan(store: Store, epoch: int, number: int, plan: Plan) -> None:
+    """Write the plan of an epoch's driver; writing the same plan again is harmless. Raises StoreError."""
+    store.write_new(f"{PLANS_FOLDER}/{number:05d}-{epoch:04d}.json", plan.model_dump_json().encode() + b"\n")
 
 
 class SizedLine(NamedTuple):
@@ -316,8 +309,7 @@ class Shards:
         self._lines: dict[str, list[list[str]]] = defaultdict(list)  # by custom_id: the lineage of each choice's job
         for lineage in run.lineages():
             self._lines[self._records[lineage[-1]].job.custom_id].append(lineage)
-        self._plans = Plans(run.store, epoch)
-        plans = self._plans.read()
+        self._epoch, plans = epoch, read_plans(run.store, epoch)
         self._next_number = max(plans, default=-1) + 1
         self._newest = {line.custom_id: line for plan in plans.values() for line in plan.lines}
         there = set(run.store.list(DATA))
@@ -387,7 +379,7 @@ class Shards:
 
     def _published(self, number: int, file: BinaryIO) -> WrittenShard:
         plan, path, store = self._missing[number], f"{DATA}/{self._name(number)}", self._run.store
-        self._plans.write(number, plan)
+        write_plan(store, self._epoch, number, plan)
         self._check()
         store.write_new(f"{SHARDS_FOLDER}/README.md", card(self._settings.format).encode())
         store.write_new_from(path, file)

@@ -11,7 +11,7 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import WorkerStatus
 from swiftbatch.metrics import exporter
 from swiftbatch.metrics.counters import DriverCounters
-from swiftbatch.metrics.exporter import METRICS_PATH, DriverCollector, Labels, registry_of, serve
+from swiftbatch.metrics.exporter import METRICS_PATH, Labels, driver_families, registry_of, serve
 from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo
 from swiftbatch.scheduler.display.display import Display
 from swiftbatch.scheduler.display.events import MetricsServed
@@ -116,7 +116,7 @@ def served_metrics(context: DriverContext, config: EngineConfig, host: str, port
         )
     }
     labels = Labels(model_name=config.model, drafter=config.engine, worker="driver")
-    address, stop = serve(registry_of(DriverCollector(context.counters, labels)), port, pages, host)
+    address, stop = serve(registry_of(lambda: driver_families(context.counters, labels)), port, pages, host)
     context.display.note(MetricsServed(address, address.removesuffix(METRICS_PATH) + exporter.DISCOVERY_PATH))
     try:
         yield

@@ -40,7 +40,7 @@ def kept_or_new_manifest(run_uri: str, settings: Settings) -> RunManifest:
     """Return the run's checked manifest, or a new one. Raises RunError if settings differ."""
     try:
         manifest = Run.open(run_uri, settings.start_retries).manifest
-    except RunError:  # absent or unreadable: `Run.create_or_open` tells which
+    except RunError:  # absent or unreadable: `Run.planned` tells which
         return _new_manifest(settings)
     for name, value in settings.said.items():
         found = _place(value) if name == "model" else value

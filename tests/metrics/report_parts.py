@@ -20,7 +20,7 @@ ENDED = PROGRESS.model_copy(update={"state": "finished", "workers": (), "running
 
 
 def new_run(uri: str) -> Run:
-    return Run.create_or_open(uri, MANIFEST.model_copy(update={"created": BEGIN}))
+    return Run.planned(uri, MANIFEST.model_copy(update={"created": BEGIN})).made()
 
 
 def record(custom_id: str, prompt: str = "Once", max_tokens: int = 1000) -> JobRecord:

@@ -100,7 +100,7 @@ def told_requests(what: str) -> tuple[int, int]:
 
 
 def test_a_heartbeat_makes_the_requests_that_the_table_says(s3_uri: str, s3_proxy: FaultProxy) -> None:
-    run = Run.create_or_open(s3_uri, MANIFEST)
+    run = Run.planned(s3_uri, MANIFEST).made()
     epoch = LeaseEpoch.begin(run)
 
     def beat() -> None:  # as in `Driver`
@@ -138,7 +138,7 @@ def test_checkpoints_make_the_requests_that_the_table_says(s3_uri: str, s3_proxy
 
 
 def test_a_segment_of_results_makes_the_requests_that_the_table_says(s3_uri: str, s3_proxy: FaultProxy) -> None:
-    run, results = Run.create_or_open(s3_uri, MANIFEST), ResultSegment((name, FINISHED) for name in "abc")
+    run, results = Run.planned(s3_uri, MANIFEST).made(), ResultSegment((name, FINISHED) for name in "abc")
     assert requests_of(s3_proxy, lambda: run.write_segment("w1", results)) == told_requests("segment")
 
 

@@ -24,7 +24,7 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.metrics.counters import EngineCounters
-from swiftbatch.metrics.exporter import EngineCollector, Labels, registry_of, serve
+from swiftbatch.metrics.exporter import Labels, engine_families, registry_of, serve
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.constraints.thinking import reasoning_of
 from swiftbatch.worker.drafters.catalogue import create_drafter
@@ -87,7 +87,9 @@ class WorkerSession:
         self.metrics_address: str | None = None
         if metrics_host is not None:
             labels = Labels(model_name=config.model, drafter=config.engine, worker=worker_id)
-            self.metrics_address, _ = serve(registry_of(EngineCollector(counters, labels)), 0, host=metrics_host)
+            self.metrics_address, _ = serve(
+                registry_of(lambda: engine_families(counters, labels)), 0, host=metrics_host
+            )
 
     def work(self, orders: Orders, seconds: float) -> WorkReport:
         """Follow the orders, step all jobs for about `seconds`, and report."""

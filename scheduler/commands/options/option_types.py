@@ -201,10 +201,6 @@ def _or_all_cores(_context: click.Context, _parameter: click.Parameter, value: i
     return value or len(os.sched_getaffinity(0))
 
 
-def text_of(purpose: str, *, required: bool = False) -> Callable[[Command], Command]:
-    return click.option("--text", type=click.Path(exists=True, path_type=Path), required=required, help=purpose)
-
-
 MODEL = click.option(
     "--model",
     default=Computation.model,

@@ -25,7 +25,7 @@ from tests.jobs.run.run_parts import MANIFEST, make_record, write_result
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    return Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+    return Run.planned(str(tmp_path / "run"), MANIFEST).made()
 
 
 def records_of(*prompts: str, n: int = 1) -> list[JobRecord]:

@@ -37,7 +37,7 @@ def segment_of(records: Iterable[JobRecord]) -> ResultSegment:
 
 def make_run(uri: str) -> tuple[Run, list[JobRecord]]:
     """Make five jobs: two in one segment, one in another, one alone, one with an error."""
-    run = Run.create_or_open(uri, MANIFEST)
+    run = Run.planned(uri, MANIFEST).made()
     records = [make_record(name) for name in NAMES]
     run.add_jobs(records)
     run.write_segment("w1-x-0001", segment_of(records[:2]))

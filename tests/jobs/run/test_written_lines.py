@@ -43,7 +43,7 @@ def line_of(record: JobRecord, run: Run, text: str = TEXT, **others: Any) -> dic
 
 def make_run(uri: str) -> tuple[Run, list[JobRecord]]:
     """Make a line of every kind, one to be extended and one unfinished."""
-    run = Run.create_or_open(uri, MANIFEST)
+    run = Run.planned(uri, MANIFEST).made()
     records = [make_record(name) for name in NAMES]
     records += [make_chat("chat"), make_chat("thought")]
     run.add_jobs(records)
@@ -110,7 +110,7 @@ FAULTS: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_result_that_is_not_the_job_s_is_left_out_and_told_of(tmp_path: Path, fault: str) -> None:
-    run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+    run = Run.planned(str(tmp_path / "run"), MANIFEST).made()
     record = make_record("text")
     run.add_jobs([record])
     text = dump_line(line_of(record, run))[:-1]
@@ -125,7 +125,7 @@ def test_a_result_that_is_not_the_job_s_is_left_out_and_told_of(tmp_path: Path, 
 
 @pytest.mark.parametrize("letter", ["\x7f", "\x85", "\u2028"])
 def test_a_character_that_lines_must_not_have_is_escaped_though_it_was_sealed(tmp_path: Path, letter: str) -> None:
-    run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+    run = Run.planned(str(tmp_path / "run"), MANIFEST).made()
     record = make_record("text")
     run.add_jobs([record])
     line = line_of(record, run, f"a{letter}b")

@@ -103,7 +103,7 @@ def test_no_file_of_a_run_and_no_output_holds_credentials(
         uri = (
             f"s3://{ACCESS_KEY}:{quote(SECRET_KEY, safe='')}@{bucket}?scheme=http&endpoint_override={s3_server.address}"
         )
-    run = Run.create_or_open(uri, MANIFEST)
+    run = Run.planned(uri, MANIFEST).made()
     record = make_record("a")
     run.add_jobs([record])
     run.write_progress(PROGRESS)

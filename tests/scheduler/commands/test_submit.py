@@ -76,7 +76,7 @@ def test_a_job_file_in_place_of_a_run_is_told_with_its_run(tmp_path: Path) -> No
     jobs, run = write_jobs(tmp_path / "jobs.jsonl", job("fox")), str(tmp_path / "jobs.run")
     for command in (["resume"], ["status"], ["submit", jobs, "--run"]):
         assert f"is a file, expected a run's folder; `swiftbatch submit {jobs}` makes" in refusal(*command, jobs)
-    Run.create_or_open(run, MANIFEST)
+    Run.planned(run, MANIFEST).made()
     assert refusal("resume", jobs).endswith(f"{jobs} is a file, expected a run's folder; its run is {run}")
 
 

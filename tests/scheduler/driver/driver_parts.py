@@ -79,7 +79,7 @@ def make_run(folder: Path, jobs: dict[str, int], seed: int = SEED, prompts: Mapp
         exactness="not probed",
         cpu_capability="",
     )
-    run = Run.create_or_open(str(folder), manifest)
+    run = Run.planned(str(folder), manifest).made()
     records = []
     for line_number, (custom_id, max_tokens) in enumerate(jobs.items(), start=1):
         sampling = SamplingParams(max_tokens=max_tokens, seed=seed)

@@ -24,7 +24,7 @@ NEVER = SealingRule(seconds=1e9, num_tokens=10**9)
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+    run = Run.planned(str(tmp_path / "run"), MANIFEST).made()
     checkpoints = CheckpointStore.of(run)
     for job_id in "abc":
         checkpoints.write_tokens(job_id, claim(checkpoints, job_id, "w1"), np.arange(5, dtype=np.uint32))
@@ -79,7 +79,7 @@ def test_on_a_store_with_faults_every_result_is_there_once_and_no_checkpoint_is_
     monkeypatch.setattr(
         "swiftbatch.jobs.storage.retries.STORE_BACKOFF", wait_random_exponential(multiplier=0.01, max=0.1)
     )
-    run = Run.create_or_open(s3_store.uri, MANIFEST, Retries(120))
+    run = Run.planned(s3_store.uri, MANIFEST, Retries(120)).made()
     checkpoints, results = CheckpointStore.of(run), Sealing(run, "w1", NEVER)
     s3_proxy.chances = {"unavailable": 0.05, "refused": 0.03, "lost": 0.03, "cut": 0.03}
     job_ids = [f"job-{number}" for number in range(12)]

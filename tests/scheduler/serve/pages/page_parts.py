@@ -77,7 +77,7 @@ def new_batch(
 
 
 def submit(batch: Batch, names: Sequence[str], rejects: Sequence[Reject] = ()) -> tuple[Run, list[JobRecord]]:
-    run = Run.create_or_open(batch.store.uri, MANIFEST.model_copy(update={"created": time.time()}))
+    run = Run.planned(batch.store.uri, MANIFEST.model_copy(update={"created": time.time()})).made()
     records = [record(name) for name in names]
     run.add_jobs(records)
     run.write_rejects(rejects)
