@@ -23,14 +23,6 @@ Utf8 = Annotated[str, Field(min_length=0)]
 TEXTLESS = ("tool_calls", "tool_call_id", "function_call", "audio", "annotations", "refusal")
 SHARE_GPT = {"from": "role", "value": "content"}
 TEXT_PARTS = ("text", "input_text", "output_text")  # the Responses API, which vLLM takes too, uses the last two names
-# variables that the template's renderer or other fields set
-NOT_KWARGS = frozenset(
-    [
-        *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
-        *("continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length"),
-        *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
-    ]
-)
 
 
 class Message(Strict):
@@ -102,28 +94,6 @@ class TemplateOptions(Strict):
     kwargs: dict[str, Scalar] = Field(default={})
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-
-
-def checked_kwargs(value: object) -> dict[str, Scalar]:
-    """Raise FieldError."""
-    if not isinstance(value, dict):
-        raise FieldError("", f"found {shown(value)}, expected an object")
-    for name, each in value.items():
-        if name in NOT_KWARGS:
-            raise FieldError("", f"found {shown(name)}, expected variables of the chat template alone")
-        if not isinstance(each, str | int | float | bool | None) or not _is_writable(name, each):
-            expected = "expected strings, numbers, true, false or null"
-            raise FieldError("", f"found {shown(each)} as {shown(name)}, {expected}")
-    return value
-
-
-def _is_writable(*values: object) -> bool:
-    """Return whether the values fit JSON and UTF-8."""
-    try:
-        json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
-    except ValueError:
-        return False
-    return True
 
 
 MAX_CUSTOM_ID = 512

@@ -93,56 +93,63 @@ class TimelineRecorder:
 NUMBERS_PER_EPOCH: Final = 1_000_000  # attempt numbers per driver
 
 
-class SegmentEntry(Strict):
+class StateEntry(Strict):
+    """A file of a job's state, in the folder of an attempt."""
+
+    file: str = Field(pattern=r"^[0-9]{4,}/")
+
+    @property
+    def attempt(self) -> int:
+        return int(self.file.partition("/")[0])
+
+    @property
+    def name(self) -> str:
+        """Return the file's name, which tells its positions."""
+        raise NotImplementedError
+
+    @model_validator(mode="after")
+    def _is_named_after_its_positions(self) -> Self:
+        if self.file.partition("/")[2] != self.name:
+            raise ValueError(f"found the file name {shown(self.file)}, expected it to end in {self.name}")
+        return self
+
+
+class SegmentEntry(StateEntry):
     """A KV segment of positions `[start, end)`; `size` is in bytes."""
 
-    file: str = Field(pattern=r"^[0-9]{4,}/kv-[0-9]+-[0-9]+\.arrow$")
     start: int = Field(ge=0)
     end: int = Field(gt=0)
     size: int = Field(ge=0)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
-    @model_validator(mode="after")
-    def _is_named_after_its_positions(self) -> Self:
-        _check_name(self.file, segment_name(self.start, self.end))
-        return self
-
     @property
-    def attempt(self) -> int:
-        return int(self.file.partition("/")[0])
+    def name(self) -> str:
+        return segment_name(self.start, self.end)
 
 
-class DrafterEntry(Strict):
+class DrafterEntry(StateEntry):
     """The state of `engine`'s drafter after `num_positions` positions."""
 
-    file: str = Field(pattern=r"^[0-9]{4,}/drafter-[0-9]+\.arrow$")
     num_positions: int = Field(ge=0)
     engine: str
     size: int = Field(ge=0)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
-    @model_validator(mode="after")
-    def _is_named_after_its_positions(self) -> Self:
-        _check_name(self.file, drafter_name(self.num_positions))
-        return self
+    @property
+    def name(self) -> str:
+        return drafter_name(self.num_positions)
 
 
-class LayerStatesEntry(Strict):
+class LayerStatesEntry(StateEntry):
     """Layer states after the first `num_positions` positions."""
 
-    file: str = Field(pattern=r"^[0-9]{4,}/states-[0-9]+\.arrow$")
     num_positions: int = Field(gt=0)
     size: int = Field(ge=0)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
-    @model_validator(mode="after")
-    def _is_named_after_its_positions(self) -> Self:
-        _check_name(self.file, states_name(self.num_positions))
-        return self
-
     @property
-    def attempt(self) -> int:
-        return int(self.file.partition("/")[0])
+    def name(self) -> str:
+        return states_name(self.num_positions)
 
 
 class StateManifest(OwnedFile):
@@ -241,11 +248,6 @@ def drafter_name(num_positions: int) -> str:
 
 def states_name(num_positions: int) -> str:
     return f"states-{num_positions}.arrow"
-
-
-def _check_name(file: str, expected: str) -> None:
-    if file.partition("/")[2] != expected:
-        raise ValueError(f"found the file name {shown(file)}, expected it to end in {expected}")
 
 
 # Readers that log damaged or foreign files once and skip them.

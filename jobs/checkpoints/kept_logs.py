@@ -153,13 +153,13 @@ class _State:
         segment = self._checkpoints.read_segment(self._earlier_id, entry)
         if segment is None:
             return None
-        return self._checkpoints.write_segment(self._job_id, _attempt(entry), segment)
+        return self._checkpoints.write_segment(self._job_id, entry.attempt, segment)
 
     def _drafter(self, entry: DrafterEntry | None) -> DrafterEntry | None:
         state = None if entry is None else self._checkpoints.read_drafter(self._earlier_id, entry)
         if entry is None or state is None:
             return None
-        place = (self._job_id, _attempt(entry), entry.num_positions)
+        place = (self._job_id, entry.attempt, entry.num_positions)
         return self._checkpoints.write_drafter(*place, entry.engine, state)
 
     def _states(self, entry: LayerStatesEntry | None) -> LayerStatesEntry | None:
@@ -167,7 +167,3 @@ class _State:
         if entry is None or states is None:
             return None
         return self._checkpoints.write_states(self._job_id, entry.attempt, states)
-
-
-def _attempt(entry: SegmentEntry | DrafterEntry) -> int:
-    return int(entry.file.partition("/")[0])
