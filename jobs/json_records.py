@@ -30,6 +30,17 @@ def whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def is_utf8(text: str) -> bool:
+    """Return whether a text has no lone surrogate, which JSON may contain but UTF-8 can't."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def of_checked(kind: type[Record], values: dict[str, Any]) -> Record:
     """Make a record of values that are already checked and in order, several times faster than `model_construct`."""
     made = object.__new__(kind)

@@ -25,7 +25,7 @@ from swiftbatch.jobs.input.request_fields import (
     text_id,
 )
 from swiftbatch.jobs.job import CHAT, COMPLETIONS, MAX_CUSTOM_ID, Job, JobUrl, Message, Messages, TemplateOptions
-from swiftbatch.jobs.json_records import of_checked, reasons, shown
+from swiftbatch.jobs.json_records import is_utf8, of_checked, reasons, shown
 from swiftbatch.jobs.sampling_params import (
     MAX_COUNT,
     MAX_SEED,
@@ -290,7 +290,7 @@ class ParsedLineCache:
             return None
         if (prompt is None) == (messages is None) or (messages is None) != (first.messages is None):
             return None
-        if messages is None and (not isinstance(prompt, str) or not prompt or not _is_utf8(prompt)):
+        if messages is None and (not isinstance(prompt, str) or not prompt or not is_utf8(prompt)):
             return None
         checked = None if messages is None else _messages(messages)
         if messages is not None and checked is None:
@@ -326,13 +326,3 @@ def _messages(value: object) -> tuple[Message, ...] | None:
         return MESSAGES.validate_python(value)
     except ValidationError:
         return None
-
-
-def _is_utf8(text: str) -> bool:
-    if text.isascii():
-        return True
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -32,7 +32,7 @@ from swiftbatch.jobs.input.parquet_rows import MAGIC, Columns, Row, parquet_rows
 from swiftbatch.jobs.input.rejects import Reject, Rejects
 from swiftbatch.jobs.input.request_fields import text_id
 from swiftbatch.jobs.job import MAX_CUSTOM_ID, JobUrl
-from swiftbatch.jobs.json_records import shown
+from swiftbatch.jobs.json_records import is_utf8, shown
 from swiftbatch.jobs.storage.store import Store
 
 MAX_LINE_BYTES = 32 * 2**20
@@ -197,7 +197,7 @@ def _readable_custom_id(value: object) -> str | None:
     value = text_id(value)
     if not isinstance(value, str) or not 0 < len(value) <= MAX_CUSTOM_ID:
         return None
-    return None if any("\ud800" <= letter <= "\udfff" for letter in value) else value
+    return value if is_utf8(value) else None
 
 
 # Job files in folders on a disk or in an object store.

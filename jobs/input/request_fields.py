@@ -19,7 +19,7 @@ from swiftbatch.jobs.job import (
     TemplateOptions,
     Utf8,
 )
-from swiftbatch.jobs.json_records import FieldError, Strict, shown, whole
+from swiftbatch.jobs.json_records import FieldError, Strict, is_utf8, shown, whole
 from swiftbatch.jobs.sampling_params import MAX_COUNT, MAX_TOP_LOGPROBS, TOP_P, SamplingParams
 from swiftbatch.jobs.structured_output import Structure, format_of
 
@@ -61,10 +61,8 @@ def _prompt(value: object, place: str = "") -> LinePrompt:
     if isinstance(value, str):
         if not value:
             raise FieldError(place, 'found "", expected a string with at least 1 character')
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise FieldError(place, f"found {shown(value)}, expected text that can be written as UTF-8") from None
+        if not is_utf8(value):
+            raise FieldError(place, f"found {shown(value)}, expected text that can be written as UTF-8")
         return value
     if not isinstance(value, list) or not value:
         raise FieldError(place, f"found {shown(value)}, expected a string, or a list of token ids")

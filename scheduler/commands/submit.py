@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from swiftbatch.jobs.job import JobUrl
+from swiftbatch.jobs.json_records import is_utf8
 from swiftbatch.jobs.run.run_records import LogprobsMode
 from swiftbatch.jobs.sampling_params import MAX_SEED, MIN_SEED, LoopAction, ThinkingEnd
 from swiftbatch.scheduler.commands.exit_codes import end, launch_shown, told_to_repeat
@@ -52,23 +53,15 @@ ENGINE_LINES = (f"  {name:<16} {entry.drafts_from}" for name, entry in ENGINES.i
 
 def _text(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:
     """Require UTF-8, because Ray fails late on other texts."""
-    if value is not None and not _is_utf8(value):
+    if value is not None and not is_utf8(value):
         raise click.BadParameter(f"found {value!a}, expected a name in UTF-8")
     return value
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _markers(_ctx: click.Context, _param: click.Parameter, value: tuple[str, str] | None) -> tuple[str, str] | None:
     """Check both markers. Raises click.BadParameter."""
     for text in value or ():
-        if not text or not _is_utf8(text):
+        if not text or not is_utf8(text):
             raise click.BadParameter(f"found {text!a}, expected two texts in UTF-8 that are not empty")
     return value
 
