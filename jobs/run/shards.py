@@ -14,11 +14,11 @@ from pydantic import Field, ValidationError
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.json_records import Frozen, dump_line
 from swiftbatch.jobs.run.job_table import newest_with
-from swiftbatch.jobs.run.output import row_groups, temporary_file
+from swiftbatch.jobs.run.output import row_groups
 from swiftbatch.jobs.run.output_line import plain, texts_of
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import NUM_READERS, RunError, pretty, read_model
-from swiftbatch.jobs.storage.store import Store
+from swiftbatch.jobs.storage.store import Store, spool
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -364,12 +364,12 @@ class Shards:
     def _completed(self, number: int) -> WrittenShard | None:
         """Write a planned shard that is missing; return None while one of its results is damaged."""
         plan = self._missing[number]
-        with temporary_file() as file:
+        with spool() as file:
             return self._published(number, file) if self._fill(file, plan.lines) == plan.lines else None
 
     def _added(self, lines: Sequence[PlannedLine]) -> WrittenShard | None:
         """Plan and write a shard of the readable lines, if any."""
-        with temporary_file() as file:
+        with spool() as file:
             if not (readable := self._fill(file, lines)):
                 return None
             number, self._next_number = self._next_number, self._next_number + 1
