@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from pyarrow import parquet
 
+Value = TypeVar("Value")
 Row = tuple[Any, ...]
 """The values of one job, in the order of `table_schema`."""
 
@@ -42,7 +43,7 @@ def add(store: Store, table: BinaryIO) -> None:
 
 
 def write_records(target: IO[bytes], records: Iterable[JobRecord], run_id: str) -> int:
-    return _write(target, (_part(rows) for rows in _parts(map(_row, records))), run_id)
+    return _write(target, map(_part, in_groups(map(_row, records), ROWS_PER_PART, CHARACTERS_PER_PART, _size)), run_id)
 
 
 def write_tables(target: IO[bytes], parts: Iterable[pa.Table], run_id: str) -> int:
@@ -83,17 +84,23 @@ def _row(record: JobRecord) -> Row:
     )
 
 
-def _parts(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    part: list[Row] = []
-    num_letters = 0
-    for row in rows:
-        part.append(row)
-        num_letters += len(row[JOB]) + len(row[TOKEN_IDS])
-        if len(part) == ROWS_PER_PART or num_letters >= CHARACTERS_PER_PART:
-            yield part
-            part, num_letters = [], 0
-    if part:
-        yield part
+def in_groups(
+    items: Iterable[Value], max_items: int, max_size: int, size_of: Callable[[Value], int]
+) -> Iterator[list[Value]]:
+    """Yield lists of at most `max_items` consecutive items, or of fewer if their sizes add up to `max_size`."""
+    group, size = list[Value](), 0
+    for item in items:
+        group.append(item)
+        size += size_of(item)
+        if len(group) == max_items or size >= max_size:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _size(row: Row) -> int:
+    return len(row[JOB]) + len(row[TOKEN_IDS])
 
 
 def _part(rows: Sequence[Row]) -> pa.Table:
@@ -133,8 +140,6 @@ def newest_with(lineage: list[str], job_ids: Container[str]) -> str | None:
 
 PROMPT = ("prompt_token_ids", "last_marker")
 RECORD = ("job_id", "job", "line_number", "num_prompt_tokens", "supersedes", "prompt_keys", *PROMPT)
-
-Value = TypeVar("Value")
 
 
 def read_parts(store: Store, names: Sequence[str], run_id: str | None = None) -> Iterator[pa.Table]:

@@ -10,6 +10,7 @@ from typing import IO, Any, BinaryIO
 
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.json_records import dump_line
+from swiftbatch.jobs.run.job_table import in_groups
 from swiftbatch.jobs.run.output_line import line_id, plain, texts_of
 from swiftbatch.jobs.storage.store import Store, StoreError, new_spool, spool
 
@@ -200,13 +201,8 @@ def _write_table(target: BinaryIO, rows: Iterator[dict[str, Any]], metric_types:
 
 def row_groups(rows: Iterable[dict[str, Any]], max_rows: int) -> Iterator[list[dict[str, Any]]]:
     """Group rows into groups of at most `max_rows` rows, or fewer if the rows are long."""
-    group: list[dict[str, Any]] = []
-    num_letters = 0
-    for row in rows:
-        group.append(row)
-        num_letters += sum(len(value) for value in row.values() if isinstance(value, str))
-        if len(group) == max_rows or num_letters >= MAX_CHARACTERS_PER_GROUP:
-            yield group
-            group, num_letters = [], 0
-    if group:
-        yield group
+    return in_groups(rows, max_rows, MAX_CHARACTERS_PER_GROUP, _num_letters)
+
+
+def _num_letters(row: dict[str, Any]) -> int:
+    return sum(len(value) for value in row.values() if isinstance(value, str))
