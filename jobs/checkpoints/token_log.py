@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from secrets import token_hex
@@ -25,6 +24,7 @@ from swiftbatch.jobs.checkpoints.checkpoint_files import (
 )
 from swiftbatch.jobs.file_owner import DamagedFileError, Identity, take_identity
 from swiftbatch.jobs.json_records import Strict, sealed, unsealed
+from swiftbatch.jobs.run.run_records import in_parallel
 from swiftbatch.jobs.storage.store import Store
 
 if TYPE_CHECKING:
@@ -110,7 +110,6 @@ CHECKPOINTS, WORKERS, WORKER_LOG_SUFFIX = "checkpoints", "workers", ".logs"
 WORKER_LOGS_FOLDER = f"{CHECKPOINTS}/{WORKERS}"
 ENTRY_HEAD = b'{"entry":'  # every entry begins with it
 NUM_LISTINGS = 3  # a listing may miss a file that was just replaced
-NUM_WRITERS = 16  # files written at a time when unpacking
 
 
 class PackedLog(NamedTuple):
@@ -266,9 +265,8 @@ class PackedLogs:
         by_attempt: dict[tuple[str, int], list[PackedLog]] = {}
         for entry in found.entries:
             by_attempt.setdefault((entry.job_id, entry.attempt), []).append(entry)
-        with ThreadPoolExecutor(NUM_WRITERS) as pool:
-            list(pool.map(lambda alike: [self.place(entry) for entry in alike], by_attempt.values()))
-            list(pool.map(self.delete, found.names))
+        in_parallel(lambda alike: [self.place(entry) for entry in alike], by_attempt.values())
+        in_parallel(self.delete, found.names)
 
     def place(self, entry: PackedLog) -> int:
         """Write an entry as the attempt's own files unless they are as far along. Returns bytes written."""

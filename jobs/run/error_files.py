@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from swiftbatch.jobs.json_records import dump_line, sealed, unsealed
 from swiftbatch.jobs.run.job_table import in_groups
 from swiftbatch.jobs.run.output_line import is_plain_result, parse_line
-from swiftbatch.jobs.run.run_records import NUM_READ_AHEAD, NUM_READERS
+from swiftbatch.jobs.run.run_records import NUM_READ_AHEAD, NUM_READERS, in_parallel
 from swiftbatch.jobs.storage.store import Store
 
 DAMAGED = "damaged"
@@ -75,10 +75,8 @@ class LineFiles:
     def write_all(self, lines: Iterable[tuple[str, dict[str, Any]]]) -> None:
         """Write many lines in parallel, because each takes a store's latency."""
         remaining = iter(lines)
-        with ThreadPoolExecutor(NUM_READERS) as pool:
-            while batch := list(islice(remaining, NUM_READ_AHEAD)):
-                for _ in pool.map(lambda pair: self.write(*pair), batch):
-                    pass
+        while batch := list(islice(remaining, NUM_READ_AHEAD)):
+            in_parallel(lambda pair: self.write(*pair), batch)
 
     def read(self, job_id: str) -> dict[str, Any] | None:
         """Read a job's line; return None if it is absent or damaged."""

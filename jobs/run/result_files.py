@@ -8,7 +8,6 @@ import os
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from secrets import token_hex
@@ -22,7 +21,7 @@ from pydantic import Field, ValidationError
 from swiftbatch.jobs.json_records import Strict, dump_line, reasons, sealed, unsealed
 from swiftbatch.jobs.run.error_files import DAMAGED, NO_FILE, LinePlace, parsed_line, read_lines
 from swiftbatch.jobs.run.output_line import LINE_ID, line_id, num_completion_tokens, parse_line
-from swiftbatch.jobs.run.run_records import NUM_READERS
+from swiftbatch.jobs.run.run_records import in_parallel
 from swiftbatch.jobs.storage.store import Store, told_of_room
 
 SEGMENTS = "results/segments"
@@ -234,15 +233,14 @@ class ResultFiles:
         """Read all segments; return the tokens of intact results and drop the others."""
         self._look()
         paths = list(self._segments)
-        with ThreadPoolExecutor(NUM_READERS) as pool:
-            for path, rows in zip(paths, pool.map(self._whole_of, paths), strict=True):
-                if rows is None:
-                    continue
-                lost = set(self._segments[path].job_ids).difference(job_id for job_id, *_ in rows)
-                for name in [f"{path}/{job_id}" for job_id in lost] or [path]:
-                    self._damaged[name] = self._broken[path] = NOT_WHOLE
-                self._segments[path] = SegmentIndex.of(path, rows)
-                self._place_all()
+        for path, rows in zip(paths, in_parallel(self._whole_of, paths), strict=True):
+            if rows is None:
+                continue
+            lost = set(self._segments[path].job_ids).difference(job_id for job_id, *_ in rows)
+            for name in [f"{path}/{job_id}" for job_id in lost] or [path]:
+                self._damaged[name] = self._broken[path] = NOT_WHOLE
+            self._segments[path] = SegmentIndex.of(path, rows)
+            self._place_all()
         return self._numbers(NUM_TOKENS)
 
     def set_damaged_aside(self) -> list[tuple[str, str, str]]:
@@ -273,10 +271,9 @@ class ResultFiles:
                 del self._segments[path]
             if gone:
                 self._place_all()
-            with ThreadPoolExecutor(NUM_READERS) as pool:
-                for path, index in zip(new, pool.map(self._index, new, map(sizes.get, new)), strict=True):
-                    self._segments[path] = index
-                    self._place_some(path, self._places)
+            for path, index in zip(new, in_parallel(lambda path: self._index(path, sizes[path]), new), strict=True):
+                self._segments[path] = index
+                self._place_some(path, self._places)
 
     def _place_all(self) -> None:
         places: dict[str, int] = {}

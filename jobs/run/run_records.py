@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
@@ -166,6 +167,13 @@ NUM_READ_AHEAD = 64
 
 Model = TypeVar("Model", bound=BaseModel)
 Value = TypeVar("Value")
+Item = TypeVar("Item")
+
+
+def in_parallel(call: Callable[[Item], Value], items: Iterable[Item]) -> list[Value]:
+    """Return what the call returns for each item; calls wait for a store together."""
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        return list(pool.map(call, items))
 
 
 class RunError(UserError):

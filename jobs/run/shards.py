@@ -6,7 +6,6 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, ValidationError
@@ -17,7 +16,7 @@ from swiftbatch.jobs.run.job_table import newest_with
 from swiftbatch.jobs.run.output import row_groups
 from swiftbatch.jobs.run.output_line import plain, texts_of
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.run_records import NUM_READERS, RunError, pretty, read_model
+from swiftbatch.jobs.run.run_records import RunError, in_parallel, pretty, read_model
 from swiftbatch.jobs.storage.store import Store, spool
 
 if TYPE_CHECKING:
@@ -106,9 +105,8 @@ def read_plans(store: Store, epoch: int) -> dict[int, Plan]:
     for name in store.list(PLANS_FOLDER):
         if (found := NAME.fullmatch(name)) and int(found[2]) <= epoch:
             newest[int(found[1])] = max(newest.get(int(found[1]), (0, "")), (int(found[2]), name))
-    with ThreadPoolExecutor(NUM_READERS) as pool:
-        plans = pool.map(lambda each: read_model(store, f"{PLANS_FOLDER}/{each[1]}", Plan), newest.values())
-        return {number: plan for number, plan in sorted(zip(newest, plans, strict=True)) if plan is not None}
+    plans = in_parallel(lambda each: read_model(store, f"{PLANS_FOLDER}/{each[1]}", Plan), newest.values())
+    return {number: plan for number, plan in sorted(zip(newest, plans, strict=True)) if plan is not None}
 
 
 def write_plan(store: Store, epoch: int, number: int, plan: Plan) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +14,7 @@ from swiftbatch.jobs.checkpoints.token_log import CHECKPOINTS, WORKER_LOGS_FOLDE
 from swiftbatch.jobs.run.job_index import JobEntry, JobIndex
 from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.run_records import NUM_READERS
+from swiftbatch.jobs.run.run_records import in_parallel
 from swiftbatch.jobs.shared_prompts import SharedPrompt, shared_prompts
 from swiftbatch.scheduler.driver.attempt_numbers import Attempts
 from swiftbatch.scheduler.driver.expected_lengths import LengthStatistics
@@ -66,9 +65,7 @@ def _clear_finished(run: Run) -> None:
     """Delete the checkpoints of finished jobs, except those that `--keep-state` keeps."""
     found = set(run.store.list(CHECKPOINTS)) - {WORKERS}
     if found and (finished := with_results(run, found - KeptLogs.of(run).sizes().keys())):
-        checkpoints = CheckpointStore.of(run)
-        with ThreadPoolExecutor(NUM_READERS) as pool:
-            list(pool.map(checkpoints.clear, finished))
+        in_parallel(CheckpointStore.of(run).clear, finished)
 
 
 def with_results(run: Run, job_ids: Collection[str]) -> set[str]:
@@ -119,9 +116,8 @@ def _started(run: Run, index: JobIndex, attempts: Attempts) -> list[tuple[int, i
     handed_out = with_checkpoint.union(attempts.counted())
     rows = np.union1d(index.rows_of("job_id", handed_out), index.rows_of("custom_id", names))
     entries = [index.entry(row) for row in rows.tolist()]
-    with ThreadPoolExecutor(NUM_READERS) as pool:
-        found = [entry.job_id for entry in entries if entry.job_id in with_checkpoint]
-        read = dict(zip(found, pool.map(checkpoints.read_attempts, found), strict=True))
+    found = [entry.job_id for entry in entries if entry.job_id in with_checkpoint]
+    read = dict(zip(found, in_parallel(checkpoints.read_attempts, found), strict=True))
     for job_id, (numbers, _) in read.items():
         attempts.note_found(job_id, numbers)
     num_logged = {job_id: len(log.token_ids) for job_id, (_, log) in read.items()}

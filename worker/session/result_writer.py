@@ -14,7 +14,7 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.run.output_line import num_completion_tokens
 from swiftbatch.jobs.run.result_files import ResultSegment
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.run_records import NUM_READERS
+from swiftbatch.jobs.run.run_records import in_parallel
 from swiftbatch.worker.session.work_messages import JobOutcome
 
 MOST_RESULTS, MOST_BYTES, MOST_SECONDS = 1000, 16 * 2**20, 30.0  # waiting results reach a segment at any of these
@@ -79,6 +79,5 @@ class Sealing:
 
     def _write(self, name: str, segment: ResultSegment, cleared: list[str]) -> list[JobOutcome]:
         self._run.write_segment(name, segment)
-        with ThreadPoolExecutor(NUM_READERS) as pool:
-            list(pool.map(self._checkpoints.clear, cleared))
+        in_parallel(self._checkpoints.clear, cleared)
         return [JobOutcome("finished", job_id, num_tokens) for job_id, _, _, num_tokens in segment.index]

@@ -6,7 +6,6 @@ import functools
 import json
 import re
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
 from typing import Annotated, Any
@@ -20,7 +19,7 @@ from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.run.output_line import num_completion_tokens
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.run_records import NUM_READERS, Progress
+from swiftbatch.jobs.run.run_records import Progress, in_parallel
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.driver.queue_loading import CANCELLED
 from swiftbatch.scheduler.runs.cancellation import EXPIRED
@@ -174,8 +173,7 @@ def _jobs(run: Run, running: Mapping[str, int], number: int) -> Values:
     shown = names[(number - 1) * NUM_JOBS : number * NUM_JOBS]
     at_rest = [job.job_id for job in shown if job.name not in running]
     results = dict(zip(at_rest, _known_run(run.store.uri).result_lines(at_rest), strict=True))
-    with ThreadPoolExecutor(NUM_READERS) as pool:
-        rows = list(pool.map(lambda job: _row(run, job, running, results.get(job.job_id)), shown))
+    rows = in_parallel(lambda job: _row(run, job, running, results.get(job.job_id)), shown)
     return {"rows": rows, "number": number, "num_pages": num_pages, "num_jobs": len(names)}
 
 

@@ -122,7 +122,7 @@ def test_no_file_of_a_run_and_no_output_holds_credentials(
     for option in (["--seed", "5"], ["--dtype", "float32"], ["--model", "other"], ["--engine", "triforce"]):
         done = CliRunner().invoke(main, ["submit", str(__file__), "--run", uri, *option])
         assert done.exit_code == 2
-        assert "was made with" in done.output
+        assert ("goes on with it" if option[0] == "--engine" else "was made with") in done.output
         seen += done.output
     assert "tokens.bin" in seen  # the warning of the damaged file
     assert "worker lost" in seen  # the output
