@@ -199,3 +199,19 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield annotation
     for part in get_args(annotation):
         yield from _models_in(part)
+
+
+def parse_sealed(data: bytes, model: type[Record]) -> Record:
+    """Parse a record that `sealed` has written. Raises ValueError."""
+    text = unsealed(data)
+    if text is None:
+        raise ValueError("found no checksum")
+    return parse_record(text, model)
+
+
+def parse_record(text: bytes, model: type[Record]) -> Record:
+    """Parse a record's JSON. Raises ValueError with the reasons."""
+    try:
+        return model.model_validate_json(text)
+    except ValidationError as error:
+        raise ValueError(reasons(error, model)) from None

@@ -7,10 +7,10 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Final, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from swiftbatch.jobs.file_owner import DamagedFileError, Identity, refuse_other
-from swiftbatch.jobs.json_records import Strict, reasons, sealed, shown, unsealed
+from swiftbatch.jobs.json_records import Strict, parse_sealed, sealed, shown
 from swiftbatch.jobs.storage.store import Store
 
 Moment = Annotated[float, Field(ge=0, lt=253_402_300_800)]  # seconds since the epoch, up to the year 9999
@@ -223,15 +223,9 @@ def dump_file(content: OwnedFile, identity: Identity) -> bytes:
 def parse_file(data: bytes, model: type[FileModel], identity: Identity) -> FileModel:
     """Parse a job's JSON file. Raises `DamagedFileError`, also for another job's file."""
     try:
-        text = unsealed(data)
+        found = parse_sealed(data, model)
     except ValueError as error:
         raise DamagedFileError(str(error)) from None
-    if text is None:
-        raise DamagedFileError("found no checksum")
-    try:
-        found = model.model_validate_json(text)
-    except ValidationError as error:
-        raise DamagedFileError(reasons(error, model)) from None
     if found.identity is None:
         raise DamagedFileError("found no job's name")
     refuse_other(found.identity, identity)

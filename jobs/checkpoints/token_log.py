@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from swiftbatch.jobs.checkpoints.checkpoint_files import (
     AttemptRecord,
@@ -23,7 +23,7 @@ from swiftbatch.jobs.checkpoints.checkpoint_files import (
     parse_file,
 )
 from swiftbatch.jobs.file_owner import DamagedFileError, Identity, take_identity
-from swiftbatch.jobs.json_records import Strict, sealed, unsealed
+from swiftbatch.jobs.json_records import Strict, parse_sealed, sealed
 from swiftbatch.jobs.run.run_records import in_parallel
 from swiftbatch.jobs.storage.store import Store
 
@@ -191,8 +191,8 @@ def _next_entry(data: bytes, files: int, end: int) -> int:
 
 def _head(line: bytes) -> _Head | None:
     try:
-        return None if (text := unsealed(line)) is None else _Head.model_validate_json(text)
-    except (ValueError, ValidationError):
+        return parse_sealed(line, _Head)
+    except ValueError:
         return None
 
 

@@ -13,12 +13,12 @@ from itertools import chain
 from secrets import token_hex
 from tempfile import TemporaryFile
 from threading import Lock
-from typing import IO, Annotated, Any, TypeVar
+from typing import IO, Annotated, Any
 from weakref import finalize
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from swiftbatch.jobs.json_records import Strict, dump_line, reasons, sealed, unsealed
+from swiftbatch.jobs.json_records import Strict, dump_line, parse_record, sealed, unsealed
 from swiftbatch.jobs.run.error_files import DAMAGED, NO_FILE, LinePlace, parsed_line, read_lines
 from swiftbatch.jobs.run.output_line import LINE_ID, line_id, num_completion_tokens, parse_line
 from swiftbatch.jobs.run.run_records import in_parallel
@@ -31,7 +31,6 @@ TAIL_BYTES = 2**17  # holds the last line and the index of a thousand results
 ReadPart = Callable[[int, int], bytes]
 """Reads so many bytes of a segment from a place on."""
 
-Part = TypeVar("Part", bound=Strict)
 Number = Annotated[int, Field(ge=0, lt=2**63)]  # an array's integers
 
 
@@ -113,21 +112,14 @@ def read_index(read: ReadPart, size: int, fingerprint: str | None) -> Iterable[R
     index = tail[-missing:end] if missing <= 0 else read(last.index_start, missing) + tail[:end]
     if hashlib.sha256(index).hexdigest() != last.index_sha256:
         raise ValueError("found an index that does not match its checksum")
-    return _parsed(_Index, index).index
+    return parse_record(index, _Index).index
 
 
 def _last_line(data: bytes) -> _LastLine:
     text = unsealed(data)
     if text is None:
         raise ValueError("found no last line that says where its index is")
-    return _parsed(_LastLine, text)
-
-
-def _parsed(model: type[Part], text: bytes) -> Part:
-    try:
-        return model.model_validate_json(text)
-    except ValidationError as error:
-        raise ValueError(reasons(error, model)) from None
+    return parse_record(text, _LastLine)
 
 
 def found_lines(data: bytes, fingerprint: str | None) -> Iterator[Row]:
