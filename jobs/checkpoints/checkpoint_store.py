@@ -118,9 +118,6 @@ class CheckpointStore:
         self._store.write(_path(job_id, attempt, "tokens.bin"), data)
         return len(data)
 
-    def read_tokens(self, job_id: str) -> TokenIds:
-        return self.read_log(job_id).token_ids
-
     def read_log(self, job_id: str) -> TokenLog:
         return self._logs(job_id, self.attempts(job_id))[0]
 

@@ -95,11 +95,6 @@ class Run:
             raise RunError(f"no run at {store.shown_uri}: expected {MANIFEST} there; `swiftbatch submit` makes one")
         return cls(store, manifest)
 
-    @classmethod
-    def without_manifest(cls, uri: str) -> Run:
-        """Open a folder with a damaged manifest."""
-        return cls(Store(uri), None)
-
     def add_jobs(self, records: Iterable[JobRecord]) -> None:
         """Append the jobs that the run lacks, in order."""
         known = {job_id for lineage in self.lineages() for job_id in lineage}

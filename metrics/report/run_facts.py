@@ -197,7 +197,7 @@ def _checkpoints(run: Run, finished: Container[str]) -> dict[str, Logged]:
         running = packed.get(job_id)
         is_there = job_id in started
         history = checkpoints.history(job_id) if is_there else []
-        num_tokens = len(checkpoints.read_tokens(job_id)) if is_there else 0
+        num_tokens = len(checkpoints.read_log(job_id).token_ids) if is_there else 0
         if running is None:
             return history, num_tokens
         return _with_running(history, running.record), max(num_tokens, len(running.log.token_ids))

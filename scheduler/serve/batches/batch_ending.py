@@ -182,7 +182,7 @@ def _damaged(batch: Batch, files: StoredFiles, error: DamagedError) -> Ended:
     message = f"{BATCHES}/{batch.id}/{error.path} is damaged: {error.problem}"
     failed = _at_once("failed", Counts(), LineProblem(code=DAMAGED, message=message))
     try:
-        delivered = deliver(batch, Run.without_manifest(batch.store.uri), files)
+        delivered = deliver(batch, Run(batch.store, None), files)
     except DamagedError:  # the jobs are damaged, too
         return failed
     return failed.model_copy(update=delivered | {"state": "failed"})

@@ -112,7 +112,7 @@ def test_no_file_of_a_run_and_no_output_holds_credentials(
     checkpoints = CheckpointStore.of(run)
     attempt = claim(checkpoints, record.job_id, "worker-1")
     run.store.write(f"checkpoints/{record.job_id}/{attempt:04d}/tokens.bin", b"torn")
-    assert len(checkpoints.read_tokens(record.job_id)) == 0
+    assert len(checkpoints.read_log(record.job_id).token_ids) == 0
     run.write_output()
     seen = caplog.text
     for command in (["status"], ["status", "--json"], ["results"], ["cancel"]):

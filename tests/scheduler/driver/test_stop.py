@@ -27,7 +27,7 @@ from tests.scheduler.driver.driver_parts import (
 
 
 def num_logged(run: Run, custom_id: str) -> int:
-    return len(CheckpointStore.of(run).read_tokens(job_id(run, custom_id)))
+    return len(CheckpointStore.of(run).read_log(job_id(run, custom_id)).token_ids)
 
 
 def test_a_stopped_driver_has_all_checkpoints_written_and_the_next_one_goes_on(

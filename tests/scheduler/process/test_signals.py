@@ -158,7 +158,7 @@ def test_under_nohup_a_run_outlives_its_terminal_and_is_drained_without_one(tmp_
     checkpoints = CheckpointStore.of(opened)
     finished, _ = opened.ended()
     unfinished = [record.job_id for record in opened.jobs() if record.job_id not in finished]
-    kept = sum(len(checkpoints.read_tokens(job_id)) for job_id in unfinished)
+    kept = sum(len(checkpoints.read_log(job_id).token_ids) for job_id in unfinished)
     assert kept + JOB["max_tokens"] * (len(NAMES) - len(unfinished)) == beat.num_generated_tokens > 0
 
 

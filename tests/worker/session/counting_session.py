@@ -122,7 +122,7 @@ class CountingSession:
             worker_id=self._worker_id, claimed=time.time(), numerics=self.numerics, attempt=assignment.num_attempts
         )
         self._checkpoints.begin(record.job_id, assignment.attempt, start)
-        recovered = [int(token) for token in self._checkpoints.read_tokens(record.job_id)]
+        recovered = [int(token) for token in self._checkpoints.read_log(record.job_id).token_ids]
         self._running[record.job_id] = CountingJob(assignment, recovered, len(recovered))
 
     def _advance(self, job: CountingJob) -> int:
