@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 from bench.tables import Record, tables
 from swiftbatch.scheduler.cli import SETTINGS, OneLineErrors
 from swiftbatch.scheduler.commands.bench import decode
-from swiftbatch.scheduler.commands.options.model_options import checked
+from swiftbatch.scheduler.commands.options.option_types import checked
 
 ABLATIONS = {name: f"bench.{name}_ablation" for name in ("tokenswift", "triforce", "griffin")}
 MODULES = {name: f"bench.{name.replace('-', '_')}" for name in (

@@ -16,8 +16,8 @@ from bench.options import JSONOptions
 from bench.tables import Record
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.python_processes import environment_of_code, module_command
-from swiftbatch.jobs.run.compute_options import Dtype
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import Dtype
 from swiftbatch.metrics.report.attempts import Attempt, attempts_of, parsed_history
 from swiftbatch.worker.config import Computation
 

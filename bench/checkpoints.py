@@ -71,7 +71,7 @@ def make_run(folder: Path, model: str, prompt: str, max_tokens: int) -> None:
     job = Job(custom_id="bench", url="/v1/completions", prompt=prompt, sampling=sampling)
     ids = TextCodec(files).prompt_of(job).token_ids
     record = JobRecord(JOB_ID, job, 1, len(ids), prompt_token_ids=packed(ids))
-    Run.create_or_open(str(folder), manifest).add_jobs([record])
+    Run.planned(str(folder), manifest).made().add_jobs([record])
 
 
 class BenchWorker:

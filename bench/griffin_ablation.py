@@ -16,7 +16,7 @@ from bench.options import one_of
 from bench.prompt_arms import Prompt, PromptArms, num_plain_tokens, read_prompt
 from bench.tables import Record, only, pivot
 from bench.variants import GRIFFIN_PAPER as PAPER
-from swiftbatch.scheduler.commands.options.model_options import say
+from swiftbatch.scheduler.commands.options.option_types import say
 from swiftbatch.worker.decode_bench import (
     BenchError,
     BenchOptions,

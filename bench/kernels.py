@@ -19,7 +19,7 @@ from bench.kernel_operations import (
 )
 from bench.options import Ints, Names, one_of
 from bench.tables import Record, only
-from swiftbatch.jobs.run.compute_options import Device
+from swiftbatch.jobs.run.run_records import Device
 from swiftbatch.worker.decode_bench import BenchError, BenchOptions, check_length
 from swiftbatch.worker.forward.native_forwards import NativeForwards
 from swiftbatch.worker.forward.target_model import TargetModel

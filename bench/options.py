@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BeforeValidator
 
 from swiftbatch.jobs.json_records import Frozen
-from swiftbatch.jobs.run.compute_options import AttentionName, Device, LinearName
+from swiftbatch.jobs.run.run_records import AttentionName, Device, LinearName
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.decode_bench import BenchError, BenchOptions
 from swiftbatch.worker.drafters.catalogue import ENGINES

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.python_processes import environment_of_code, module_command
 from swiftbatch.jobs.run.output_line import success_line
-from swiftbatch.jobs.run.result_files import SealedResult
+from swiftbatch.jobs.run.result_files import ResultSegment
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.jobs.storage.store import Store
@@ -36,10 +36,10 @@ from swiftbatch.scheduler.cluster.worker_actor import WorkerSpec
 from swiftbatch.scheduler.display.events import Event
 from swiftbatch.scheduler.driver.attempt_numbers import Attempts
 from swiftbatch.scheduler.driver.driver import Driver
-from swiftbatch.scheduler.driver.driver_state import DriverContext
 from swiftbatch.scheduler.driver.queue_loading import load_queue
 from swiftbatch.scheduler.driver.run_lease import RunLease
 from swiftbatch.scheduler.driver.run_limits import Limits, Spending
+from swiftbatch.scheduler.driver.run_progress import DriverContext
 from swiftbatch.scheduler.driver.worker_fleet import Fleet
 from swiftbatch.scheduler.runs.cancellation import cancel_jobs
 from swiftbatch.scheduler.runs.run_settings import Settings
@@ -246,20 +246,19 @@ def finish(options: Options) -> dict[str, float]:
     records = run.jobs()
     ended = records[: int(len(records) * options.share_done)]
     for number, start in enumerate(range(0, len(ended), MOST_RESULTS)):
-        results = [_result(run, record) for record in ended[start : start + MOST_RESULTS]]
-        run.write_segment(f"simulated-{number:04d}", results)
+        results = ((record.job_id, _line(run, record)) for record in ended[start : start + MOST_RESULTS])
+        run.write_segment(f"simulated-{number:04d}", ResultSegment(results))
     return {}
 
 
-def _result(run: Run, record: JobRecord) -> SealedResult:
-    line = success_line(
+def _line(run: Run, record: JobRecord) -> dict[str, Any]:
+    return success_line(
         *(record, run.manifest.run_id, "a text " * 8, "length"),
         model=run.manifest.model,
         system_fingerprint=run.manifest.fingerprint,
         token_ids=np.zeros(record.job.sampling.max_tokens, np.uint32),
         metrics={"seconds": 1.0},
     )
-    return SealedResult.of(record.job_id, line)
 
 
 def resume(options: Options) -> dict[str, float]:

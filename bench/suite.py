@@ -19,7 +19,7 @@ import torch
 from bench import agreement, auto, checkpoints, fields, kernels, long
 from bench.tables import Record, only, pivot, tables
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.scheduler.commands.options.model_options import say
+from swiftbatch.scheduler.commands.options.option_types import say
 from swiftbatch.worker.decode_bench import BenchOptions, DecodeBenchOptions, run_decode_bench
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.kernels.native_library import chosen_variant

@@ -6,8 +6,7 @@ import re
 import struct
 from typing import Self
 
-from swiftbatch.jobs.input.validation_errors import shown
-from swiftbatch.jobs.json_records import Strict
+from swiftbatch.jobs.json_records import Strict, shown
 
 LENGTH = struct.Struct("<H")  # bytes of the text behind it
 SAFE = re.compile(r"[A-Za-z0-9_-]+")  # the characters of ids

@@ -1,4 +1,4 @@
-"""The strict, frozen bases of all records, and JSON lines with checksums."""
+"""The strict, frozen bases of all records, JSON lines with checksums, and reasons why a record is refused."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import functools
 import hashlib
 import json
 import re
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
 
 Record = TypeVar("Record", bound=BaseModel)
 
@@ -26,6 +28,17 @@ class Strict(Frozen):
 def whole(value: Any) -> Any:
     """Return 8 for 8.0; other values unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def is_utf8(text: str) -> bool:
+    """Return whether a text has no lone surrogate, which JSON may contain but UTF-8 can't."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def of_checked(kind: type[Record], values: dict[str, Any]) -> Record:
@@ -74,3 +87,131 @@ def unsealed(data: bytes) -> bytes | None:
     if data != sealed(text):
         raise ValueError("found content that does not match its checksum")
     return text
+
+
+# Reasons for users, from pydantic's errors: field, found, expected.
+
+
+MAX_SHOWN = 60
+MAX_REASONS = 5
+KNOWN = ", expected one of: "
+
+# pydantic's texts use Python's terms, these use JSON's
+EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "string_type": "a string",
+    "string_unicode": "text that can be written as UTF-8",
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "string_pattern_mismatch": "a text that is not blank",  # the only pattern of any field
+}
+
+
+class FieldError(ValueError):
+    """An error in a field, named '' for the whole value."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(problem)
+        self.name = name
+
+
+def list_of(items: str) -> Callable[[object], tuple[object, ...]]:
+    """Return a converter of lists to tuples; its error expects `items`."""
+
+    def as_tuple(value: object) -> tuple[object, ...]:
+        if not isinstance(value, list | tuple):
+            raise FieldError("", f"found {shown(value)}, expected {items}")
+        return tuple(value)
+
+    return as_tuple
+
+
+def reasons(error: ValidationError, model: type[BaseModel], prefix: str = "") -> str:
+    """Join the errors of one validation; `prefix`, such as `body.`, precedes fields."""
+    texts: list[str] = []
+    for details in error.errors()[:MAX_REASONS]:
+        reason, _, known = _reason(details, model, prefix).partition(KNOWN)
+        is_said = any(text.endswith(KNOWN + known) for text in texts)  # say the long list of known values once
+        texts.append(reason if is_said or not known else reason + KNOWN + known)
+    if error.error_count() > MAX_REASONS:
+        texts.append(f"and {error.error_count() - MAX_REASONS} more")
+    return "; ".join(texts)
+
+
+def shown(value: object) -> str:
+    """Return a value as short, printable ASCII JSON."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        text = f"a {type(value).__name__}"
+    if len(text) <= MAX_SHOWN:
+        return text
+    length = f"{len(value)} characters" if isinstance(value, str) else f"{len(text)} characters of JSON"
+    return f"{text[:MAX_SHOWN]}... ({length})"
+
+
+def _reason(details: ErrorDetails, model: type[BaseModel], prefix: str) -> str:
+    name = prefix + _dotted(details["loc"])
+    if details["type"] == "value_error":
+        problem = details["ctx"]["error"]
+        if not isinstance(problem, FieldError):
+            return str(problem)
+        dot = "." if details["loc"] and problem.name and problem.name[0] != "[" else ""
+        return f"field '{name}{dot}{problem.name}': {problem}"
+    if details["type"] == "missing":
+        return f"field '{name}': found nothing, expected a value"
+    if details["type"] == "extra_forbidden":
+        # the name comes from the file: as JSON it can't break the line
+        return f"unknown field {shown(name)}{KNOWN}{', '.join(_fields_at(model, details['loc'][:-1]))}"
+    found = f"field '{name}': found {shown(details['input'])}, expected "
+    if details["type"] == "model_type":
+        return f"{found}an object with some of: {', '.join(_fields_at(model, details['loc']))}"
+    return found + _expected(details)
+
+
+def _expected(details: ErrorDetails) -> str:
+    kind = details["type"]
+    if kind in EXPECTED:
+        return EXPECTED[kind]
+    if kind == "too_short":
+        return f"at least {details['ctx']['min_length']} item(s)"
+    if kind == "too_long":
+        return f"at most {details['ctx']['max_length']} items, not {details['ctx']['actual_length']}"
+    bound = "a value " if kind.startswith(("greater_than", "less_than")) else ""
+    return bound + details["msg"].removeprefix("Input should be ").removeprefix("String should have ")
+
+
+def _dotted(loc: tuple[int | str, ...]) -> str:
+    """Return a field's path as `messages[0].role`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
+
+
+def _fields_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
+    for part in loc:
+        if isinstance(part, str) and part in model.model_fields:
+            model = next(_models_in(model.model_fields[part].annotation), model)
+    return list(model.model_fields)
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models_in(part)
+
+
+def parse_sealed(data: bytes, model: type[Record]) -> Record:
+    """Parse a record that `sealed` has written. Raises ValueError."""
+    text = unsealed(data)
+    if text is None:
+        raise ValueError("found no checksum")
+    return parse_record(text, model)
+
+
+def parse_record(text: bytes, model: type[Record]) -> Record:
+    """Parse a record's JSON. Raises ValueError with the reasons."""
+    try:
+        return model.model_validate_json(text)
+    except ValidationError as error:
+        raise ValueError(reasons(error, model)) from None

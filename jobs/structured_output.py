@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from swiftbatch.jobs.input.validation_errors import FieldError, shown
-from swiftbatch.jobs.json_records import Strict
+from swiftbatch.jobs.json_records import FieldError, Strict, is_utf8, shown
 
 MAX_SCHEMA = 200_000  # characters of ASCII JSON
 MAX_TEXT = 20_000  # characters of a regular expression or grammar
@@ -169,7 +168,5 @@ def _json(value: object, most: int, name: str) -> str:
 
 def _check_writable(text: str, name: str) -> None:
     """Raise FieldError for lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise FieldError(name, f"found {shown(text)}, expected text that can be written as UTF-8") from None
+    if not is_utf8(text):
+        raise FieldError(name, f"found {shown(text)}, expected text that can be written as UTF-8")

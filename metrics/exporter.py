@@ -58,39 +58,29 @@ class NoLabels(NamedTuple):
     """The empty labels of a server's metrics."""
 
 
-class EngineCollector(Collector):
-    def __init__(self, counters: EngineCounters, labels: Labels) -> None:
-        self._counters = counters
-        self._labels = labels
-
-    def collect(self) -> Iterable[Family]:
-        return _families(PREFIX, WORKER_METRICS, self._counters, self._labels)
+def engine_families(counters: EngineCounters, labels: Labels) -> Iterator[Family]:
+    return _families(PREFIX, WORKER_METRICS, counters, labels)
 
 
-class DriverCollector(Collector):
-    """The driver's own metrics and the totals of all its workers."""
-
-    def __init__(self, counters: DriverCounters, labels: Labels) -> None:
-        self._counters = counters
-        self._labels = labels
-
-    def collect(self) -> Iterable[Family]:
-        yield from _families(PREFIX, DRIVER_METRICS, self._counters, self._labels)
-        yield from _families(TOTALS_PREFIX, TOTALS, self._counters.totals(), self._labels)
+def driver_families(counters: DriverCounters, labels: Labels) -> Iterator[Family]:
+    """Yield the driver's own metrics and the totals of all its workers."""
+    yield from _families(PREFIX, DRIVER_METRICS, counters, labels)
+    yield from _families(TOTALS_PREFIX, TOTALS, counters.totals(), labels)
 
 
-class ServerCollector(Collector):
-    def __init__(self, counters: ServerCounters) -> None:
-        self._counters = counters
-
-    def collect(self) -> Iterable[Family]:
-        return _families(PREFIX, SERVER_METRICS, self._counters, NoLabels())
+def server_families(counters: ServerCounters) -> Iterator[Family]:
+    return _families(PREFIX, SERVER_METRICS, counters, NoLabels())
 
 
-def registry_of(collector: Collector) -> CollectorRegistry:
-    """Make a separate registry, since two workers may share a process."""
+def registry_of(collect: Callable[[], Iterable[Family]]) -> CollectorRegistry:
+    """Make a separate registry, since two workers may share a process; each scrape calls `collect`."""
+
+    class OnScrape(Collector):
+        def collect(self) -> Iterable[Family]:
+            return collect()
+
     registry = CollectorRegistry()
-    registry.register(collector)
+    registry.register(OnScrape())
     return registry
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any, NoReturn, TypeGuard
 
 import click
@@ -49,7 +50,7 @@ class OneLineErrors(click.Group):
             code = super().main(*args, **{**extra, "standalone_mode": False})
             sys.stdout.flush()
         except click.ClickException as error:
-            _fail(error.format_message())
+            _fail(_with_dash_hint(error, args[0] if args else extra.get("args") or sys.argv[1:]))
         except (click.Abort, KeyboardInterrupt) as error:
             hint = (error.__cause__ or error).args  # click raises its own Abort
             Lines(sys.stderr).write(printable("; ".join(["interrupted", *hint])))
@@ -95,6 +96,14 @@ def _prepare_streams() -> None:
 def _is_output_error(error: Exception) -> TypeGuard[OSError]:
     """Return whether standard output failed; other files' errors have a name."""
     return isinstance(error, OSError) and error.filename is None and error.errno in OUTPUT_ERRORS
+
+
+def _with_dash_hint(error: click.ClickException, words: Sequence[str]) -> str:
+    """Return the error, and how to name a file that was taken for options."""
+    message, files = error.format_message(), [word for word in words if word.startswith("-") and os.path.isfile(word)]
+    if not files or not isinstance(error, click.NoSuchOption):
+        return message
+    return f"{message.removesuffix('.')}; name the file as ./{files[0]}"
 
 
 def _fail(message: str) -> NoReturn:

@@ -28,7 +28,7 @@ def test_importing_the_package_imports_none_of_its_rooms() -> None:
 
 
 def test_a_program_opens_a_run_by_its_folder(tmp_path: Path) -> None:
-    swiftbatch.Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+    swiftbatch.Run.planned(str(tmp_path / "run"), MANIFEST).made()
     run = swiftbatch.Run.open(str(tmp_path / "run"))
     assert (run.progress(), list(run.joined_lines())) == (None, [])
     with pytest.raises(swiftbatch.UserError, match="nothing"):

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from swiftbatch.jobs.checkpoints.checkpoint_writer import CHECKPOINT_SECONDS, CHECKPOINT_TOKENS, GRACE_SECONDS
-from swiftbatch.jobs.repetition_detection import LoopAction
-from swiftbatch.jobs.run.compute_options import (
+from swiftbatch.jobs.run.run_records import (
     AttentionName,
     Device,
     Dtype,
@@ -18,7 +17,7 @@ from swiftbatch.jobs.run.compute_options import (
     SamplingDefaults,
     ThinkingMarkers,
 )
-from swiftbatch.jobs.sampling_params import ThinkingEnd
+from swiftbatch.jobs.sampling_params import LoopAction, ThinkingEnd
 from swiftbatch.jobs.storage.retries import STORE_RETRY_SECONDS
 from swiftbatch.worker.drafters.catalogue import DEFAULT_ENGINE
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels

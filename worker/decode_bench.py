@@ -20,7 +20,7 @@ from rich.table import Table
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.json_records import Frozen
-from swiftbatch.jobs.run.compute_options import Device, Dtype
+from swiftbatch.jobs.run.run_records import Device, Dtype
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.metrics.counters import EngineCounters

@@ -23,7 +23,7 @@ from bench.gpu.trial import Trial, Try, streams_of
 from bench.options import GPUOptions as Options
 from bench.tables import flat, tables
 from swiftbatch.jobs.python_processes import environment_of_code, module_command
-from swiftbatch.jobs.run.compute_options import KVDtype
+from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.auto import NUM_BEST
 from swiftbatch.worker.drafters.catalogue import ENGINES

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from swiftbatch.jobs.run.compute_options import Dtype
+from swiftbatch.jobs.run.run_records import Dtype
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding
 from swiftbatch.worker.exactness.gpu_doctor.model_under_test import NUM_SPLITS_ELSEWHERE, Extent, Parts
 from swiftbatch.worker.forward.cuda.cuda_loading import hold_gemms_steady

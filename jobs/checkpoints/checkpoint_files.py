@@ -1,79 +1,155 @@
-"""The JSON files of a checkpoint; readers skip and report damaged files and files of another job."""
+"""The JSON files of a checkpoint, with an attempt's timeline; readers skip and report damaged and foreign files."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from swiftbatch.jobs.checkpoints.timeline import Moment, Timeline
 from swiftbatch.jobs.file_owner import DamagedFileError, Identity, refuse_other
-from swiftbatch.jobs.input.validation_errors import reasons, shown
-from swiftbatch.jobs.json_records import Strict, sealed, unsealed
+from swiftbatch.jobs.json_records import Strict, parse_sealed, sealed, shown
 from swiftbatch.jobs.storage.store import Store
+
+Moment = Annotated[float, Field(ge=0, lt=253_402_300_800)]  # seconds since the epoch, up to the year 9999
+
+MAX_MARKS = 64
+MIN_STRIDE_SECONDS = 1.0
+
+
+class OwnedFile(Strict):
+    """Base of the contents of checkpoint files; `identity` is the owner, which `dump_file` adds to the file alone."""
+
+    identity: Identity | None = Field(default=None, exclude=True)
+
+
+class Timeline(OwnedFile):
+    """Columns `[num_marks]` of an attempt's progress; the first mark is at its first verified step.
+
+    `num_tokens` includes tokens recovered from earlier attempts; the other counts cover this attempt alone.
+    """
+
+    started: Moment  # time of the first mark
+    seconds: tuple[float, ...]  # time since `started`
+    num_tokens: tuple[int, ...]
+    num_drafts: tuple[int, ...]
+    num_accepted_tokens: tuple[int, ...]
+    is_released: bool = False  # the attempt ended at its last mark with all its tokens in the log
+
+    @model_validator(mode="after")
+    def _has_equal_columns(self) -> Self:
+        lengths = {len(c) for c in (self.seconds, self.num_tokens, self.num_drafts, self.num_accepted_tokens)}
+        if len(lengths) != 1 or lengths == {0}:
+            raise ValueError(f"found columns of {sorted(lengths)} marks, expected the same number, at least one")
+        return self
+
+
+class TimelineRecorder:
+    """Records at most `MAX_MARKS` marks.
+
+    When they are full, every second one is dropped and the interval doubles.
+    """
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[float, int, int, int]] = []
+        self._stride = MIN_STRIDE_SECONDS
+        self._started = 0.0
+        self._newest: tuple[float, int, int, int] | None = None
+        self.has_news = False  # some marks are not in a taken timeline
+
+    def note(self, now: float, wall: float, num_tokens: int, num_drafts: int, num_accepted_tokens: int) -> None:
+        """Record progress; `now` is `time.monotonic()`, `wall` seconds since the epoch."""
+        mark = (now, num_tokens, num_drafts, num_accepted_tokens)
+        if not self._marks:
+            self._started = wall
+        self._newest = mark
+        if self._marks and now - self._marks[-1][0] < self._stride:
+            return
+        self._marks.append(mark)
+        self.has_news = True
+        if len(self._marks) > MAX_MARKS - 1:  # the newest one is added to these
+            del self._marks[1::2]
+            self._stride *= 2
+
+    def take(self, is_released: bool = False) -> Timeline | None:
+        """Return the timeline so far, or None before the first step."""
+        if self._newest is None:
+            return None
+        self.has_news = False
+        marks = self._marks if self._marks[-1] == self._newest else [*self._marks, self._newest]
+        first = marks[0][0]
+        return Timeline(
+            started=round(self._started, 3),
+            seconds=tuple(round(now - first, 3) for now, *_ in marks),
+            num_tokens=tuple(mark[1] for mark in marks),
+            num_drafts=tuple(mark[2] for mark in marks),
+            num_accepted_tokens=tuple(mark[3] for mark in marks),
+            is_released=is_released,
+        )
+
 
 NUMBERS_PER_EPOCH: Final = 1_000_000  # attempt numbers per driver
 
 
-class OwnedFile(Strict):
-    """Base of all checkpoint files: the owner, which `dump_file` sets."""
+class StateEntry(Strict):
+    """A file of a job's state, in the folder of an attempt."""
 
-    identity: Identity | None = None
+    file: str = Field(pattern=r"^[0-9]{4,}/")
+
+    @property
+    def attempt(self) -> int:
+        return int(self.file.partition("/")[0])
+
+    @property
+    def name(self) -> str:
+        """Return the file's name, which tells its positions."""
+        raise NotImplementedError
+
+    @model_validator(mode="after")
+    def _is_named_after_its_positions(self) -> Self:
+        if self.file.partition("/")[2] != self.name:
+            raise ValueError(f"found the file name {shown(self.file)}, expected it to end in {self.name}")
+        return self
 
 
-class SegmentEntry(Strict):
+class SegmentEntry(StateEntry):
     """A KV segment of positions `[start, end)`; `size` is in bytes."""
 
-    file: str = Field(pattern=r"^[0-9]{4,}/kv-[0-9]+-[0-9]+\.arrow$")
     start: int = Field(ge=0)
     end: int = Field(gt=0)
     size: int = Field(ge=0)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
-    @model_validator(mode="after")
-    def _is_named_after_its_positions(self) -> Self:
-        _check_name(self.file, segment_name(self.start, self.end))
-        return self
-
     @property
-    def attempt(self) -> int:
-        return int(self.file.partition("/")[0])
+    def name(self) -> str:
+        return segment_name(self.start, self.end)
 
 
-class DrafterEntry(Strict):
+class DrafterEntry(StateEntry):
     """The state of `engine`'s drafter after `num_positions` positions."""
 
-    file: str = Field(pattern=r"^[0-9]{4,}/drafter-[0-9]+\.arrow$")
     num_positions: int = Field(ge=0)
     engine: str
     size: int = Field(ge=0)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
-    @model_validator(mode="after")
-    def _is_named_after_its_positions(self) -> Self:
-        _check_name(self.file, drafter_name(self.num_positions))
-        return self
+    @property
+    def name(self) -> str:
+        return drafter_name(self.num_positions)
 
 
-class LayerStatesEntry(Strict):
+class LayerStatesEntry(StateEntry):
     """Layer states after the first `num_positions` positions."""
 
-    file: str = Field(pattern=r"^[0-9]{4,}/states-[0-9]+\.arrow$")
     num_positions: int = Field(gt=0)
     size: int = Field(ge=0)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
-    @model_validator(mode="after")
-    def _is_named_after_its_positions(self) -> Self:
-        _check_name(self.file, states_name(self.num_positions))
-        return self
-
     @property
-    def attempt(self) -> int:
-        return int(self.file.partition("/")[0])
+    def name(self) -> str:
+        return states_name(self.num_positions)
 
 
 class StateManifest(OwnedFile):
@@ -98,7 +174,7 @@ class StateManifest(OwnedFile):
         return self
 
 
-class ResumeRecord(Strict):
+class ResumeRecord(OwnedFile):
     """Record of a resumed attempt.
 
     `num_recomputed_tokens` were generated again, `num_loaded_positions` came from segments.
@@ -112,8 +188,8 @@ class ResumeRecord(Strict):
     resumed: Moment
 
 
-class AttemptStart(Strict):
-    """The worker, start and numerics of an attempt; `attempt` counts from 1."""
+class AttemptStart(OwnedFile):
+    """The worker, start and numerics of an attempt, written before its other files; `attempt` counts from 1."""
 
     worker_id: str
     claimed: Moment
@@ -136,38 +212,20 @@ class AttemptRecord(Strict):
     number: int
 
 
-class ClaimFile(AttemptStart, OwnedFile):
-    """`claim.json`, written before the attempt's other files."""
-
-
-class ResumeFile(ResumeRecord, OwnedFile):
-    pass
-
-
-class TimelineFile(Timeline, OwnedFile):
-    pass
-
-
 FileModel = TypeVar("FileModel", bound=OwnedFile)
 
 
 def dump_file(content: OwnedFile, identity: Identity) -> bytes:
-    owned = content.model_copy(update={"identity": identity})
-    return sealed(owned.model_dump_json().encode())
+    owner = f'{{"identity":{identity.model_dump_json()},'
+    return sealed(f"{owner}{content.model_dump_json()[1:]}".encode())
 
 
 def parse_file(data: bytes, model: type[FileModel], identity: Identity) -> FileModel:
     """Parse a job's JSON file. Raises `DamagedFileError`, also for another job's file."""
     try:
-        text = unsealed(data)
+        found = parse_sealed(data, model)
     except ValueError as error:
         raise DamagedFileError(str(error)) from None
-    if text is None:
-        raise DamagedFileError("found no checksum")
-    try:
-        found = model.model_validate_json(text)
-    except ValidationError as error:
-        raise DamagedFileError(reasons(error, model)) from None
     if found.identity is None:
         raise DamagedFileError("found no job's name")
     refuse_other(found.identity, identity)
@@ -184,11 +242,6 @@ def drafter_name(num_positions: int) -> str:
 
 def states_name(num_positions: int) -> str:
     return f"states-{num_positions}.arrow"
-
-
-def _check_name(file: str, expected: str) -> None:
-    if file.partition("/")[2] != expected:
-        raise ValueError(f"found the file name {shown(file)}, expected it to end in {expected}")
 
 
 # Readers that log damaged or foreign files once and skip them.
@@ -266,13 +319,13 @@ def read_attempt(
         if data is None and not is_due:
             return None
         found = files.decoded(path, data, lambda data: parse_file(data, model, identity))
-        return found.model_dump(exclude={"identity"}) if found else None
+        return found.model_dump() if found else None
 
     number, is_newest = numbers[index], index == len(numbers) - 1
-    start = read("claim.json", ClaimFile, is_due=True) or {}
+    start = read("claim.json", AttemptStart, is_due=True) or {}
     # the first attempt has no such file, and the newest attempt may have just begun
-    resume = read("resume.json", ResumeFile, is_due=index > 0 and not is_newest)
+    resume = read("resume.json", ResumeRecord, is_due=index > 0 and not is_newest)
     # an attempt without a token has none
-    timeline = read("timeline.json", TimelineFile, is_due=False)
+    timeline = read("timeline.json", Timeline, is_due=False)
     known = {"attempt": index + 1} | start | {"number": number, "resume": resume, "timeline": timeline}
     return AttemptRecord.model_validate(known)

@@ -26,15 +26,13 @@ from swiftbatch.jobs.checkpoints.checkpoint_files import (
     AttemptRecord,
     AttemptStart,
     CheckedFiles,
-    ClaimFile,
     DrafterEntry,
     Known,
     LayerStatesEntry,
-    ResumeFile,
     ResumeRecord,
     SegmentEntry,
     StateManifest,
-    TimelineFile,
+    Timeline,
     digest,
     drafter_name,
     dump_file,
@@ -55,7 +53,6 @@ from swiftbatch.jobs.checkpoints.kv_segments import (
     identity_of_state,
 )
 from swiftbatch.jobs.checkpoints.logprob_files import LogprobFiles, WrittenSpans
-from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenIds, TokenLog, decode_log, encode_log
 from swiftbatch.jobs.file_owner import DamagedFileError, Identity
 from swiftbatch.jobs.logprobs import TokenLogprobs
@@ -63,22 +60,6 @@ from swiftbatch.jobs.storage.store import Store
 
 if TYPE_CHECKING:
     from swiftbatch.jobs.run.run import Run
-
-__all__ = [
-    "AttemptRecord",
-    "AttemptStart",
-    "CheckpointStore",
-    "DrafterEntry",
-    "LayerStates",
-    "LayerStatesEntry",
-    "ResumeRecord",
-    "Segment",
-    "SegmentEntry",
-    "State",
-    "StateManifest",
-    "TokenIds",
-    "TokenLog",
-]
 
 
 _EMPTY = TokenLog(np.zeros(0, dtype=np.uint32))
@@ -102,7 +83,7 @@ class CheckpointStore:
 
     def begin(self, job_id: str, attempt: int, start: AttemptStart) -> None:
         """Write an attempt's claim before its other files."""
-        data = dump_file(ClaimFile(**start.model_dump()), self._identity(job_id))
+        data = dump_file(start, self._identity(job_id))
         self._store.write(_path(job_id, attempt, "claim.json"), data)
 
     def attempts(self, job_id: str) -> list[int]:
@@ -120,15 +101,15 @@ class CheckpointStore:
     def numerics(self, job_id: str, attempt: int) -> str | None:
         """Return an attempt's numerics: "" if its claim names none, None if the claim is unreadable."""
         path, identity = _path(job_id, attempt, "claim.json"), self._identity(job_id)
-        claim = self._files.decoded(path, self._store.read(path), lambda data: parse_file(data, ClaimFile, identity))
+        claim = self._files.decoded(path, self._store.read(path), lambda data: parse_file(data, AttemptStart, identity))
         return None if claim is None else claim.numerics
 
     def write_resume(self, job_id: str, attempt: int, record: ResumeRecord) -> None:
-        data = dump_file(ResumeFile(**record.model_dump()), self._identity(job_id))
+        data = dump_file(record, self._identity(job_id))
         self._store.write(_path(job_id, attempt, "resume.json"), data)
 
     def write_timeline(self, job_id: str, attempt: int, timeline: Timeline) -> int:
-        data = dump_file(TimelineFile(**timeline.model_dump()), self._identity(job_id))
+        data = dump_file(timeline, self._identity(job_id))
         self._store.write(_path(job_id, attempt, "timeline.json"), data)
         return len(data)
 
@@ -136,9 +117,6 @@ class CheckpointStore:
         data = encode_log(TokenLog(token_ids, rewinds), self._identity(job_id))
         self._store.write(_path(job_id, attempt, "tokens.bin"), data)
         return len(data)
-
-    def read_tokens(self, job_id: str) -> TokenIds:
-        return self.read_log(job_id).token_ids
 
     def read_log(self, job_id: str) -> TokenLog:
         return self._logs(job_id, self.attempts(job_id))[0]

@@ -19,11 +19,11 @@ from swiftbatch.jobs.checkpoints.checkpoint_files import (
     LayerStatesEntry,
     SegmentEntry,
     StateManifest,
+    Timeline,
 )
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.kv_segments import LayerStates, Segment, State
 from swiftbatch.jobs.checkpoints.logprob_files import WrittenSpans
-from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenIds, TokenLog, WorkerLogs
 from swiftbatch.jobs.logprobs import TokenLogprobs
 

@@ -14,12 +14,10 @@ import numpy as np
 
 from swiftbatch.jobs.checkpoints.checkpoint_files import (
     AttemptRecord,
-    ClaimFile,
+    AttemptStart,
     DrafterEntry,
     LayerStatesEntry,
-    ResumeFile,
     SegmentEntry,
-    TimelineFile,
     dump_file,
 )
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
@@ -109,16 +107,16 @@ def inherit(
     for record in attempts:
         is_last = record is attempts[-1]
         folder = f"{CHECKPOINTS}/{identity.job_id}/{record.number:04d}"
-        claim = ClaimFile(
+        claim = AttemptStart(
             worker_id=record.worker_id, claimed=record.claimed, numerics=record.numerics, attempt=record.attempt
         )
         store.write(f"{folder}/claim.json", dump_file(claim, identity))
         if record.resume is not None:
-            store.write(f"{folder}/resume.json", dump_file(ResumeFile(**record.resume.model_dump()), identity))
+            store.write(f"{folder}/resume.json", dump_file(record.resume, identity))
         if record.timeline is not None:
             # its log has all its tokens
-            timeline = record.timeline.model_dump() | ({"is_released": True} if is_last else {})
-            store.write(f"{folder}/timeline.json", dump_file(TimelineFile(**timeline), identity))
+            timeline = record.timeline.model_copy(update={"is_released": is_last or record.timeline.is_released})
+            store.write(f"{folder}/timeline.json", dump_file(timeline, identity))
         its_log = log if is_last else TokenLog(np.zeros(0, dtype=np.uint32))
         if is_last and logprobs is not None:
             span = encode_span(log.token_ids, logprobs, identity)
@@ -155,13 +153,13 @@ class _State:
         segment = self._checkpoints.read_segment(self._earlier_id, entry)
         if segment is None:
             return None
-        return self._checkpoints.write_segment(self._job_id, _attempt(entry), segment)
+        return self._checkpoints.write_segment(self._job_id, entry.attempt, segment)
 
     def _drafter(self, entry: DrafterEntry | None) -> DrafterEntry | None:
         state = None if entry is None else self._checkpoints.read_drafter(self._earlier_id, entry)
         if entry is None or state is None:
             return None
-        place = (self._job_id, _attempt(entry), entry.num_positions)
+        place = (self._job_id, entry.attempt, entry.num_positions)
         return self._checkpoints.write_drafter(*place, entry.engine, state)
 
     def _states(self, entry: LayerStatesEntry | None) -> LayerStatesEntry | None:
@@ -169,7 +167,3 @@ class _State:
         if entry is None or states is None:
             return None
         return self._checkpoints.write_states(self._job_id, entry.attempt, states)
-
-
-def _attempt(entry: SegmentEntry | DrafterEntry) -> int:
-    return int(entry.file.partition("/")[0])

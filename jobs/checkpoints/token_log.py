@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from secrets import token_hex
@@ -13,20 +12,19 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from swiftbatch.jobs.checkpoints.checkpoint_files import (
     AttemptRecord,
     AttemptStart,
     CheckedFiles,
-    ClaimFile,
-    TimelineFile,
+    Timeline,
     dump_file,
     parse_file,
 )
-from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.file_owner import DamagedFileError, Identity, take_identity
-from swiftbatch.jobs.json_records import Strict, sealed, unsealed
+from swiftbatch.jobs.json_records import Strict, parse_sealed, sealed
+from swiftbatch.jobs.run.run_records import in_parallel
 from swiftbatch.jobs.storage.store import Store
 
 if TYPE_CHECKING:
@@ -112,7 +110,6 @@ CHECKPOINTS, WORKERS, WORKER_LOG_SUFFIX = "checkpoints", "workers", ".logs"
 WORKER_LOGS_FOLDER = f"{CHECKPOINTS}/{WORKERS}"
 ENTRY_HEAD = b'{"entry":'  # every entry begins with it
 NUM_LISTINGS = 3  # a listing may miss a file that was just replaced
-NUM_WRITERS = 16  # files written at a time when unpacking
 
 
 class PackedLog(NamedTuple):
@@ -194,8 +191,8 @@ def _next_entry(data: bytes, files: int, end: int) -> int:
 
 def _head(line: bytes) -> _Head | None:
     try:
-        return None if (text := unsealed(line)) is None else _Head.model_validate_json(text)
-    except (ValueError, ValidationError):
+        return parse_sealed(line, _Head)
+    except ValueError:
         return None
 
 
@@ -215,8 +212,8 @@ class PackedLogs:
         self, job_id: str, attempt: int, start: AttemptStart, log: TokenLog, timeline: Timeline | None
     ) -> PackedLog:
         identity = Identity(job_id=job_id, fingerprint=self._fingerprint)
-        claim = dump_file(ClaimFile(**start.model_dump()), identity)
-        kept = b"" if timeline is None else dump_file(TimelineFile(**timeline.model_dump()), identity)
+        claim = dump_file(start, identity)
+        kept = b"" if timeline is None else dump_file(timeline, identity)
         return PackedLog(job_id, attempt, claim, kept, encode_log(log, identity))
 
     def write(self, name: str, entries: Iterable[PackedLog]) -> int:
@@ -268,9 +265,8 @@ class PackedLogs:
         by_attempt: dict[tuple[str, int], list[PackedLog]] = {}
         for entry in found.entries:
             by_attempt.setdefault((entry.job_id, entry.attempt), []).append(entry)
-        with ThreadPoolExecutor(NUM_WRITERS) as pool:
-            list(pool.map(lambda alike: [self.place(entry) for entry in alike], by_attempt.values()))
-            list(pool.map(self.delete, found.names))
+        in_parallel(lambda alike: [self.place(entry) for entry in alike], by_attempt.values())
+        in_parallel(self.delete, found.names)
 
     def place(self, entry: PackedLog) -> int:
         """Write an entry as the attempt's own files unless they are as far along. Returns bytes written."""
@@ -300,10 +296,9 @@ class PackedLogs:
 
     def _attempt(self, entry: PackedLog, data: bytes) -> RunningAttempt:
         identity = Identity(job_id=entry.job_id, fingerprint=self._fingerprint)
-        start = parse_file(entry.claim, ClaimFile, identity).model_dump(exclude={"identity"})
-        timeline = parse_file(entry.timeline, TimelineFile, identity) if entry.timeline else None
-        kept = None if timeline is None else timeline.model_dump(exclude={"identity"})
-        record = AttemptRecord.model_validate({**start, "number": entry.attempt, "timeline": kept})
+        start = parse_file(entry.claim, AttemptStart, identity).model_dump()
+        timeline = parse_file(entry.timeline, Timeline, identity) if entry.timeline else None
+        record = AttemptRecord.model_validate({**start, "number": entry.attempt, "timeline": timeline})
         return RunningAttempt(record, self._decoded(entry, data))
 
     def _decoded(self, entry: PackedLog, data: bytes) -> TokenLog:

@@ -201,8 +201,7 @@ def run_folder_beside(places: Sequence[str]) -> str:
     """
     place = places[0]
     if len(places) == 1 and os.path.isfile(place):
-        folder, name = os.path.split(place)
-        return _checked_folder(os.path.join(folder, f"{name.removesuffix('.jsonl') or name}.run"))
+        return _checked_folder(run_folder_of(place))
     is_absent = not (os.path.exists(place) or "://" in place or place == STANDARD_INPUT or glob.has_magic(place))
     if len(places) == 1 and (is_absent or os.path.isdir(place)):
         problem = os.strerror(errno.ENOENT if is_absent else errno.EISDIR)
@@ -212,9 +211,19 @@ def run_folder_beside(places: Sequence[str]) -> str:
     raise InputFileError("expected --run with the run's folder: only one job file on a disk goes without it")
 
 
+def run_folder_of(job_file: str) -> str:
+    folder, name = os.path.split(job_file)
+    return os.path.join(folder, f"{name.removesuffix('.jsonl') or name}.run")
+
+
 def _checked_folder(folder: str) -> str:
     """Return a folder that is absent, empty or a run's. Raises InputFileError."""
-    found = os.listdir(folder) if os.path.isdir(folder) else ["."] if os.path.exists(folder) else []
+    try:
+        found = os.listdir(folder) if os.path.lexists(folder) else []
+    except OSError as error:
+        raise InputFileError(
+            f"cannot use {folder} as the run's folder: {error.strerror}; name another folder with --run"
+        ) from None
     if found and not {"run.json", "drivers"} & set(found):
         raise InputFileError(f"{folder} is there and is no run: name another folder with --run")
     return folder

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from swiftbatch.jobs.chat import Message, TemplateOptions
 from swiftbatch.jobs.input.request_fields import (
     MAX_PROMPTS,
     BatchLine,
@@ -26,18 +25,18 @@ from swiftbatch.jobs.input.request_fields import (
     taken_apart,
     text_id,
 )
-from swiftbatch.jobs.input.validation_errors import reasons, shown
-from swiftbatch.jobs.job import CHAT, COMPLETIONS, MAX_CUSTOM_ID, Job, JobUrl, Messages
-from swiftbatch.jobs.json_records import of_checked
-from swiftbatch.jobs.repetition_detection import RepetitionDetection, without_closing
+from swiftbatch.jobs.job import CHAT, COMPLETIONS, MAX_CUSTOM_ID, Job, JobUrl, Message, Messages, TemplateOptions
+from swiftbatch.jobs.json_records import is_utf8, of_checked, reasons, shown
 from swiftbatch.jobs.sampling_params import (
     MAX_COUNT,
     MAX_SEED,
     MIN_SEED,
     TOP_P,
+    RepetitionDetection,
     SamplingParams,
     ThinkingEnd,
     derive_seed,
+    without_closing,
 )
 from swiftbatch.jobs.structured_output import idle_formats
 
@@ -300,7 +299,7 @@ class ParsedLineCache:
             return None
         if (prompt is None) == (messages is None) or (messages is None) != (first.messages is None):
             return None
-        if messages is None and (not isinstance(prompt, str) or not prompt or not _is_utf8(prompt)):
+        if messages is None and (not isinstance(prompt, str) or not prompt or not is_utf8(prompt)):
             return None
         checked = None if messages is None else _messages(messages)
         if messages is not None and checked is None:
@@ -336,13 +335,3 @@ def _messages(value: object) -> tuple[Message, ...] | None:
         return MESSAGES.validate_python(value)
     except ValidationError:
         return None
-
-
-def _is_utf8(text: str) -> bool:
-    if text.isascii():
-        return True
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -14,7 +14,7 @@ from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.input.job_files import InputFileError
 from swiftbatch.jobs.input.line_parsing import LineError, parse_json
 from swiftbatch.jobs.input.request_fields import BatchLine, ShortLine, is_of_others
-from swiftbatch.jobs.input.validation_errors import shown
+from swiftbatch.jobs.json_records import shown
 
 FIELDS = tuple(dict.fromkeys(["custom_id", "prompt", "messages", *ShortLine.model_fields, *BatchLine.model_fields]))
 SHORT_TEXTS = {"prompt", "messages"}
@@ -177,7 +177,7 @@ def _fields(
 def _value(name: str, value: Any, is_short: bool) -> Any:
     """Raise LineError."""
     if value is not None and is_short:
-        import numpy as np  # `status` reads no tables and should not import numpy
+        import numpy as np  # opening a run should not import it
 
         value = float(str(np.float32(value)))  # 0.8 as written, not 0.800000011920929
     plain = _plain(value)

@@ -26,14 +26,13 @@ from swiftbatch.jobs.input.job_files import (
     odd_kind,
     open_input,
     other_kind,
-    shown_input,
 )
 from swiftbatch.jobs.input.line_parsing import JobLine, LineError, ParsedLineCache, parse_object
 from swiftbatch.jobs.input.parquet_rows import MAGIC, Columns, Row, parquet_rows
 from swiftbatch.jobs.input.rejects import Reject, Rejects
 from swiftbatch.jobs.input.request_fields import text_id
-from swiftbatch.jobs.input.validation_errors import shown
 from swiftbatch.jobs.job import MAX_CUSTOM_ID, JobUrl
+from swiftbatch.jobs.json_records import is_utf8, shown
 from swiftbatch.jobs.storage.store import Store
 
 MAX_LINE_BYTES = 32 * 2**20
@@ -127,14 +126,6 @@ class JobReader:
             )
 
 
-def read_jobs(path: str, run_seed: int) -> tuple[list[tuple[int, JobLine]], list[Reject]]:
-    """Read one file's jobs with line numbers, and its rejects. Raises `InputFileError`."""
-    reader = JobReader(run_seed)
-    jobs = list(reader.lines(path, shown_input(path)))
-    reader.end()
-    return jobs, list(reader.rejects)
-
-
 def _rows(path: str, name: str, columns: Columns) -> Iterator[Row]:
     with open_input(path, name) as file:
         if file.peek(len(MAGIC)).startswith(MAGIC):
@@ -208,7 +199,7 @@ def _readable_custom_id(value: object) -> str | None:
     value = text_id(value)
     if not isinstance(value, str) or not 0 < len(value) <= MAX_CUSTOM_ID:
         return None
-    return None if any("\ud800" <= letter <= "\udfff" for letter in value) else value
+    return value if is_utf8(value) else None
 
 
 # Job files in folders on a disk or in an object store.

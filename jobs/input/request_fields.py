@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainValidator, field_validator, model_validator
 
-from swiftbatch.jobs.chat import Scalar, TemplateOptions, Utf8, checked_kwargs
-from swiftbatch.jobs.input.validation_errors import FieldError, shown
-from swiftbatch.jobs.job import CHAT, COMPLETIONS, CustomId, JobUrl, Messages
-from swiftbatch.jobs.json_records import Strict, whole
+from swiftbatch.jobs.job import (
+    CHAT,
+    COMPLETIONS,
+    CustomId,
+    JobUrl,
+    Messages,
+    Scalar,
+    TemplateOptions,
+    Utf8,
+)
+from swiftbatch.jobs.json_records import FieldError, Strict, is_utf8, shown, whole
 from swiftbatch.jobs.sampling_params import MAX_COUNT, MAX_TOP_LOGPROBS, TOP_P, SamplingParams
 from swiftbatch.jobs.structured_output import Structure, format_of
 
@@ -53,10 +61,8 @@ def _prompt(value: object, place: str = "") -> LinePrompt:
     if isinstance(value, str):
         if not value:
             raise FieldError(place, 'found "", expected a string with at least 1 character')
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise FieldError(place, f"found {shown(value)}, expected text that can be written as UTF-8") from None
+        if not is_utf8(value):
+            raise FieldError(place, f"found {shown(value)}, expected text that can be written as UTF-8")
         return value
     if not isinstance(value, list) or not value:
         raise FieldError(place, f"found {shown(value)}, expected a string, or a list of token ids")
@@ -75,6 +81,38 @@ def logprobs_of(value: object) -> int | bool | None:
     if not isinstance(value, int) or not 0 <= value <= MAX_TOP_LOGPROBS:
         raise FieldError("", f"found {shown(value)}, expected {NUM_LOGPROBS}, or in a chat true")
     return value
+
+
+# variables that the template's renderer or other fields set
+NOT_KWARGS = frozenset(
+    [
+        *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
+        *("continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length"),
+        *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    ]
+)
+
+
+def checked_kwargs(value: object) -> dict[str, Scalar]:
+    """Raise FieldError."""
+    if not isinstance(value, dict):
+        raise FieldError("", f"found {shown(value)}, expected an object")
+    for name, each in value.items():
+        if name in NOT_KWARGS:
+            raise FieldError("", f"found {shown(name)}, expected variables of the chat template alone")
+        if not isinstance(each, str | int | float | bool | None) or not _is_writable(name, each):
+            expected = "expected strings, numbers, true, false or null"
+            raise FieldError("", f"found {shown(each)} as {shown(name)}, {expected}")
+    return value
+
+
+def _is_writable(*values: object) -> bool:
+    """Return whether the values fit JSON and UTF-8."""
+    try:
+        json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
+        return False
+    return True
 
 
 NUM_LOGPROBS = f"a whole number from 0 to {MAX_TOP_LOGPROBS}"

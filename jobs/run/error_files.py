@@ -9,8 +9,9 @@ from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 from swiftbatch.jobs.json_records import dump_line, sealed, unsealed
-from swiftbatch.jobs.run.output_line_parsing import is_plain_result, parse_line
-from swiftbatch.jobs.run.run_records import NUM_READ_AHEAD, NUM_READERS
+from swiftbatch.jobs.run.job_table import in_groups
+from swiftbatch.jobs.run.output_line import is_plain_result, parse_line
+from swiftbatch.jobs.run.run_records import NUM_READ_AHEAD, NUM_READERS, in_parallel
 from swiftbatch.jobs.storage.store import Store
 
 DAMAGED = "damaged"
@@ -74,10 +75,8 @@ class LineFiles:
     def write_all(self, lines: Iterable[tuple[str, dict[str, Any]]]) -> None:
         """Write many lines in parallel, because each takes a store's latency."""
         remaining = iter(lines)
-        with ThreadPoolExecutor(NUM_READERS) as pool:
-            while batch := list(islice(remaining, NUM_READ_AHEAD)):
-                for _ in pool.map(lambda pair: self.write(*pair), batch):
-                    pass
+        while batch := list(islice(remaining, NUM_READ_AHEAD)):
+            in_parallel(lambda pair: self.write(*pair), batch)
 
     def read(self, job_id: str) -> dict[str, Any] | None:
         """Read a job's line; return None if it is absent or damaged."""
@@ -163,20 +162,12 @@ def read_lines(
     def lines_of(some: list[LinePlace | None]) -> list[Found | None]:
         return [None if place is None else line_of(place) for place in some]
 
-    remaining = iter(places)
     with ThreadPoolExecutor(NUM_READERS) as pool:
-        while batch := _some(remaining):
+        for batch in in_groups(places, NUM_SHORT_AHEAD, BYTES_AHEAD, _num_bytes):
             each = math.ceil(len(batch) / NUM_READERS)  # each thread takes several, because handing over costs time
             for lines in pool.map(lines_of, (batch[start : start + each] for start in range(0, len(batch), each))):
                 yield from lines
 
 
-def _some(places: Iterator[LinePlace | None]) -> list[LinePlace | None]:
-    """Take the next places to read together."""
-    some, num_bytes = list[LinePlace | None](), 0
-    for place in islice(places, NUM_SHORT_AHEAD):
-        some.append(place)
-        num_bytes += 0 if place is None else place.length or BYTES_AHEAD // NUM_READ_AHEAD
-        if num_bytes >= BYTES_AHEAD:
-            break
-    return some
+def _num_bytes(place: LinePlace | None) -> int:
+    return 0 if place is None else place.length or BYTES_AHEAD // NUM_READ_AHEAD

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any, BinaryIO, TypeVar
 from uuid import uuid4
+from weakref import finalize
 
-from swiftbatch.jobs.input.validation_errors import shown
-from swiftbatch.jobs.job import Job, JobRecord
+from swiftbatch.jobs.job import LINE_END, Job, JobRecord
+from swiftbatch.jobs.json_records import shown
 from swiftbatch.jobs.run.run_records import DamagedError
-from swiftbatch.jobs.storage.store import Store, at_hand
+from swiftbatch.jobs.storage.store import Store, at_hand, new_spool, told_of_room
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from pyarrow import parquet
 
+Value = TypeVar("Value")
 Row = tuple[Any, ...]
 """The values of one job, in the order of `table_schema`."""
 
@@ -41,7 +43,7 @@ def add(store: Store, table: BinaryIO) -> None:
 
 
 def write_records(target: IO[bytes], records: Iterable[JobRecord], run_id: str) -> int:
-    return _write(target, (_part(rows) for rows in _parts(map(_row, records))), run_id)
+    return _write(target, map(_part, in_groups(map(_row, records), ROWS_PER_PART, CHARACTERS_PER_PART, _size)), run_id)
 
 
 def write_tables(target: IO[bytes], parts: Iterable[pa.Table], run_id: str) -> int:
@@ -82,17 +84,23 @@ def _row(record: JobRecord) -> Row:
     )
 
 
-def _parts(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    part: list[Row] = []
-    num_letters = 0
-    for row in rows:
-        part.append(row)
-        num_letters += len(row[JOB]) + len(row[TOKEN_IDS])
-        if len(part) == ROWS_PER_PART or num_letters >= CHARACTERS_PER_PART:
-            yield part
-            part, num_letters = [], 0
-    if part:
-        yield part
+def in_groups(
+    items: Iterable[Value], max_items: int, max_size: int, size_of: Callable[[Value], int]
+) -> Iterator[list[Value]]:
+    """Yield lists of at most `max_items` consecutive items, or of fewer if their sizes add up to `max_size`."""
+    group, size = list[Value](), 0
+    for item in items:
+        group.append(item)
+        size += size_of(item)
+        if len(group) == max_items or size >= max_size:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _size(row: Row) -> int:
+    return len(row[JOB]) + len(row[TOKEN_IDS])
 
 
 def _part(rows: Sequence[Row]) -> pa.Table:
@@ -132,8 +140,6 @@ def newest_with(lineage: list[str], job_ids: Container[str]) -> str | None:
 
 PROMPT = ("prompt_token_ids", "last_marker")
 RECORD = ("job_id", "job", "line_number", "num_prompt_tokens", "supersedes", "prompt_keys", *PROMPT)
-
-Value = TypeVar("Value")
 
 
 def read_parts(store: Store, names: Sequence[str], run_id: str | None = None) -> Iterator[pa.Table]:
@@ -230,3 +236,58 @@ def _metadata(table: parquet.ParquetFile) -> dict[bytes, bytes]:
 
 def _longest(file: BinaryIO, run_id: str | None) -> int:
     return int(_metadata(_opened(file, run_id)).get(LONGEST, b""))
+
+
+# The bodies of a driver's jobs.
+
+
+BODY = ("job", "last_marker", "prompt_token_ids")
+
+
+class JobBodies:
+    """The bodies of a driver's jobs in a local file."""
+
+    def __init__(self, parts: Iterator[pa.Table], places: NDArray[np.int64]) -> None:
+        """`places` are ascending. Raises StoreError."""
+        import numpy as np
+
+        self._places = places
+        self._first, last = (int(places[0]), int(places[-1])) if len(places) else (0, -1)
+        self._is_gapless = last - self._first + 1 == len(places)  # holds for a new run
+        self._file = new_spool()
+        finalize(self, self._file.close)
+        with told_of_room():
+            sizes = [_write_bodies(self._file, part) for part in _at(parts, places)]
+        self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate([places[:0], *sizes]))])
+
+    def at(self, place: int) -> bytes:
+        """Read the body of the job at a place. Raises StoreError."""
+        row = place - self._first if self._is_gapless else int(self._places.searchsorted(place))
+        start, end = self._starts[row : row + 2].tolist()
+        with told_of_room():
+            self._file.seek(start)
+            return self._file.read(end - start)
+
+
+def _at(parts: Iterator[pa.Table], places: NDArray[np.int64]) -> Iterator[pa.Table]:
+    num_before = 0
+    for part in parts:
+        yield picked(part, places - num_before)
+        num_before += len(part)
+
+
+def _write_bodies(file: BinaryIO, part: pa.Table) -> NDArray[np.int64]:
+    """Return the bytes of each body."""
+    import numpy as np
+    import pyarrow as pa
+    from pyarrow import compute
+
+    columns = [part.column(name).cast(pa.large_binary()) for name in BODY]
+    line_end = pa.scalar(LINE_END, pa.large_binary())
+    bodies = compute.binary_join_element_wise(*columns, line_end, null_handling="replace", null_replacement=b"")
+    for chunk in bodies.chunks:
+        if len(chunk):
+            _, offsets, letters = chunk.buffers()
+            ends = np.frombuffer(offsets, np.int64)[chunk.offset : chunk.offset + len(chunk) + 1]
+            file.write(memoryview(letters)[int(ends[0]) : int(ends[-1])])
+    return np.asarray(compute.binary_length(bodies).to_numpy(), np.int64)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import groupby
-from tempfile import TemporaryFile
 from typing import IO, Any, BinaryIO
 
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.json_records import dump_line
-from swiftbatch.jobs.run.output_line_parsing import line_id, plain, texts_of
-from swiftbatch.jobs.storage.store import Store, StoreError
+from swiftbatch.jobs.run.job_table import in_groups
+from swiftbatch.jobs.run.output_line import line_id, plain, texts_of
+from swiftbatch.jobs.storage.store import Store, StoreError, new_spool, spool
 
 MAX_MESSAGES = 3
 CHOICES_FAILED = "choices_failed"  # error code of a line whose choices failed with different codes
@@ -111,7 +110,7 @@ def write_output(store: Store, lines: Iterable[dict[str, Any]], check: Callable[
 
     Calls `check` before it replaces anything.
     """
-    with temporary_file() as jsonl, temporary_file() as table:
+    with spool() as jsonl, spool() as table:
         _put_together(jsonl, table, lines)
         check()
         for path, file in (("output.jsonl", jsonl), ("output.parquet", table)):
@@ -121,29 +120,11 @@ def write_output(store: Store, lines: Iterable[dict[str, Any]], check: Callable[
 
 def write_table(target: IO[bytes], lines: Iterable[dict[str, Any]]) -> None:
     """Write only the Parquet file. Raises `StoreError`."""
-    with _told_of_room():
-        table = TemporaryFile()  # noqa: SIM115, what is copied from it may fail in other ways
-    with table:
-        with temporary_file() as jsonl:
+    with new_spool() as table:  # without `told_of_room`, since the target may fail in other ways
+        with spool() as jsonl:
             _put_together(jsonl, table, lines)
             table.seek(0)
         shutil.copyfileobj(table, target)
-
-
-@contextmanager
-def temporary_file() -> Iterator[BinaryIO]:
-    """Open a temporary file. Raises `StoreError` if the disk is full."""
-    with _told_of_room(), TemporaryFile() as file:
-        yield file
-
-
-@contextmanager
-def _told_of_room() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        problem = f"cannot put the output together in a temporary file: {error}; make room there"
-        raise StoreError(problem) from None
 
 
 def _put_together(jsonl: BinaryIO, table: BinaryIO, lines: Iterable[dict[str, Any]]) -> None:
@@ -220,13 +201,8 @@ def _write_table(target: BinaryIO, rows: Iterator[dict[str, Any]], metric_types:
 
 def row_groups(rows: Iterable[dict[str, Any]], max_rows: int) -> Iterator[list[dict[str, Any]]]:
     """Group rows into groups of at most `max_rows` rows, or fewer if the rows are long."""
-    group: list[dict[str, Any]] = []
-    num_letters = 0
-    for row in rows:
-        group.append(row)
-        num_letters += sum(len(value) for value in row.values() if isinstance(value, str))
-        if len(group) == max_rows or num_letters >= MAX_CHARACTERS_PER_GROUP:
-            yield group
-            group, num_letters = [], 0
-    if group:
-        yield group
+    return in_groups(rows, max_rows, MAX_CHARACTERS_PER_GROUP, _num_letters)
+
+
+def _num_letters(row: dict[str, Any]) -> int:
+    return sum(len(value) for value in row.values() if isinstance(value, str))

@@ -1,20 +1,29 @@
-"""Output lines in the form of OpenAI Batch."""
+"""Output lines in the form of OpenAI Batch: how they are made, and the parts of them that readers need."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
+import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import from_json
 
+from swiftbatch.jobs.file_owner import Identity
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.jobs.run.job_index import JobEntry
-from swiftbatch.jobs.run.output_line_parsing import line_id
+from swiftbatch.jobs.json_records import NOT_TEXT, reasons
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from swiftbatch.jobs.run.job_index import JobEntry
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,7 @@ def _message(text: str, reasoning: Reasoning | None) -> dict[str, str]:
 
 def tokens_sha256(token_ids: NDArray[np.uint32]) -> str:
     """Return the SHA-256 in hexadecimal of tokens [num_tokens] as little-endian uint32."""
-    return hashlib.sha256(np.asarray(token_ids, dtype="<u4").tobytes()).hexdigest()
+    return hashlib.sha256(token_ids.astype("<u4", copy=False).tobytes()).hexdigest()
 
 
 def error_line(job: JobRecord | JobEntry, code: str, message: str) -> dict[str, Any]:
@@ -94,3 +103,158 @@ def _line(job: JobRecord | JobEntry, response: dict[str, Any] | None, error: dic
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# Readers of output lines.
+
+
+LINE_ID = "batch_req_"  # the job's id follows it
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Message(_Part):
+    content: str
+    reasoning_content: str | None = None
+
+
+class _Choice(_Part):
+    finish_reason: str
+    text: str | None = None
+    message: _Message | None = None
+    logprobs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _has_text(self) -> Self:
+        given = self.model_fields_set & {"text", "message"}
+        if not given or any(getattr(self, name) is None for name in given):
+            raise ValueError("found a choice without a text")
+        return self
+
+
+class _Usage(_Part):
+    prompt_tokens: int = Field(ge=0)
+    completion_tokens: int = Field(ge=0)
+
+
+class _Body(_Part):
+    choices: list[_Choice] = Field(min_length=1)
+    usage: _Usage
+    metrics: dict[str, Any]
+    created: int = 0
+    system_fingerprint: str | None = None
+
+
+class _Response(_Part):
+    body: _Body
+
+
+class _Error(_Part):
+    code: str
+    message: str
+
+
+class _Line(_Part):
+    model_config = ConfigDict(extra="forbid")  # every field goes into the output
+
+    id: str | None = None
+    custom_id: str
+    response: _Response | None
+    error: _Error | None
+
+    @model_validator(mode="after")
+    def _has_one_of_them(self) -> Self:
+        if (self.response is None) == (self.error is None):
+            raise ValueError("found both or none of response and error, expected one")
+        return self
+
+    def refuse_other(self, job_id: str, fingerprint: str | None) -> None:
+        """Raise ValueError for another job's or run's line."""
+        said = None if self.response is None else self.response.body.system_fingerprint
+        wanted = fingerprint or said or ""
+        found_id, found_fingerprint = job_id if self.id is None else self.id.removeprefix(LINE_ID), said or wanted
+        if (found_id, found_fingerprint) == (job_id, wanted):
+            return  # lines of a million results end here
+        expected = Identity(job_id=job_id, fingerprint=wanted)
+        found = Identity(job_id=found_id, fingerprint=found_fingerprint)
+        if (problem := expected.difference(found)) is not None:
+            raise ValueError(problem)
+
+
+def line_id(job_id: str) -> str:
+    return f"{LINE_ID}{job_id}"
+
+
+def num_completion_tokens(line: dict[str, Any]) -> int:
+    return int(line["response"]["body"]["usage"]["completion_tokens"])
+
+
+def texts_of(choice: dict[str, Any]) -> dict[str, str | None]:
+    """Return a choice's texts as columns; log-probabilities as JSON."""
+    message = choice.get("message") or {"content": choice.get("text")}
+    reasoning, logprobs = message.get("reasoning_content"), choice.get("logprobs")
+    return {
+        "text": plain(message["content"]),
+        "reasoning_content": None if reasoning is None else plain(reasoning),
+        "finish_reason": plain(choice["finish_reason"]),
+        "logprobs": None if logprobs is None else json.dumps(logprobs),
+    }
+
+
+def plain(text: str) -> str:
+    """Escape lone surrogates, which a table can't hold."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def is_plain_result(text: bytes, job_id: str, fingerprint: str | None) -> bool:
+    """Return whether a line is this job's result exactly as `dump_line` writes it.
+
+    False does not mean that the line is wrong, only that it must be parsed, which costs far more.
+    """
+    head = _RESULT_HEAD.match(text)
+    if head is None or fingerprint is None or not text.endswith(_RESULT_END):
+        return False
+    if head[1] != job_id.encode() or head[2] != fingerprint.encode():
+        return False
+    return b"\x7f" not in text if text.isascii() else _has_no_controls(text)
+
+
+def _has_no_controls(text: bytes) -> bool:
+    try:
+        return NOT_TEXT.search(text.decode()) is None
+    except UnicodeDecodeError:
+        return False
+
+
+def parse_line(data: bytes, job_id: str, fingerprint: str | None) -> dict[str, Any]:
+    """Parse an output line. Raises ValueError, also for another job's line."""
+    try:
+        line: dict[str, Any] = _decoded(data)
+        found = _Line.model_validate(line)
+    except ValidationError as error:
+        raise ValueError(" ".join(reasons(error, _Line).split())) from None
+    except RecursionError:
+        raise ValueError("found JSON that is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"found no JSON: {error}") from None
+    found.refuse_other(job_id, fingerprint)
+    return line
+
+
+def _decoded(data: bytes) -> Any:
+    with suppress(ValueError):  # it refuses lone surrogates
+        return from_json(data, allow_inf_nan=False)
+    return json.loads(data)
+
+
+_TEXT = rb'"(?:[^"\\]|\\.)*"'
+_RESULT_HEAD = re.compile(
+    rb'\{"id": "batch_req_([^"\\]+)", "custom_id": ' + _TEXT + rb', "response": \{"status_code": 200, "request_id": '
+    rb'"[^"\\]*", "body": \{"id": "(?:chat)?cmpl-[^"\\]+", "object": "[a-z._]+", "created": \d+, "model": '
+    + _TEXT
+    + rb', "system_fingerprint": "([^"\\]+)", "choices": \[\{"index": 0, '
+    rb'"(?:text": "|message": \{"role": "assistant", )'
+)
+_RESULT_END = b'}}, "error": null}'

@@ -7,23 +7,21 @@ import json
 import os
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from secrets import token_hex
 from tempfile import TemporaryFile
 from threading import Lock
-from typing import IO, Annotated, Any, NamedTuple, TypeVar
+from typing import IO, Annotated, Any
 from weakref import finalize
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from swiftbatch.jobs.input.validation_errors import reasons
-from swiftbatch.jobs.json_records import Strict, dump_line, sealed, unsealed
+from swiftbatch.jobs.json_records import Strict, dump_line, parse_record, sealed, unsealed
 from swiftbatch.jobs.run.error_files import DAMAGED, NO_FILE, LinePlace, parsed_line, read_lines
-from swiftbatch.jobs.run.output_line_parsing import LINE_ID, line_id, num_completion_tokens, parse_line
-from swiftbatch.jobs.run.run_records import NUM_READERS
+from swiftbatch.jobs.run.output_line import LINE_ID, line_id, num_completion_tokens, parse_line
+from swiftbatch.jobs.run.run_records import in_parallel
 from swiftbatch.jobs.storage.store import Store, told_of_room
 
 SEGMENTS = "results/segments"
@@ -33,26 +31,40 @@ TAIL_BYTES = 2**17  # holds the last line and the index of a thousand results
 ReadPart = Callable[[int, int], bytes]
 """Reads so many bytes of a segment from a place on."""
 
-Part = TypeVar("Part", bound=Strict)
 Number = Annotated[int, Field(ge=0, lt=2**63)]  # an array's integers
-
-
-class SealedResult(NamedTuple):
-    """A sealed output line and its number of generated tokens."""
-
-    job_id: str
-    num_tokens: int
-    line: bytes
-
-    @classmethod
-    def of(cls, job_id: str, line: dict[str, Any]) -> SealedResult:
-        return cls(job_id, num_completion_tokens(line), sealed(dump_line(line)[:-1]))
 
 
 Row = tuple[str, int, int, int]
 """A result in the index of its segment: the job's id, the start and the length of its line, and its tokens."""
 
 LENGTH, NUM_TOKENS = 1, 2  # columns of a row after the id
+
+
+class ResultSegment:
+    """The results of a segment that is not written yet, as sealed lines."""
+
+    def __init__(self, results: Iterable[tuple[str, dict[str, Any]]] = ()) -> None:
+        """Begin with these jobs and their output lines."""
+        self.index: list[Row] = []
+        self.num_bytes = 0
+        self._lines: list[bytes] = []
+        for job_id, line in results:
+            self.add(job_id, line)
+
+    def add(self, job_id: str, line: dict[str, Any]) -> None:
+        self.add_sealed(job_id, sealed(dump_line(line)[:-1]), num_completion_tokens(line))
+
+    def add_sealed(self, job_id: str, line: bytes, num_tokens: int) -> None:
+        self.index.append((job_id, self.num_bytes, len(line), num_tokens))
+        self._lines.append(line)
+        self.num_bytes += len(line)
+
+    def encoded(self, fingerprint: str) -> bytes:
+        """Return the segment's bytes for the run with this fingerprint."""
+        index = dump_line({"index": self.index})
+        digest = hashlib.sha256(index).hexdigest()
+        last = _LastLine(fingerprint=fingerprint, index_start=self.num_bytes, index_sha256=digest)
+        return b"".join([*self._lines, index, sealed(last.model_dump_json().encode())])
 
 
 @dataclass(frozen=True)
@@ -85,17 +97,6 @@ class _Index(Strict):
     index: list[tuple[str, Number, Number, Number]]
 
 
-def encode_segment(results: Iterable[SealedResult], fingerprint: str) -> bytes:
-    rows, lines, start = list[Row](), [], 0
-    for result in results:
-        rows.append((result.job_id, start, len(result.line), result.num_tokens))
-        lines.append(result.line)
-        start += len(result.line)
-    index = dump_line({"index": rows})
-    last = _LastLine(fingerprint=fingerprint, index_start=start, index_sha256=hashlib.sha256(index).hexdigest())
-    return b"".join([*lines, index, sealed(last.model_dump_json().encode())])
-
-
 def read_index(read: ReadPart, size: int, fingerprint: str | None) -> Iterable[Row]:
     """Return the rows of all results, reading only a segment's end.
 
@@ -111,21 +112,14 @@ def read_index(read: ReadPart, size: int, fingerprint: str | None) -> Iterable[R
     index = tail[-missing:end] if missing <= 0 else read(last.index_start, missing) + tail[:end]
     if hashlib.sha256(index).hexdigest() != last.index_sha256:
         raise ValueError("found an index that does not match its checksum")
-    return _parsed(_Index, index).index
+    return parse_record(index, _Index).index
 
 
 def _last_line(data: bytes) -> _LastLine:
     text = unsealed(data)
     if text is None:
         raise ValueError("found no last line that says where its index is")
-    return _parsed(_LastLine, text)
-
-
-def _parsed(model: type[Part], text: bytes) -> Part:
-    try:
-        return model.model_validate_json(text)
-    except ValidationError as error:
-        raise ValueError(reasons(error, model)) from None
+    return parse_record(text, _LastLine)
 
 
 def found_lines(data: bytes, fingerprint: str | None) -> Iterator[Row]:
@@ -184,9 +178,9 @@ class ResultFiles:
         self._places: dict[str, int] = {}  # path number * ROWS + row in its index
         self._looking = Lock()
 
-    def write_segment(self, name: str, results: Sequence[SealedResult]) -> None:
+    def write_segment(self, name: str, segment: ResultSegment) -> None:
         assert self._fingerprint is not None  # writers know the run
-        self._store.write_new(f"{SEGMENTS}/{name}{SUFFIX}", encode_segment(results, self._fingerprint))
+        self._store.write_new(f"{SEGMENTS}/{name}{SUFFIX}", segment.encoded(self._fingerprint))
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of each result, by job."""
@@ -231,15 +225,14 @@ class ResultFiles:
         """Read all segments; return the tokens of intact results and drop the others."""
         self._look()
         paths = list(self._segments)
-        with ThreadPoolExecutor(NUM_READERS) as pool:
-            for path, rows in zip(paths, pool.map(self._whole_of, paths), strict=True):
-                if rows is None:
-                    continue
-                lost = set(self._segments[path].job_ids).difference(job_id for job_id, *_ in rows)
-                for name in [f"{path}/{job_id}" for job_id in lost] or [path]:
-                    self._damaged[name] = self._broken[path] = NOT_WHOLE
-                self._segments[path] = SegmentIndex.of(path, rows)
-                self._place_all()
+        for path, rows in zip(paths, in_parallel(self._whole_of, paths), strict=True):
+            if rows is None:
+                continue
+            lost = set(self._segments[path].job_ids).difference(job_id for job_id, *_ in rows)
+            for name in [f"{path}/{job_id}" for job_id in lost] or [path]:
+                self._damaged[name] = self._broken[path] = NOT_WHOLE
+            self._segments[path] = SegmentIndex.of(path, rows)
+            self._place_all()
         return self._numbers(NUM_TOKENS)
 
     def set_damaged_aside(self) -> list[tuple[str, str, str]]:
@@ -248,10 +241,11 @@ class ResultFiles:
         for path, problem in self._broken.items():
             name = path.rpartition("/")[2].removesuffix(SUFFIX)
             aside = f"{DAMAGED}/results/{name}.{token_hex(4)}{SUFFIX}"
-            data, index = self._store.read(path) or b"", self._segments[path]
-            results = [SealedResult(at.job_id, at.num_tokens, _line_at(data, at)) for at in index.places()]
-            if results:
-                self.write_segment(f"kept-{token_hex(8)}", results)
+            data, intact = self._store.read(path) or b"", ResultSegment()
+            for at in self._segments[path].places():
+                intact.add_sealed(at.job_id, _line_at(data, at), at.num_tokens)
+            if intact.index:
+                self.write_segment(f"kept-{token_hex(8)}", intact)
             if self._store.move(path, aside):
                 moved.append((path, problem, aside))
             for told in [told for told in self._damaged if told == path or told.startswith(f"{path}/")]:
@@ -269,10 +263,9 @@ class ResultFiles:
                 del self._segments[path]
             if gone:
                 self._place_all()
-            with ThreadPoolExecutor(NUM_READERS) as pool:
-                for path, index in zip(new, pool.map(self._index, new, map(sizes.get, new)), strict=True):
-                    self._segments[path] = index
-                    self._place_some(path, self._places)
+            for path, index in zip(new, in_parallel(lambda path: self._index(path, sizes[path]), new), strict=True):
+                self._segments[path] = index
+                self._place_some(path, self._places)
 
     def _place_all(self) -> None:
         places: dict[str, int] = {}

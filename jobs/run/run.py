@@ -2,62 +2,74 @@
 
 from __future__ import annotations
 
+import os
 import time
 from array import array
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import tee
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+from pydantic import TypeAdapter
+
+from swiftbatch.jobs.input.job_files import run_folder_of
 from swiftbatch.jobs.input.rejects import Reject, Rejects
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.json_records import dump_line
 from swiftbatch.jobs.run import job_table
 from swiftbatch.jobs.run.error_files import LineFiles, LinePlace, parsed_line, read_lines, written_line
-from swiftbatch.jobs.run.job_table import newest_with
+from swiftbatch.jobs.run.job_table import BODY, JobBodies, lineages, longest_job, newest_with, read_parts, read_records
 from swiftbatch.jobs.run.output import joined, write_output
-from swiftbatch.jobs.run.output_line_parsing import num_completion_tokens
-from swiftbatch.jobs.run.result_files import SEGMENTS, ResultFiles, SealedResult
-from swiftbatch.jobs.run.run_jobs import RunJobs
-from swiftbatch.jobs.run.run_records import Progress, RunError, RunManifest, WorkerStatus, pretty, read_model
+from swiftbatch.jobs.run.output_line import num_completion_tokens
+from swiftbatch.jobs.run.result_files import SEGMENTS, ResultFiles, ResultSegment
+from swiftbatch.jobs.run.run_records import (
+    Progress,
+    RunError,
+    RunManifest,
+    pretty,
+    read_model,
+    read_parsed,
+)
 from swiftbatch.jobs.storage.retries import Retries
-from swiftbatch.jobs.storage.store import Store, at_hand, spool
+from swiftbatch.jobs.storage.store import Store, StoreError, at_hand, spool
 
 if TYPE_CHECKING:
+    import numpy as np
+    import pyarrow as pa
+    from numpy.typing import NDArray
+
     from swiftbatch.jobs.run.job_index import JobIndex
 
-__all__ = ["Progress", "Run", "RunError", "RunManifest", "WorkerStatus"]
 
 MANIFEST = "run.json"
 REJECTS = "rejects.jsonl"
 PROGRESS = "progress.json"
+PRIORITIES = "priorities.json"
 CANCEL_RUN = "cancel/run.json"
 CANCEL_JOBS = "cancel/jobs"
+NAMED_NUMBERS = TypeAdapter(dict[str, int])
 
 
-class Run(RunJobs):
+class Run:
     """A run in its folder. Methods raise `StoreError`, and `RunError` for a damaged file."""
 
     def __init__(self, store: Store, manifest: RunManifest | None) -> None:
         """`manifest` is None if damaged."""
-        super().__init__(store, manifest)
+        self.store = store
+        self.manifest = RunManifest.model_construct() if manifest is None else manifest
+        self._run_id = None if manifest is None else manifest.run_id
         self._fingerprint = None if manifest is None else manifest.fingerprint
         self.damaged: dict[str, str] = {}  # unusable files seen so far: path and problem
         self._results = ResultFiles(store, self.damaged, self._fingerprint)
         self._errors = LineFiles(store, "errors", self.damaged, self._fingerprint)
 
     @classmethod
-    def create_or_open(cls, uri: str, manifest: RunManifest, retries: Retries | None = None) -> Run:
-        """Open the run at `uri`, or create it from `manifest`.
+    def planned(cls, uri: str, manifest: RunManifest, retries: Retries | None = None) -> Run:
+        """Open the run at `uri`, or plan a new run from `manifest`, which only `made` writes.
 
         Raises `RunError` if it has another model or dtype.
         """
-        return cls.planned(uri, manifest, retries).made()
-
-    @classmethod
-    def planned(cls, uri: str, manifest: RunManifest, retries: Retries | None = None) -> Run:
-        """Open the run, or plan a new run, which only `made` writes. Raises as `create_or_open`."""
         store = Store(uri, retries)
         if store.exists(MANIFEST):
             return cls.open(uri, retries)._fit_for(manifest)
@@ -68,7 +80,7 @@ class Run(RunJobs):
         return cls(store, manifest)
 
     def made(self) -> Run:
-        """Write a planned run and return it. Raises as `create_or_open` does."""
+        """Write a planned run and return it. Raises as `planned` does."""
         self.store.write_new(MANIFEST, pretty(self.manifest))
         found = read_model(self.store, MANIFEST, RunManifest)
         return self if found is None else Run(self.store, found)._fit_for(self.manifest)
@@ -77,15 +89,116 @@ class Run(RunJobs):
     def open(cls, uri: str, retries: Retries | None = None) -> Run:
         """Open the run. Raises `RunError` if absent or of another version."""
         store = Store(uri, retries)
+        _refuse_file(store)
         manifest = read_model(store, MANIFEST, RunManifest)
         if manifest is None:
             raise RunError(f"no run at {store.shown_uri}: expected {MANIFEST} there; `swiftbatch submit` makes one")
         return cls(store, manifest)
 
-    @classmethod
-    def without_manifest(cls, uri: str) -> Run:
-        """Open a folder with a damaged manifest."""
-        return cls(Store(uri), None)
+    def add_jobs(self, records: Iterable[JobRecord]) -> None:
+        """Append the jobs that the run lacks, in order."""
+        known = {job_id for lineage in self.lineages() for job_id in lineage}
+
+        def new() -> Iterator[JobRecord]:
+            for record in records:
+                if record.job_id not in known:
+                    known.add(record.job_id)
+                    yield record
+
+        with spool() as table:
+            if job_table.write_records(table, new(), self.manifest.run_id):
+                self.add_table(table)
+
+    def add_table(self, table: BinaryIO) -> None:
+        """Append a table of jobs that the run lacks."""
+        table.seek(0)
+        job_table.add(self.store, table)
+
+    def parts(self, *names: str) -> Iterator[pa.Table]:
+        return read_parts(self.store, names, self._run_id)
+
+    def records(self) -> Iterator[JobRecord]:
+        """Yield the latest version of every job, holding only one part of the tables in memory at a time."""
+        import numpy as np
+
+        places = self.job_index().places
+        is_moved = places > np.minimum.accumulate(places[::-1])[::-1]  # moved to an earlier job's place
+        moved = np.sort(places[is_moved])
+        found = dict(zip(moved.tolist(), read_records(self.store, moved, self._run_id), strict=True))
+        rest = read_records(self.store, places[~is_moved], self._run_id)
+        return (found[place] if place in found else next(rest) for place in places.tolist())
+
+    def jobs(self) -> list[JobRecord]:
+        return list(self.records())
+
+    def records_at(self, places: NDArray[np.int64]) -> Iterator[JobRecord]:
+        return read_records(self.store, places, self._run_id)
+
+    def job_index(self) -> JobIndex:
+        from swiftbatch.jobs.run.job_index import COLUMNS, JobIndex
+
+        return JobIndex.of(self.parts(*COLUMNS))
+
+    def job_bodies(self, places: NDArray[np.int64]) -> JobBodies:
+        return JobBodies(self.parts(*BODY), places)
+
+    def longest_job(self) -> int:
+        """Read the longest job's positions from metadata."""
+        return longest_job(self.store, self._run_id)
+
+    def all_jobs(self) -> dict[str, JobRecord]:
+        """Return all jobs by id, also superseded jobs."""
+        import numpy as np
+
+        num_rows = sum(map(len, self.parts("job_id")))
+        places = np.arange(num_rows, dtype=np.int64)
+        return {record.job_id: record for record in read_records(self.store, places, self._run_id)}
+
+    def job_ids(self) -> list[str]:
+        """Return the ids of the latest version of every job, in input order."""
+        from swiftbatch.jobs.run.job_index import JobIndex
+
+        names = ("job_id", "supersedes")
+        return list(JobIndex.of(self.parts(*names), names).job_ids())
+
+    def all_job_ids(self) -> pa.ChunkedArray:
+        """Return all ids, also those of superseded jobs."""
+        import pyarrow as pa
+
+        parts = self.parts("job_id")
+        return pa.chunked_array([chunk for part in parts for chunk in part.column("job_id").chunks], pa.string())
+
+    def lineages(self) -> list[list[str]]:
+        parts = self.parts("job_id", "supersedes")
+        rows = (zip(*(column.to_pylist() for column in part.columns), strict=True) for part in parts)
+        return lineages(pair for pairs in rows for pair in pairs)
+
+    def extended(self) -> dict[str, list[str]]:
+        """Return the lineages of extended jobs, by their newest ids."""
+        supersedes = (part.column("supersedes") for part in self.parts("supersedes"))
+        is_extended = any(column.null_count < len(column) for column in supersedes)
+        return {lineage[-1]: lineage for lineage in self.lineages() if len(lineage) > 1} if is_extended else {}
+
+    def custom_ids(self) -> set[str]:
+        parts = self.parts("custom_id")
+        return {name for part in parts for name in part.column("custom_id").to_pylist()}
+
+    def priorities(self) -> dict[str, int]:
+        """Return the priorities that are not 0 by `custom_id`; none if the file is damaged. Lower ones begin first."""
+        try:
+            return read_parsed(self.store, PRIORITIES, NAMED_NUMBERS.validate_json) or {}
+        except RunError:
+            return {}
+
+    def set_priorities(self, custom_ids: Iterable[str], priorities: Mapping[str, int]) -> None:
+        """Set the priorities of a submission's lines, which affect no token; other lines keep theirs."""
+        before = self.priorities()
+        if not before and not priorities:
+            return
+        now = before | {name: priorities.get(name, 0) for name in custom_ids if name in before or name in priorities}
+        now = {custom_id: priority for custom_id, priority in now.items() if priority}
+        if now != before:
+            self.store.write(PRIORITIES, NAMED_NUMBERS.dump_json(now, indent=1) + b"\n")
 
     def write_rejects(self, rejects: Iterable[Reject]) -> None:
         """Replace the rejects of earlier submissions."""
@@ -108,9 +221,9 @@ class Run(RunJobs):
         """Return whether the only submission ended before it wrote jobs."""
         return not self.store.exists(REJECTS) and not self.job_ids()
 
-    def write_segment(self, name: str, results: Sequence[SealedResult]) -> None:
+    def write_segment(self, name: str, segment: ResultSegment) -> None:
         """Write a new segment of results, all or none."""
-        self._results.write_segment(name, results)
+        self._results.write_segment(name, segment)
 
     def write_error(self, job_id: str, line: dict[str, Any]) -> None:
         self._errors.write(job_id, line)
@@ -149,13 +262,7 @@ class Run(RunJobs):
 
     def lines_of(self, index: JobIndex) -> Iterator[dict[str, Any] | None]:
         """Yield the output line of each job, or None for a job that has no line yet."""
-        finished = self.finished_ids()
-        failed = self._errors.job_ids()
-
-        def place(job_id: str) -> LinePlace | None:
-            return self._place(job_id, finished) if job_id in finished or job_id in failed else None
-
-        return self._read_places(map(place, index.job_ids()))
+        return self._read_places(self._output_places(index.job_ids(), {}))
 
     def finished_ids(self) -> Container[str]:
         return self._results.job_ids()
@@ -313,3 +420,12 @@ class Run(RunJobs):
                 f"the run at {self.store.shown_uri} was made with {shown}: expected {field} {here}, found {asked}"
                 f"{found}; use the same one, or another run folder"
             )
+
+
+def _refuse_file(store: Store) -> None:
+    """Raise StoreError for a file, such as a job file, in place of a run."""
+    if store.is_local and os.path.isfile(store.uri):
+        beside = run_folder_of(store.shown_uri)
+        is_there = os.path.isfile(os.path.join(run_folder_of(store.uri), MANIFEST))
+        hint = f"its run is {beside}" if is_there else f"`swiftbatch submit {store.shown_uri}` makes a run of it"
+        raise StoreError(f"{store.shown_uri} is a file, expected a run's folder; {hint}")

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
-from swiftbatch.jobs.checkpoints.timeline import Moment
+from swiftbatch.jobs.checkpoints.checkpoint_files import Moment
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.input.validation_errors import reasons, shown
-from swiftbatch.jobs.json_records import Frozen
-from swiftbatch.jobs.repetition_detection import LoopAction
-from swiftbatch.jobs.run.compute_options import (
-    AttentionName,
-    Device,
-    Dtype,
-    KVDtype,
-    LinearName,
-    LogprobsMode,
-    NumRows,
-    SamplingDefaults,
-    ThinkingMarkers,
-)
-from swiftbatch.jobs.sampling_params import ThinkingEnd
+from swiftbatch.jobs.json_records import Frozen, reasons, shown
+from swiftbatch.jobs.sampling_params import LoopAction, ThinkingEnd
 from swiftbatch.jobs.storage.store import Store
+
+Dtype = Literal["bfloat16", "float32"]
+KVDtype = Literal["fp8", "int8"]  # None: as the run's dtype
+Device = Literal["auto", "cpu", "cuda"]
+AttentionName = Literal["triton", "flash"]  # GPUs only, like the next
+LinearName = Literal["cublas", "triton"]
+NumRows = Literal[64, 128, 256]  # rows of every forward on a GPU
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+"""The source of log-probabilities: the model's logits, or the scores that are drawn from. The names are vLLM's."""
+SamplingDefaults = Literal["model", "openai"]
+"""The source of sampling fields that a line leaves out: the model's generation config, or OpenAI's defaults."""
+ThinkingMarkers = tuple[str, str] | tuple[()] | None
+"""The texts around a thought, () if a model has none; None if each worker is to look for them."""
+
 
 Exactness = Literal["exact", "exact up to ties", "not probed"]
 RunState = Literal["running", "finished", "cancelled", "interrupted"]
@@ -167,6 +170,13 @@ NUM_READ_AHEAD = 64
 
 Model = TypeVar("Model", bound=BaseModel)
 Value = TypeVar("Value")
+Item = TypeVar("Item")
+
+
+def in_parallel(call: Callable[[Item], Value], items: Iterable[Item]) -> list[Value]:
+    """Return what the call returns for each item; calls wait for a store together."""
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        return list(pool.map(call, items))
 
 
 class RunError(UserError):

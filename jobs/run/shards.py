@@ -6,7 +6,6 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, ValidationError
@@ -14,11 +13,11 @@ from pydantic import Field, ValidationError
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.json_records import Frozen, dump_line
 from swiftbatch.jobs.run.job_table import newest_with
-from swiftbatch.jobs.run.output import row_groups, temporary_file
-from swiftbatch.jobs.run.output_line_parsing import plain, texts_of
+from swiftbatch.jobs.run.output import row_groups
+from swiftbatch.jobs.run.output_line import plain, texts_of
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.run_records import NUM_READERS, RunError, pretty, read_model
-from swiftbatch.jobs.storage.store import Store
+from swiftbatch.jobs.run.run_records import RunError, in_parallel, pretty, read_model
+from swiftbatch.jobs.storage.store import Store, spool
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -100,27 +99,19 @@ class Plan(Frozen):
     lines: tuple[PlannedLine, ...]
 
 
-class Plans:
-    """The plans of a run for the driver of an epoch."""
+def read_plans(store: Store, epoch: int) -> dict[int, Plan]:
+    """Return a run's plans up to an epoch, by number. Raises StoreError, RunError for a damaged one."""
+    newest: dict[int, tuple[int, str]] = {}
+    for name in store.list(PLANS_FOLDER):
+        if (found := NAME.fullmatch(name)) and int(found[2]) <= epoch:
+            newest[int(found[1])] = max(newest.get(int(found[1]), (0, "")), (int(found[2]), name))
+    plans = in_parallel(lambda each: read_model(store, f"{PLANS_FOLDER}/{each[1]}", Plan), newest.values())
+    return {number: plan for number, plan in sorted(zip(newest, plans, strict=True)) if plan is not None}
 
-    def __init__(self, store: Store, epoch: int) -> None:
-        self._store = store
-        self._epoch = epoch
 
-    def read(self) -> dict[int, Plan]:
-        """Return the plans by number. Raises StoreError, RunError for a damaged one."""
-        newest: dict[int, tuple[int, str]] = {}
-        for name in self._store.list(PLANS_FOLDER):
-            if (found := NAME.fullmatch(name)) and int(found[2]) <= self._epoch:
-                newest[int(found[1])] = max(newest.get(int(found[1]), (0, "")), (int(found[2]), name))
-        with ThreadPoolExecutor(NUM_READERS) as pool:
-            plans = pool.map(lambda each: read_model(self._store, f"{PLANS_FOLDER}/{each[1]}", Plan), newest.values())
-            return {number: plan for number, plan in sorted(zip(newest, plans, strict=True)) if plan is not None}
-
-    def write(self, number: int, plan: Plan) -> None:
-        """Write this driver's plan; writing the same plan again is harmless. Raises StoreError."""
-        path = f"{PLANS_FOLDER}/{number:05d}-{self._epoch:04d}.json"
-        self._store.write_new(path, plan.model_dump_json().encode() + b"\n")
+def write_plan(store: Store, epoch: int, number: int, plan: Plan) -> None:
+    """Write the plan of an epoch's driver; writing the same plan again is harmless. Raises StoreError."""
+    store.write_new(f"{PLANS_FOLDER}/{number:05d}-{epoch:04d}.json", plan.model_dump_json().encode() + b"\n")
 
 
 class SizedLine(NamedTuple):
@@ -316,8 +307,7 @@ class Shards:
         self._lines: dict[str, list[list[str]]] = defaultdict(list)  # by custom_id: the lineage of each choice's job
         for lineage in run.lineages():
             self._lines[self._records[lineage[-1]].job.custom_id].append(lineage)
-        self._plans = Plans(run.store, epoch)
-        plans = self._plans.read()
+        self._epoch, plans = epoch, read_plans(run.store, epoch)
         self._next_number = max(plans, default=-1) + 1
         self._newest = {line.custom_id: line for plan in plans.values() for line in plan.lines}
         there = set(run.store.list(DATA))
@@ -372,12 +362,12 @@ class Shards:
     def _completed(self, number: int) -> WrittenShard | None:
         """Write a planned shard that is missing; return None while one of its results is damaged."""
         plan = self._missing[number]
-        with temporary_file() as file:
+        with spool() as file:
             return self._published(number, file) if self._fill(file, plan.lines) == plan.lines else None
 
     def _added(self, lines: Sequence[PlannedLine]) -> WrittenShard | None:
         """Plan and write a shard of the readable lines, if any."""
-        with temporary_file() as file:
+        with spool() as file:
             if not (readable := self._fill(file, lines)):
                 return None
             number, self._next_number = self._next_number, self._next_number + 1
@@ -387,7 +377,7 @@ class Shards:
 
     def _published(self, number: int, file: BinaryIO) -> WrittenShard:
         plan, path, store = self._missing[number], f"{DATA}/{self._name(number)}", self._run.store
-        self._plans.write(number, plan)
+        write_plan(store, self._epoch, number, plan)
         self._check()
         store.write_new(f"{SHARDS_FOLDER}/README.md", card(self._settings.format).encode())
         store.write_new_from(path, file)

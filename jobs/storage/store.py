@@ -159,16 +159,13 @@ class Store:
 
         Raises `StoreError` too if an object store could not promise that.
         """
-        return self._write_new(path, BytesIO(data))
+        return self.write_new_from(path, BytesIO(data))
 
     def write_new_from(self, path: str, source: BinaryIO) -> bool:
         """Write a new file from `source`, like `write_new`.
 
         Over 4 GiB in an object store, the last of several writers at once wins, and all get True.
         """
-        return self._write_new(path, source)
-
-    def _write_new(self, path: str, source: BinaryIO) -> bool:
         start, num_tries = source.tell(), 0
 
         def write() -> bool:

@@ -267,9 +267,8 @@ SPECULATION = Board(
 # The Durability dashboard: tokens at risk, preemptions, resumes and recomputed tokens.
 
 
-def _increase(name: str, label: str = "") -> str:
-    by = f" by ({label})" if label else ""
-    return f"sum{by} (increase(swiftbatch_{name}{{{DRIVER}}}[$__range]))"
+def _increase(name: str) -> str:
+    return f"sum (increase(swiftbatch_{name}{{{DRIVER}}}[$__range]))"
 
 
 def _total(name: str, label: str) -> str:

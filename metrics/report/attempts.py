@@ -13,8 +13,7 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from swiftbatch.jobs.checkpoints.checkpoint_files import AttemptRecord, ResumeRecord
-from swiftbatch.jobs.checkpoints.timeline import Timeline
+from swiftbatch.jobs.checkpoints.checkpoint_files import AttemptRecord, ResumeRecord, Timeline
 
 Outcome = Literal["finished", "released", "lost", "cancelled", "running"]
 

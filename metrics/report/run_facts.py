@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from heapq import heappush, heappushpop
 from itertools import chain
@@ -20,7 +19,7 @@ from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.run.job_index import JobEntry, JobIndex
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.run_records import NUM_READERS, DriverClaim, Progress, RunManifest
+from swiftbatch.jobs.run.run_records import DriverClaim, Progress, RunManifest, in_parallel
 from swiftbatch.metrics.report.attempts import (
     DRAFTS,
     Attempt,
@@ -198,14 +197,13 @@ def _checkpoints(run: Run, finished: Container[str]) -> dict[str, Logged]:
         running = packed.get(job_id)
         is_there = job_id in started
         history = checkpoints.history(job_id) if is_there else []
-        num_tokens = len(checkpoints.read_tokens(job_id)) if is_there else 0
+        num_tokens = len(checkpoints.read_log(job_id).token_ids) if is_there else 0
         if running is None:
             return history, num_tokens
         return _with_running(history, running.record), max(num_tokens, len(running.log.token_ids))
 
     job_ids = [job_id for job_id in started.union(packed) if job_id not in finished]
-    with ThreadPoolExecutor(NUM_READERS) as pool:
-        return dict(zip(job_ids, pool.map(read, job_ids), strict=True))
+    return dict(zip(job_ids, in_parallel(read, job_ids), strict=True))
 
 
 def _with_running(history: list[AttemptRecord], running: AttemptRecord) -> list[AttemptRecord]:

@@ -16,7 +16,7 @@ import numpy as np
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.run.output import joined, write_table
 from swiftbatch.jobs.run.run import Run as RunFolder
-from swiftbatch.scheduler.driver.driver_heartbeat import current_progress, liveness
+from swiftbatch.scheduler.driver.run_lease import current_progress, liveness
 from swiftbatch.scheduler.runs.cancellation import cancel_jobs
 
 if TYPE_CHECKING:

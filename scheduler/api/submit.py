@@ -14,8 +14,8 @@ import click
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.input.job_files import run_folder_beside
 from swiftbatch.jobs.job import JobUrl
-from swiftbatch.jobs.repetition_detection import LoopAction
-from swiftbatch.jobs.run.compute_options import (
+from swiftbatch.jobs.run.run import Run as RunFolder
+from swiftbatch.jobs.run.run_records import (
     AttentionName,
     Device,
     Dtype,
@@ -25,8 +25,7 @@ from swiftbatch.jobs.run.compute_options import (
     NumRows,
     SamplingDefaults,
 )
-from swiftbatch.jobs.run.run import Run as RunFolder
-from swiftbatch.jobs.sampling_params import ThinkingEnd
+from swiftbatch.jobs.sampling_params import LoopAction, ThinkingEnd
 from swiftbatch.scheduler.api.run import Path, Run
 from swiftbatch.scheduler.api.run_process import RunProcess
 from swiftbatch.worker.config import CheckpointKind

@@ -17,8 +17,7 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import Progress, RunError
 from swiftbatch.scheduler.chaos.chaos_options import STORE_RETRIES, ChaosError
 from swiftbatch.scheduler.chaos.faults import Kind, NodeFaults, NoNodeFaults, PlannedKill, Way
-from swiftbatch.scheduler.driver.driver_heartbeat import liveness
-from swiftbatch.scheduler.driver.run_lease import claims
+from swiftbatch.scheduler.driver.run_lease import claims, liveness
 
 ENDED_WELL = (0, 1)  # 1: some jobs failed, which the comparison shows
 GAVE_UP = 2  # the driver can't continue; its files are complete

@@ -15,8 +15,7 @@ from typing import Literal, get_args
 from swiftbatch.jobs.run.run_records import WorkerStatus
 from swiftbatch.scheduler.chaos.chaos_options import WORKER_TIMEOUT
 from swiftbatch.scheduler.chaos.local_cluster import Host, LocalCluster, NamespaceHosts, Node
-from swiftbatch.scheduler.cluster.cluster_watch import SILENT_SECONDS
-from swiftbatch.scheduler.cluster.ray_cluster import connect
+from swiftbatch.scheduler.cluster.ray_cluster import SILENT_SECONDS, connect
 
 Kind = Literal[
     "worker", "raylet", "driver", "stop", "hangup",  # kills; "stop" stops a worker, "hangup" closes a driver's terminal

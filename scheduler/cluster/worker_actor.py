@@ -1,4 +1,4 @@
-"""The Ray actor of a worker; it drains at SIGTERM and SIGINT."""
+"""The settings of workers, and the start of a worker's session in its process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.kv.kv_capacity import HeldPositions, PoolSize
-from swiftbatch.worker.session.work_messages import Orders, WorkReport
 
 if TYPE_CHECKING:
     from swiftbatch.worker.session.session import WorkerSession
@@ -46,31 +45,16 @@ class WorkerInfo:
     held_positions: HeldPositions | None = None  # positions held per job if layers forget some; None for all
 
 
-class WorkerActor:
-    """One single-threaded worker process; calls run in order."""
+def start_session(worker_id: str, spec: WorkerSpec) -> tuple[WorkerSession, WorkerInfo]:
+    """Load the model in this process, which is an actor of Ray and drains at SIGTERM and SIGINT."""
+    import ray
 
-    def __init__(self, worker_id: str, spec: WorkerSpec) -> None:
-        self._worker_id = worker_id
-        self._spec = spec
-
-    def start(self) -> WorkerInfo:
-        import ray
-
-        spec = self._spec
-        module, _, name = spec.session_factory.partition(":")
-        factory = getattr(importlib.import_module(module), name)
-        self._session: WorkerSession = factory(spec.config, spec.run_uri, self._worker_id, spec.metrics_host)
-        session = self._session
-        for number in (signal.SIGTERM, signal.SIGINT):  # Ray would end a call at SIGINT with a traceback
-            signal.signal(number, lambda _number, _frame: session.request_drain())
-        node_id = str(ray.get_runtime_context().get_node_id())
-        where = (socket.gethostname(), os.getpid(), session.metrics_address, node_id)
-        sizes = (session.num_free_positions, session.num_slots, session.num_state_positions, session.pool_size)
-        return WorkerInfo(*where, session.numerics, *sizes, session.held_positions)
-
-    def work(self, orders: Orders, seconds: float) -> WorkReport:
-        return self._session.work(orders, seconds)
-
-    def drain(self, seconds: float) -> WorkReport:
-        """Write token logs, then the rest, within `seconds`, and return all jobs."""
-        return self._session.drain(seconds)
+    module, _, name = spec.session_factory.partition(":")
+    factory = getattr(importlib.import_module(module), name)
+    session: WorkerSession = factory(spec.config, spec.run_uri, worker_id, spec.metrics_host)
+    for number in (signal.SIGTERM, signal.SIGINT):  # Ray would end a call at SIGINT with a traceback
+        signal.signal(number, lambda _number, _frame: session.request_drain())
+    node_id = str(ray.get_runtime_context().get_node_id())
+    where = (socket.gethostname(), os.getpid(), session.metrics_address, node_id)
+    sizes = (session.num_free_positions, session.num_slots, session.num_state_positions, session.pool_size)
+    return session, WorkerInfo(*where, session.numerics, *sizes, session.held_positions)

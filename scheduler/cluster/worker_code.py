@@ -42,29 +42,30 @@ class Code:
 
 
 class WorkerProcess:
-    """The Ray actor that loads the driver's code."""
+    """The Ray actor of a worker, which loads the driver's code. It is single-threaded: calls run in order."""
 
     def __init__(self, worker_id: str, code: Code, log_folder: str | None, spec: bytes) -> None:
         """`spec` is a pickled `WorkerSpec`, importable after `start`."""
         self._worker_id, self._code, self._log_folder, self._spec = worker_id, code, log_folder, spec
 
     def start(self) -> Any:
-        """Load the model. Raises OtherCodeError, ImportError, and as `WorkerActor.start`.
+        """Load the model. Raises OtherCodeError, ImportError, and as `start_session`.
 
         `__init__` would wrap the error.
         """
         if self._log_folder is not None:
             write_output_to(Path(self._log_folder) / f"{self._worker_id}.log")
         use_code_of_driver(self._code)
-        actors = importlib.import_module(f"{PACKAGE}.scheduler.cluster.worker_actor")
-        self._actor = actors.WorkerActor(self._worker_id, pickle.loads(self._spec))
-        return self._actor.start()
+        ours = importlib.import_module(f"{PACKAGE}.scheduler.cluster.worker_actor")
+        self._session, info = ours.start_session(self._worker_id, pickle.loads(self._spec))
+        return info
 
     def work(self, orders: Any, seconds: float) -> Any:
-        return self._actor.work(orders, seconds)
+        return self._session.work(orders, seconds)
 
     def drain(self, seconds: float) -> Any:
-        return self._actor.drain(seconds)
+        """Write token logs, then the rest, within `seconds`, and return all jobs."""
+        return self._session.drain(seconds)
 
 
 def own_code(is_sent: bool) -> Code:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
 
 from swiftbatch.jobs import sampling_params
-from swiftbatch.scheduler.commands.options.model_options import (
+from swiftbatch.scheduler.commands.options.option_types import (
+    ANY_NUMBER,
+    ANY_WHOLE_NUMBER,
     COMPUTING,
     DRAFT_MODEL,
     JSON,
@@ -16,9 +19,7 @@ from swiftbatch.scheduler.commands.options.model_options import (
     checked,
     say,
     show,
-    text_of,
 )
-from swiftbatch.scheduler.commands.options.option_types import ANY_NUMBER, ANY_WHOLE_NUMBER
 from swiftbatch.worker.config import Computation
 
 
@@ -29,7 +30,11 @@ def split(_context: click.Context, _parameter: click.Parameter, text: str | None
 TEMPERATURE = click.option("--temperature", type=ANY_NUMBER, default=0.0)
 MIN_P = click.option("--min-p", type=ANY_NUMBER, default=0.1)
 REPETITION_PENALTY = click.option("--repetition-penalty", type=ANY_NUMBER, default=sampling_params.REPETITION_PENALTY)
-CACHED_TEXT = text_of("Text that fills the cache. [default: the model's own]")
+CACHED_TEXT = click.option(
+    "--text",
+    type=click.Path(exists=True, path_type=Path),
+    help="Text that fills the cache. [default: the model's own]",
+)
 POSITIONS = click.option(
     "--positions", default="4096", callback=split, help="Numbers of tokens in the cache, comma-separated."
 )

@@ -8,8 +8,7 @@ from typing import Any
 
 import click
 
-from swiftbatch.scheduler.commands.options.model_options import MODEL
-from swiftbatch.scheduler.commands.options.option_types import WholeNumber
+from swiftbatch.scheduler.commands.options.option_types import MODEL, WholeNumber
 
 NOT_PASSED = 1
 

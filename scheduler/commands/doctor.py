@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from swiftbatch.scheduler.commands.options.model_options import (
+from swiftbatch.scheduler.commands.options.option_types import (
     COMPUTING,
     CUDA_KERNELS,
     KV_DTYPE_HELP,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
@@ -17,6 +19,20 @@ if TYPE_CHECKING:
 
 SOME_FAILED = 1
 LIMIT_REACHED = 3  # 2 means that a command can't go on
+SAME_AGAIN = "nothing is lost, go on with the same command"
+
+
+@contextmanager
+def told_to_repeat() -> Iterator[None]:
+    """Add a next step to an interruption that names none."""
+    try:
+        yield
+    except BaseException as error:
+        # Python 3.11 wraps an interruption that a class meets during an import
+        interruption = error if isinstance(error, KeyboardInterrupt) else error.__cause__
+        if not isinstance(interruption, KeyboardInterrupt):
+            raise
+        raise KeyboardInterrupt(*(interruption.args or [SAME_AGAIN])) from None
 
 
 def launch_shown(hold: RunLease, num_jobs: int, settings: Settings, display: Display) -> Outcome:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from swiftbatch.scheduler.commands.options.model_options import say
+from swiftbatch.scheduler.commands.options.option_types import say
 
 if TYPE_CHECKING:
     from swiftbatch.worker.model.model_files import ModelFiles

@@ -24,8 +24,7 @@ def report(run_uri: str, output: str) -> None:
     from swiftbatch.metrics.report.page import render
     from swiftbatch.metrics.report.run_facts import gather
     from swiftbatch.scheduler.display.progress_line import damage_lines, printable
-    from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
-    from swiftbatch.scheduler.driver.run_lease import claims
+    from swiftbatch.scheduler.driver.run_lease import claims, current_progress
 
     run = Run.open(run_uri)
     with rare_garbage_collection():

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from swiftbatch.scheduler.commands.exit_codes import SOME_FAILED
-from swiftbatch.scheduler.commands.options.model_options import COMPUTING, KV_DTYPE_HELP, KV_DTYPES, MODEL
-from swiftbatch.scheduler.commands.options.option_types import WholeNumber
+from swiftbatch.scheduler.commands.options.option_types import COMPUTING, KV_DTYPE_HELP, KV_DTYPES, MODEL, WholeNumber
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

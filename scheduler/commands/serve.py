@@ -10,12 +10,11 @@ import click
 from click.core import ParameterSource
 
 from swiftbatch.scheduler.commands.options.launch_options import receiver_of, runs_options
-from swiftbatch.scheduler.commands.options.model_options import all_of
-from swiftbatch.scheduler.commands.options.option_types import GroupedCommand, WholeNumber, options_of
+from swiftbatch.scheduler.commands.options.option_types import GroupedCommand, WholeNumber, all_of, options_of
 from swiftbatch.scheduler.commands.resume import resume
 from swiftbatch.scheduler.commands.submit import submit
 from swiftbatch.scheduler.process.signals import INTERRUPTED
-from swiftbatch.scheduler.serve.batches.server_options import ServeOptions
+from swiftbatch.scheduler.runs.run_settings import ServeOptions
 
 server_option = options_of("The server")
 OF_THE_SERVER = {  # options of `submit` that a batch or the server sets

@@ -25,7 +25,7 @@ def status(run_uri: str, as_json: bool, is_watching: bool) -> None:
     """
     from swiftbatch.jobs.run.run import Run
     from swiftbatch.scheduler.display.progress_line import damage_lines
-    from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
+    from swiftbatch.scheduler.driver.run_lease import current_progress
     from swiftbatch.scheduler.runs.run_watch import patient
 
     run = Run.open(run_uri)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from swiftbatch.jobs.job import JobUrl
-from swiftbatch.jobs.repetition_detection import LoopAction
-from swiftbatch.jobs.run.compute_options import LogprobsMode, SamplingDefaults
-from swiftbatch.jobs.sampling_params import MAX_SEED, MIN_SEED, ThinkingEnd
-from swiftbatch.scheduler.commands.exit_codes import end, launch_shown
+from swiftbatch.jobs.json_records import is_utf8
+from swiftbatch.jobs.run.run_records import LogprobsMode, SamplingDefaults
+from swiftbatch.jobs.sampling_params import MAX_SEED, MIN_SEED, LoopAction, ThinkingEnd
+from swiftbatch.scheduler.commands.exit_codes import end, launch_shown, told_to_repeat
 from swiftbatch.scheduler.commands.options.launch_options import (
     ENGINE,
     launch_options,
@@ -20,7 +20,7 @@ from swiftbatch.scheduler.commands.options.launch_options import (
     run_option,
     shown,
 )
-from swiftbatch.scheduler.commands.options.model_options import (
+from swiftbatch.scheduler.commands.options.option_types import (
     ATTENTION_HELP,
     ATTENTIONS,
     DEVICES,
@@ -32,14 +32,16 @@ from swiftbatch.scheduler.commands.options.model_options import (
     ROWS,
     ROWS_HELP,
     THREAD_COUNT,
+    GroupedCommand,
+    WholeNumber,
     filled,
+    options_of,
 )
-from swiftbatch.scheduler.commands.options.option_types import GroupedCommand, WholeNumber, options_of
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from swiftbatch.jobs.input.parquet_rows import Columns
     from swiftbatch.jobs.input.rejects import Reject
@@ -51,23 +53,15 @@ ENGINE_LINES = (f"  {name:<16} {entry.drafts_from}" for name, entry in ENGINES.i
 
 def _text(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:
     """Require UTF-8, because Ray fails late on other texts."""
-    if value is not None and not _is_utf8(value):
+    if value is not None and not is_utf8(value):
         raise click.BadParameter(f"found {value!a}, expected a name in UTF-8")
     return value
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _markers(_ctx: click.Context, _param: click.Parameter, value: tuple[str, str] | None) -> tuple[str, str] | None:
     """Check both markers. Raises click.BadParameter."""
     for text in value or ():
-        if not text or not _is_utf8(text):
+        if not text or not is_utf8(text):
             raise click.BadParameter(f"found {text!a}, expected two texts in UTF-8 that are not empty")
     return value
 
@@ -201,6 +195,7 @@ token_option = options_of("What decides the tokens; stored in the run")
 )
 @ENGINE
 @launch_options
+@told_to_repeat()
 def submit(
     jobs: tuple[str, ...],
     run_uri: str | None,
@@ -233,6 +228,7 @@ def submit(
     with showing as display, contextlib.ExitStack() as stack:
         if run_uri is None:
             display.note(RunFolderChosen(folder))
+            stack.enter_context(_told_of_run_option())
         submitted = stack.enter_context(submitting)
         _tell_rejects(display, submitted.rejects)
         if submitted.sampling_defaults:
@@ -241,6 +237,17 @@ def submit(
             display.note(FieldsWithoutEffect(submitted.without_effect))
         outcome = launch_shown(submitted.hold, len(submitted.jobs), settings, display)
     end(submitted.run, outcome, len(submitted.rejects), display)
+
+
+@contextlib.contextmanager
+def _told_of_run_option() -> Iterator[None]:
+    """Name `--run` in an error of the default folder. Raises StoreError."""
+    from swiftbatch.jobs.storage.store import StoreError
+
+    try:
+        yield
+    except StoreError as error:
+        raise StoreError(f"{error}; --run names another folder") from None
 
 
 def _tell_rejects(display: Display, rejects: Sequence[Reject]) -> None:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from swiftbatch.scheduler.commands.options.model_options import MODEL
-from swiftbatch.scheduler.commands.options.option_types import WholeNumber
+from swiftbatch.scheduler.commands.options.option_types import MODEL, WholeNumber
 from swiftbatch.worker.training import defaults
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from swiftbatch.scheduler.commands.exit_codes import SOME_FAILED
-from swiftbatch.scheduler.commands.options.model_options import filled
-from swiftbatch.scheduler.commands.options.option_types import ANY_WHOLE_NUMBER
+from swiftbatch.scheduler.commands.options.option_types import ANY_WHOLE_NUMBER, filled
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

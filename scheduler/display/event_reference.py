@@ -8,7 +8,6 @@ from pathlib import Path
 
 from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.scheduler.display import events
-from swiftbatch.scheduler.display import events as job_events
 from swiftbatch.scheduler.display.events import Event
 
 PATH = Path(__file__).with_name("EVENTS.md")
@@ -31,8 +30,8 @@ stderr.
 
 
 def kinds() -> list[type[Event]]:
-    found = [value for module in (events, job_events) for value in vars(module).values() if inspect.isclass(value)]
-    return list(dict.fromkeys(kind for kind in found if issubclass(kind, Event) and kind is not Event))
+    found = [value for value in vars(events).values() if inspect.isclass(value)]
+    return [kind for kind in found if issubclass(kind, Event) and kind is not Event]
 
 
 def reference() -> str:

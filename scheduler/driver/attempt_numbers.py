@@ -13,11 +13,10 @@ from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from swiftbatch.jobs.checkpoints.checkpoint_files import NUMBERS_PER_EPOCH
-from swiftbatch.jobs.input.validation_errors import reasons
-from swiftbatch.jobs.json_records import Strict, sealed, unsealed
+from swiftbatch.jobs.json_records import Strict, parse_sealed, sealed
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.driver.waiting_jobs import Strikes
 
@@ -163,15 +162,10 @@ def _read_counts(store: Store) -> AttemptCounts:
     for name in sorted(store.list(FOLDER), key=_epoch_of, reverse=True):
         data = store.read(f"{FOLDER}/{name}")
         try:
-            if (text := unsealed(data or b"")) is not None:
-                return AttemptCounts.model_validate_json(text)
-            problem = "found no checksum"
-        except ValidationError as error:
-            problem = reasons(error, AttemptCounts)
+            return parse_sealed(data or b"", AttemptCounts)
         except ValueError as error:
-            problem = str(error)
-        where = f"{FOLDER}/{name} in {store.shown_uri}"
-        logger.warning("skipped %s: %s; earlier attempts at some jobs are not counted", where, problem)
+            where = f"{FOLDER}/{name} in {store.shown_uri}"
+            logger.warning("skipped %s: %s; earlier attempts at some jobs are not counted", where, error)
     return AttemptCounts(attempts={})
 
 

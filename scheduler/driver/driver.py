@@ -14,14 +14,13 @@ from swiftbatch.jobs.python_processes import rare_garbage_collection
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import RunError, RunState
 from swiftbatch.jobs.storage.store import Store, StoreError
-from swiftbatch.scheduler.cluster.cluster_watch import ClusterLostError
 from swiftbatch.scheduler.cluster.ray_actors import NO_MEMORY, OTHER_CODE, OTHER_MODEL
+from swiftbatch.scheduler.cluster.ray_cluster import ClusterLostError
 from swiftbatch.scheduler.display.events import DriverStarted, LimitReached, RunStopping, WorkerStopping
 from swiftbatch.scheduler.driver.dispatch import Dispatcher
-from swiftbatch.scheduler.driver.driver_state import DriverContext
 from swiftbatch.scheduler.driver.queue_loading import put_logs_in_place
 from swiftbatch.scheduler.driver.run_lease import RunLease
-from swiftbatch.scheduler.driver.run_progress import ProgressCounter
+from swiftbatch.scheduler.driver.run_progress import DriverContext, ProgressCounter
 from swiftbatch.scheduler.driver.shard_writing import ShardWriter
 from swiftbatch.scheduler.driver.worker_fleet import (
     MAX_FAILED_STARTS,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +13,8 @@ from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.checkpoints.token_log import CHECKPOINTS, WORKER_LOGS_FOLDER, WORKERS, PackedLogs
 from swiftbatch.jobs.run.job_index import JobEntry, JobIndex
 from swiftbatch.jobs.run.output_line import error_line
-from swiftbatch.jobs.run.priorities import priorities_of
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.run_records import NUM_READERS
+from swiftbatch.jobs.run.run_records import in_parallel
 from swiftbatch.jobs.shared_prompts import SharedPrompt, shared_prompts
 from swiftbatch.scheduler.driver.attempt_numbers import Attempts
 from swiftbatch.scheduler.driver.expected_lengths import LengthStatistics
@@ -32,6 +30,7 @@ def load_queue(run: Run, max_attempts: int, attempts: Attempts | None = None) ->
 
     A started job counts the tokens of its log or of the last heartbeat, whichever are more; fewer are no progress.
     """
+    attempts = attempts or Attempts(run.store, 0, {})
     index = run.job_index()
     lengths = LengthStatistics()
     is_waiting, ended = _ended(run, index, lengths, attempts)
@@ -44,8 +43,7 @@ def load_queue(run: Run, max_attempts: int, attempts: Attempts | None = None) ->
     for row, num_tokens in started:
         prompt = SharedPrompt(None if groups[row] == NO_GROUP else int(groups[row]), int(shared[row]))
         entry = index.entry(row)
-        strikes = attempts.strikes(entry.job_id) if attempts else None
-        queue.add(entry, num_tokens, int(priorities[row]), prompt, strikes)
+        queue.add(entry, num_tokens, int(priorities[row]), prompt, attempts.strikes(entry.job_id))
     for state, (num_jobs, num_tokens) in ended.items():
         queue.add_ended(state, num_tokens, num_jobs)
     return queue
@@ -67,9 +65,7 @@ def _clear_finished(run: Run) -> None:
     """Delete the checkpoints of finished jobs, except those that `--keep-state` keeps."""
     found = set(run.store.list(CHECKPOINTS)) - {WORKERS}
     if found and (finished := with_results(run, found - KeptLogs.of(run).sizes().keys())):
-        checkpoints = CheckpointStore.of(run)
-        with ThreadPoolExecutor(NUM_READERS) as pool:
-            list(pool.map(checkpoints.clear, finished))
+        in_parallel(CheckpointStore.of(run).clear, finished)
 
 
 def with_results(run: Run, job_ids: Collection[str]) -> set[str]:
@@ -79,15 +75,14 @@ def with_results(run: Run, job_ids: Collection[str]) -> set[str]:
 
 
 def _ended(
-    run: Run, index: JobIndex, lengths: LengthStatistics, attempts: Attempts | None
+    run: Run, index: JobIndex, lengths: LengthStatistics, attempts: Attempts
 ) -> tuple[NDArray[np.bool_], dict[str, tuple[int, int]]]:
     """Return which jobs have not ended, and the numbers (jobs, tokens) of ended jobs by state."""
     finished, error_codes = run.ended_jobs(index)
     rows, tokens = np.asarray(finished, np.int64).reshape(-1, 2).T
     lengths.note_all(index.columns["num_prompt_tokens"][rows], tokens, index.columns["max_tokens"][rows])
-    if attempts is not None:
-        for row in np.intersect1d(rows, index.rows_of("job_id", attempts.counted())):
-            attempts.finish(index.columns["job_id"][row].as_py())
+    for row in np.intersect1d(rows, index.rows_of("job_id", attempts.counted())):
+        attempts.finish(index.columns["job_id"][row].as_py())
     is_waiting = np.ones(len(index), bool)
     is_waiting[rows] = is_waiting[list(error_codes)] = False
     ended = {state: (num, 0) for state, num in Counter(map(_state_of_failure, error_codes.values())).items()}
@@ -95,7 +90,7 @@ def _ended(
 
 
 def _priorities(run: Run, index: JobIndex) -> NDArray[np.int64]:
-    found, priorities = np.zeros(len(index), np.int64), priorities_of(run.store)
+    found, priorities = np.zeros(len(index), np.int64), run.priorities()
     for row in index.rows_of("custom_id", priorities):
         found[row] = priorities[index.columns["custom_id"][row].as_py()]
     return found
@@ -112,21 +107,19 @@ def _prompts(index: JobIndex) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     return groups, shared
 
 
-def _started(run: Run, index: JobIndex, attempts: Attempts | None) -> list[tuple[int, int]]:
+def _started(run: Run, index: JobIndex, attempts: Attempts) -> list[tuple[int, int]]:
     """Return the rows and token counts of jobs that earlier drivers handed out."""
     last_beat, checkpoints = run.progress(), CheckpointStore.of(run)
     reported = {} if last_beat is None else last_beat.running
     with_checkpoint = set(run.store.list("checkpoints"))
     names = {known for name in reported for known in (name, name.rpartition("[")[0])}  # lines with choices included
-    handed_out = with_checkpoint.union(attempts.counted() if attempts else ())
+    handed_out = with_checkpoint.union(attempts.counted())
     rows = np.union1d(index.rows_of("job_id", handed_out), index.rows_of("custom_id", names))
     entries = [index.entry(row) for row in rows.tolist()]
-    with ThreadPoolExecutor(NUM_READERS) as pool:
-        found = [entry.job_id for entry in entries if entry.job_id in with_checkpoint]
-        read = dict(zip(found, pool.map(checkpoints.read_attempts, found), strict=True))
+    found = [entry.job_id for entry in entries if entry.job_id in with_checkpoint]
+    read = dict(zip(found, in_parallel(checkpoints.read_attempts, found), strict=True))
     for job_id, (numbers, _) in read.items():
-        if attempts is not None:
-            attempts.note_found(job_id, numbers)
+        attempts.note_found(job_id, numbers)
     num_logged = {job_id: len(log.token_ids) for job_id, (_, log) in read.items()}
     return [
         (row, max(num_logged.get(entry.job_id, 0), reported.get(entry.name, 0)))

@@ -18,6 +18,10 @@ def steady_seconds() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
+def monotonic() -> float:
+    return time.monotonic()  # looked up at each call, so that a test can set the clock
+
+
 @dataclass(frozen=True)
 class Deadline:
     """A time since the epoch; a deadline given as a duration ignores changes of the system's time."""

@@ -1,19 +1,45 @@
-"""A run's progress for heartbeat, display and metrics."""
+"""The state that the parts of a driver share, and the run's progress for heartbeat, display and metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import WorkerStatus
 from swiftbatch.metrics import exporter
-from swiftbatch.metrics.exporter import METRICS_PATH, DriverCollector, Labels, registry_of, serve
+from swiftbatch.metrics.counters import DriverCounters
+from swiftbatch.metrics.exporter import METRICS_PATH, Labels, driver_families, registry_of, serve
 from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo
+from swiftbatch.scheduler.display.display import Display
 from swiftbatch.scheduler.display.events import MetricsServed
-from swiftbatch.scheduler.driver.driver_state import DriverContext
+from swiftbatch.scheduler.driver.attempt_numbers import Attempts
+from swiftbatch.scheduler.driver.job_queue import JobQueue
+from swiftbatch.scheduler.driver.run_limits import Limits, Spending, monotonic
 from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker
 from swiftbatch.worker.config import EngineConfig
+
+
+@dataclass(frozen=True)
+class DriverContext:
+    """A driven run with its jobs, workers and display."""
+
+    run: Run
+    queue: JobQueue
+    attempts: Attempts
+    fleet: Fleet
+    display: Display
+    counters: DriverCounters
+    num_workers: int
+    num_slots: int | None  # jobs at a time per worker; None: as many as fit
+    grace_seconds: float  # a worker's time to write checkpoints before it ends
+    limits: Limits
+    spent: Spending
+    most_positions: int | None = None  # for a CPU worker's caches; None: most of the free memory
+    clock: Callable[[], float] = monotonic
+
 
 SHOWN = (  # worker counts in a heartbeat
     *("num_steps", "num_drafts", "num_accepted_tokens", "num_resumes"),
@@ -90,7 +116,7 @@ def served_metrics(context: DriverContext, config: EngineConfig, host: str, port
         )
     }
     labels = Labels(model_name=config.model, drafter=config.engine, worker="driver")
-    address, stop = serve(registry_of(DriverCollector(context.counters, labels)), port, pages, host)
+    address, stop = serve(registry_of(lambda: driver_families(context.counters, labels)), port, pages, host)
     context.display.note(MetricsServed(address, address.removesuffix(METRICS_PATH) + exporter.DISCOVERY_PATH))
     try:
         yield

@@ -8,9 +8,8 @@ from typing import TypeVar
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.token_log import FoundLogs, PackedLogs
-from swiftbatch.jobs.run.output_line import error_line
-from swiftbatch.jobs.run.output_line_parsing import num_completion_tokens
-from swiftbatch.jobs.run.run_records import NUM_READERS
+from swiftbatch.jobs.run.output_line import error_line, num_completion_tokens
+from swiftbatch.jobs.run.run_records import in_parallel
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.metrics.counters import MEMORY_FULL
 from swiftbatch.scheduler.cluster.ray_actors import STORE_FAILED
@@ -24,8 +23,8 @@ from swiftbatch.scheduler.display.events import (
     WorkerReady,
     WorkerStopping,
 )
-from swiftbatch.scheduler.driver.driver_state import DriverContext
 from swiftbatch.scheduler.driver.queue_loading import CANCELLED, with_results, write_cancelled
+from swiftbatch.scheduler.driver.run_progress import DriverContext
 from swiftbatch.scheduler.driver.waiting_jobs import QueuedJob
 from swiftbatch.scheduler.driver.worker_fleet import Event, Lost, Reported, Started, Worker
 from swiftbatch.worker.session.work_messages import JobOutcome, WorkReport
@@ -75,10 +74,9 @@ class AttemptSettlement:
         job_ids = list(self._queue.of(worker.id).reserve)
         if not job_ids:
             return
-        with ThreadPoolExecutor(NUM_READERS) as pool:
-            for job_id, numbers in zip(job_ids, pool.map(self._checkpoints.attempts, job_ids), strict=True):
-                if self._attempts.newest(job_id) in numbers:
-                    self.begin(worker, job_id)
+        for job_id, numbers in zip(job_ids, in_parallel(self._checkpoints.attempts, job_ids), strict=True):
+            if self._attempts.newest(job_id) in numbers:
+                self.begin(worker, job_id)
 
     def lose_backlog(self, worker: Worker, *, is_unblamed: bool) -> None:
         """Requeue the reserved jobs of a lost worker.

@@ -9,9 +9,8 @@ from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import RunError
-from swiftbatch.scheduler.driver.driver_heartbeat import STALE_SECONDS, liveness
 from swiftbatch.scheduler.driver.queue_loading import count_jobs, write_cancelled
-from swiftbatch.scheduler.driver.run_lease import RunLease, RunTakenError, has_begun
+from swiftbatch.scheduler.driver.run_lease import STALE_SECONDS, RunLease, RunTakenError, has_begun, liveness
 from swiftbatch.scheduler.driver.shard_writing import finish_shards
 
 POLL_SECONDS = 0.1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.run.output_line import tokens_sha256
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.run_records import NUM_READERS, RunState
+from swiftbatch.jobs.run.run_records import RunState, in_parallel
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.metrics.report.attempts import parsed_history
 from swiftbatch.scheduler.display.progress_line import counted
@@ -47,9 +46,8 @@ def kept_of(run: Run) -> Kept:
     found = set(run.store.list(CHECKPOINTS)) - {WORKERS}
     if found:  # failed and cancelled jobs may resume from their checkpoints
         found -= set(run.job_ids()) - run.ended()[0]
-    with ThreadPoolExecutor(NUM_READERS) as pool:
-        states = dict(zip(sorted(found), pool.map(lambda job_id: _size(run.store, job_id), sorted(found)), strict=True))
-    return Kept(KeptLogs.of(run).sizes(), states)
+    sizes = in_parallel(lambda job_id: _size(run.store, job_id), sorted(found))
+    return Kept(KeptLogs.of(run).sizes(), dict(zip(sorted(found), sizes, strict=True)))
 
 
 def prune(run: Run, *, logs: bool, state: bool) -> str:

@@ -18,11 +18,11 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel, ConfigDict
 
-from swiftbatch.jobs.checkpoints.timeline import Moment
+from swiftbatch.jobs.checkpoints.checkpoint_files import Moment
 from swiftbatch.jobs.run.run_records import ProcessKey, RunError, pretty, read_model
 from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.metrics.report.page_text import date
-from swiftbatch.scheduler.driver.driver_heartbeat import BEAT_SECONDS_OBJECT_STORE, process_liveness
+from swiftbatch.scheduler.driver.run_lease import BEAT_SECONDS_OBJECT_STORE, process_liveness
 from swiftbatch.scheduler.process.process_id import own_key
 from swiftbatch.scheduler.process.streams import Lines
 

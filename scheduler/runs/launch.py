@@ -13,20 +13,18 @@ from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.metrics.counters import DriverCounters
 from swiftbatch.metrics.exporter import EVERYWHERE
-from swiftbatch.scheduler.cluster.cluster_watch import ClusterLostError
 from swiftbatch.scheduler.cluster.embedded_ray import LOOPBACK
-from swiftbatch.scheduler.cluster.ray_cluster import Cluster, ClusterError, connect
+from swiftbatch.scheduler.cluster.ray_cluster import Cluster, ClusterError, ClusterLostError, connect
 from swiftbatch.scheduler.cluster.worker_actor import WorkerSpec
 from swiftbatch.scheduler.display.display import Display
 from swiftbatch.scheduler.display.events import FewGpus, LimitReached, LineDamaged, ShardWritten, SlowOnGpu
 from swiftbatch.scheduler.driver.attempt_numbers import Attempts
 from swiftbatch.scheduler.driver.driver import Driver, DriverError
-from swiftbatch.scheduler.driver.driver_state import DriverContext
 from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.scheduler.driver.queue_loading import count_jobs, load_queue, put_logs_in_place
 from swiftbatch.scheduler.driver.run_lease import RunLease
 from swiftbatch.scheduler.driver.run_limits import Spending
-from swiftbatch.scheduler.driver.run_progress import served_metrics
+from swiftbatch.scheduler.driver.run_progress import DriverContext, served_metrics
 from swiftbatch.scheduler.driver.shard_writing import finish_shards
 from swiftbatch.scheduler.driver.worker_fleet import Fleet
 from swiftbatch.scheduler.process.signals import held

@@ -11,6 +11,7 @@ import time
 from dataclasses import asdict, fields, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.job_index import JobIndex
@@ -38,20 +39,23 @@ def kept_or_new_manifest(run_uri: str, settings: Settings) -> RunManifest:
     """Return the run's checked manifest, or a new one. Raises RunError if settings differ."""
     try:
         manifest = Run.open(run_uri, settings.start_retries).manifest
-    except RunError:  # absent or unreadable: `Run.create_or_open` tells which
+    except RunError:  # absent or unreadable: `Run.planned` tells which
         return _new_manifest(settings)
     for name, value in settings.said.items():
         found = _place(value) if name == "model" else value
         if name not in FOLDERS and found != getattr(manifest, name):
-            kept = getattr(manifest, name)
-            shown = f"without {name}" if kept in (None, ()) else f"with {name} {kept}"
-            place = shown_uri(run_uri)
-            resume = f"; `swiftbatch resume {place} --engine {found}` goes on with it" if name == "engine" else ""
-            raise RunError(
-                f"the run at {place} was made {shown}, found {found}; "
-                f"leave the option away, or use another run folder{resume}"
-            )
+            raise RunError(_other_setting(name, getattr(manifest, name), found, shown_uri(run_uri)))
     return manifest
+
+
+def _other_setting(name: str, kept: Any, found: Any, place: str) -> str:
+    if name == "engine":
+        return (
+            f"--engine {found}: `swiftbatch resume {place} --engine {found}` goes on with it; submit keeps the run's "
+            f"engine, {kept}, so leave the option away to add jobs"
+        )
+    shown = f"without {name}" if kept in (None, ()) else f"with {name} {kept}"
+    return f"the run at {place} was made {shown}, found {found}; leave the option away, or use another run folder"
 
 
 def computation_of(manifest: RunManifest, settings: Settings) -> Computation:

@@ -1,4 +1,4 @@
-"""The settings of a run with their defaults, without heavy imports."""
+"""The settings of a run and of a server with their defaults, without heavy imports."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from swiftbatch.worker.config import CheckpointSettings
 
 if TYPE_CHECKING:
     from swiftbatch.jobs.run.shards import ShardSettings
+    from swiftbatch.scheduler.display.webhooks import Receiver
 
 
 @dataclass(frozen=True)
@@ -41,3 +42,20 @@ class Settings:
     @property
     def start_retries(self) -> Retries:
         return Retries(min(START_RETRY_SECONDS, self.checkpoints.store_retry_seconds))
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """The options of a server.
+
+    Without `api_keys` everybody at the port has all rights, which `is_open` confirms.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    max_running: int = 1  # batches at a time
+    max_file_bytes: int = 2 * 2**30
+    api_keys: str | None = None
+    is_open: bool = False
+    webhook: Receiver | None = None
+    webhook_hosts: str | None = None

@@ -14,8 +14,8 @@ from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.display.display import Display
 from swiftbatch.scheduler.display.events import DriverAwaited, DriverSilent
-from swiftbatch.scheduler.driver.driver_heartbeat import beat_seconds, current_progress, liveness, with_counts
 from swiftbatch.scheduler.driver.queue_loading import count_jobs
+from swiftbatch.scheduler.driver.run_lease import beat_seconds, current_progress, liveness, with_counts
 from swiftbatch.scheduler.runs.cancellation import find_jobs
 from swiftbatch.worker.config import CheckpointSettings
 

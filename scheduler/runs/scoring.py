@@ -12,9 +12,8 @@ from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.input.job_files import open_input, shown_input
 from swiftbatch.jobs.input.line_parsing import LineError, parse_object
 from swiftbatch.jobs.input.request_fields import LineId
-from swiftbatch.jobs.input.validation_errors import reasons
 from swiftbatch.jobs.job import JobRecord, Messages, TokenIds, unpacked
-from swiftbatch.jobs.json_records import Strict
+from swiftbatch.jobs.json_records import Strict, reasons
 from swiftbatch.jobs.logprobs import TokenLogprobs, completion_logprobs, shown_logprobs
 from swiftbatch.jobs.run.output import joined
 from swiftbatch.jobs.run.run import Run

@@ -20,14 +20,12 @@ from swiftbatch.jobs.input.reader import JobReader, job_lines
 from swiftbatch.jobs.input.rejects import Reject, Rejects
 from swiftbatch.jobs.job import JobRecord, JobUrl, packed
 from swiftbatch.jobs.python_processes import rare_garbage_collection
-from swiftbatch.jobs.repetition_detection import RepetitionDetection, loop_guard
 from swiftbatch.jobs.run.job_index import COLUMNS, JobIndex
-from swiftbatch.jobs.run.job_table import parts_of, table_schema, write_records, write_tables
-from swiftbatch.jobs.run.priorities import set_priorities
+from swiftbatch.jobs.run.job_table import in_groups, parts_of, table_schema, write_records, write_tables
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import RunError, RunManifest
 from swiftbatch.jobs.run.shards import ask_for_shards
-from swiftbatch.jobs.sampling_params import SamplingParams, ThinkingEnd
+from swiftbatch.jobs.sampling_params import RepetitionDetection, SamplingParams, ThinkingEnd, loop_guard
 from swiftbatch.jobs.shared_prompts import prompt_keys
 from swiftbatch.jobs.storage.store import spool
 from swiftbatch.scheduler.driver.run_lease import RunLease
@@ -123,8 +121,7 @@ def make_records(
 
 def _encoded(lines: Iterable[tuple[int, JobLine]], codec: TextCodec) -> Iterator[tuple[int, JobLine, list[Encoded]]]:
     _start_tokenizing_threads()
-    rest = iter(lines)
-    while some := list(_some(rest)):
+    for some in in_groups(lines, LINES_AT_ONCE, CHARACTERS_AT_ONCE, _num_letters):
         asked = [_asked(line) for _, line in some]
         encoded = iter(codec.encode_all([each for own in asked for each in own]))
         for (line_number, line), own in zip(some, asked, strict=True):
@@ -140,14 +137,9 @@ def _start_tokenizing_threads() -> None:
         Tokenizer(BPE()).encode_batch_fast(["", ""])
 
 
-def _some(lines: Iterator[tuple[int, JobLine]]) -> Iterator[tuple[int, JobLine]]:
-    """Take the next lines to tokenize together: fewer if the lines are long."""
-    num_letters = 0
-    for line_number, line in islice(lines, LINES_AT_ONCE):
-        yield line_number, line
-        num_letters += sum(map(len, line.prompts)) + sum(len(message.content) for message in line.messages or ())
-        if num_letters >= CHARACTERS_AT_ONCE:
-            return
+def _num_letters(numbered: tuple[int, JobLine]) -> int:
+    _, line = numbered
+    return sum(map(len, line.prompts)) + sum(len(message.content) for message in line.messages or ())
 
 
 def _asked(line: JobLine) -> tuple[str | tuple[int, ...] | Chat, ...]:
@@ -293,7 +285,7 @@ def submission(
             if settings.shards is not None:
                 ask_for_shards(run.store, settings.shards)
             added, changed = add_new(run, table)
-            set_priorities(run.store, added.custom_ids(), notes.priorities)
+            run.set_priorities(added.custom_ids(), notes.priorities)
             rejects = _in_order(reader, notes, changed)
             run.write_rejects(rejects)
             yield Submission(run, hold, added, rejects, dict(notes.without_effect), defaults)

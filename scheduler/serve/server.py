@@ -19,10 +19,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.metrics import exporter
-from swiftbatch.metrics.exporter import ServerCollector, registry_of
+from swiftbatch.metrics.exporter import registry_of, server_families
 from swiftbatch.scheduler.runs.folder_lock import hold
+from swiftbatch.scheduler.runs.run_settings import ServeOptions
 from swiftbatch.scheduler.serve.batches.batch_driver import DriverOptions
-from swiftbatch.scheduler.serve.batches.server_options import ServeOptions
 from swiftbatch.scheduler.serve.batches.service import Service
 from swiftbatch.scheduler.serve.pages import page_routes
 from swiftbatch.scheduler.serve.records.server_records import RefusedError
@@ -87,7 +87,9 @@ async def readyz(service: Served) -> dict[str, str]:
 @server_router.get("/metrics")
 def metrics(service: Served) -> Response:
     service.count_batches()
-    return Response(generate_latest(registry_of(ServerCollector(service.counters))), media_type=CONTENT_TYPE_LATEST)
+    return Response(
+        generate_latest(registry_of(lambda: server_families(service.counters))), media_type=CONTENT_TYPE_LATEST
+    )
 
 
 @server_router.get(exporter.DISCOVERY_PATH)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.jobs.input.reader import read_jobs
 from swiftbatch.metrics import exporter
 from swiftbatch.worker.config import CheckpointSettings
+from tests.jobs.input.job_lines import read_jobs
 from tests.k8s.chart import OVERLAYS
 from tests.k8s.kubernetes_parts import RAY, ROOT, Object, commands, one, pods, ray_containers, render
 from tests.readme.command_lines import options

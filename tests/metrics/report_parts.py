@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from swiftbatch.jobs.checkpoints.checkpoint_files import AttemptRecord, ResumeRecord
-from swiftbatch.jobs.checkpoints.timeline import Timeline
+from swiftbatch.jobs.checkpoints.checkpoint_files import AttemptRecord, ResumeRecord, Timeline
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.run import Run
@@ -21,7 +20,7 @@ ENDED = PROGRESS.model_copy(update={"state": "finished", "workers": (), "running
 
 
 def new_run(uri: str) -> Run:
-    return Run.create_or_open(uri, MANIFEST.model_copy(update={"created": BEGIN}))
+    return Run.planned(uri, MANIFEST.model_copy(update={"created": BEGIN})).made()
 
 
 def record(custom_id: str, prompt: str = "Once", max_tokens: int = 1000) -> JobRecord:

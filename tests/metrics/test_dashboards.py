@@ -9,7 +9,7 @@ import pytest
 
 from swiftbatch.metrics import reference
 from swiftbatch.metrics.counters import DriverCounters, EngineCounters
-from swiftbatch.metrics.exporter import DriverCollector, EngineCollector, Labels, registry_of
+from swiftbatch.metrics.exporter import Labels, driver_families, engine_families
 from swiftbatch.metrics.grafana import build
 from tests.metrics.dashboard_files import BOARDS, METRICS, metric_names, panel_expressions, read_board, variable_queries
 from tests.metrics.prometheus_server import binary
@@ -20,8 +20,7 @@ LABELS = Labels(model_name="embedded", drafter="suffix", worker="w1")
 def exported_names() -> set[str]:
     worker = EngineCounters(last_checkpoint=1.0, kv_cache_pages_ratio=0.5)
     driver = DriverCounters(eta_seconds=1.0)
-    collectors = (EngineCollector(worker, LABELS), DriverCollector(driver, LABELS))
-    families = [family for collector in collectors for family in registry_of(collector).collect()]
+    families = [*engine_families(worker, LABELS), *driver_families(driver, LABELS)]
     return {sample.name for family in families for sample in family.samples}
 
 

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from swiftbatch.metrics import exporter
 from swiftbatch.metrics.counters import DriverCounters, EngineCounters
-from swiftbatch.metrics.exporter import DriverCollector, EngineCollector, Labels, MetricsError, registry_of, serve
+from swiftbatch.metrics.exporter import Labels, MetricsError, driver_families, engine_families, registry_of, serve
 
 LABELS = Labels(model_name="embedded", drafter="suffix", worker="w0")
 
@@ -50,7 +50,7 @@ def test_a_worker_serves_every_name_over_http() -> None:
     counters.count_checkpoint("tokens", num_bytes=400, seconds=0.02)
     counters.num_store_retries = 3
     counters.count_finished("length", seconds=70.0, num_generation_tokens=2000)
-    address, stop = serve(registry_of(EngineCollector(counters, LABELS)), 0)
+    address, stop = serve(registry_of(lambda: engine_families(counters, LABELS)), 0)
     try:
         values = scrape(address)
         counters.num_generation_tokens += 1
@@ -94,10 +94,10 @@ def test_histogram_bounds_reach_a_week_and_128k_tokens() -> None:
 
 def test_no_checkpoint_age_while_nothing_runs() -> None:
     counters = EngineCounters()
-    names = {family.name for family in EngineCollector(counters, LABELS).collect()}
+    names = {family.name for family in engine_families(counters, LABELS)}
     assert "swiftbatch_checkpoint_age_seconds" not in names
     counters.last_checkpoint = time.time() - 12
-    ages = [f.samples[0].value for f in EngineCollector(counters, LABELS).collect() if f.name.endswith("age_seconds")]
+    ages = [f.samples[0].value for f in engine_families(counters, LABELS) if f.name.endswith("age_seconds")]
     assert 12 <= ages[0] < 60
 
 
@@ -106,7 +106,7 @@ def test_the_driver_serves_jobs_by_state() -> None:
     counters.num_preemptions["worker_lost"] += 1
     counters.num_preemptions["worker_lost"] += 1
     counters.jobs_finished["failed"] += 1
-    address, stop = serve(registry_of(DriverCollector(counters, LABELS)), 0)
+    address, stop = serve(registry_of(lambda: driver_families(counters, LABELS)), 0)
     try:
         values = scrape(address)
     finally:
@@ -118,7 +118,7 @@ def test_the_driver_serves_jobs_by_state() -> None:
 
 
 def test_a_taken_port_is_one_clear_line() -> None:
-    registry = registry_of(DriverCollector(DriverCounters(), LABELS))
+    registry = registry_of(lambda: driver_families(DriverCounters(), LABELS))
     address, stop = serve(registry, 0)
     port = int(address.split(":")[2].split("/")[0])
     try:
@@ -129,7 +129,7 @@ def test_a_taken_port_is_one_clear_line() -> None:
 
 
 def test_an_endpoint_is_at_the_address_that_was_asked_for_alone() -> None:
-    address, stop = serve(registry_of(DriverCollector(DriverCounters(), LABELS)), 0, host="127.0.0.1")
+    address, stop = serve(registry_of(lambda: driver_families(DriverCounters(), LABELS)), 0, host="127.0.0.1")
     assert address.startswith("http://127.0.0.1:")
     try:
         assert scrape(address)
@@ -141,12 +141,12 @@ def test_an_endpoint_is_at_the_address_that_was_asked_for_alone() -> None:
 
 def test_an_address_of_another_machine_is_one_clear_line() -> None:
     with pytest.raises(MetricsError, match=r"metrics host 192\.0\.2\.77: .*; expected an IPv4 address of this machine"):
-        serve(registry_of(DriverCollector(DriverCounters(), LABELS)), 0, host="192.0.2.77")
+        serve(registry_of(lambda: driver_families(DriverCounters(), LABELS)), 0, host="192.0.2.77")
 
 
 @contextmanager
 def idle_clients(num: int) -> Iterator[tuple[str, list[socket.socket]]]:
-    address, stop = serve(registry_of(DriverCollector(DriverCounters(), LABELS)), 0)
+    address, stop = serve(registry_of(lambda: driver_families(DriverCounters(), LABELS)), 0)
     host, port = address.removeprefix("http://").removesuffix("/metrics").split(":")
     clients = [socket.create_connection((host, int(port)), timeout=60) for _ in range(num)]
     for client in clients[::2]:

@@ -13,7 +13,7 @@ from swiftbatch.jobs.storage.retries import NO_RETRIES
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.metrics import exporter
 from swiftbatch.metrics.counters import DriverCounters, EngineCounters
-from swiftbatch.metrics.exporter import DriverCollector, EngineCollector, Labels, own_host
+from swiftbatch.metrics.exporter import Labels, driver_families, engine_families, own_host
 from swiftbatch.scheduler.cluster.ray_cluster import Cluster
 from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.driver.run_progress import ProgressCounter, served_metrics
@@ -80,7 +80,7 @@ def test_the_totals_have_what_the_driver_itself_counts() -> None:
 def test_totals_have_names_of_their_own_and_no_states() -> None:
     driver = DriverCounters()
     driver.take_in("w1", counted(100))
-    samples = {sample.name: sample for family in DriverCollector(driver, LABELS).collect() for sample in family.samples}
+    samples = {sample.name: sample for family in driver_families(driver, LABELS) for sample in family.samples}
     assert samples["swiftbatch_run_generation_tokens_total"].value == 100.0
     assert samples["swiftbatch_run_generation_tokens_total"].labels["worker"] == "driver"
     assert "swiftbatch_generation_tokens_total" not in samples
@@ -88,7 +88,7 @@ def test_totals_have_names_of_their_own_and_no_states() -> None:
 
 
 def test_what_may_be_counted_is_there_as_zero_before_it_happens() -> None:
-    families = {family.name: family for family in DriverCollector(DriverCounters(), LABELS).collect()}
+    families = {family.name: family for family in driver_families(DriverCounters(), LABELS)}
     preemptions = {sample.labels["reason"]: sample.value for sample in families["swiftbatch_preemptions"].samples}
     assert preemptions["worker_died"] == preemptions["node_drained"] == 0.0
     ended = {sample.labels["reason"]: sample.value for sample in families["swiftbatch_jobs_finished"].samples}
@@ -99,16 +99,16 @@ def test_what_may_be_counted_is_there_as_zero_before_it_happens() -> None:
 
 def test_no_time_is_left_to_tell_before_there_is_a_speed() -> None:
     counters = DriverCounters()
-    assert "swiftbatch_eta_seconds" not in {family.name for family in DriverCollector(counters, LABELS).collect()}
+    assert "swiftbatch_eta_seconds" not in {family.name for family in driver_families(counters, LABELS)}
     counters.eta_seconds = 12.0
-    [eta] = [f for f in DriverCollector(counters, LABELS).collect() if f.name == "swiftbatch_eta_seconds"]
+    [eta] = [f for f in driver_families(counters, LABELS) if f.name == "swiftbatch_eta_seconds"]
     assert eta.samples[0].value == 12.0
 
 
 @pytest.mark.parametrize(("num_gpus", "device"), [(0, "cpu"), (4, "gpu")])
 def test_workers_are_counted_by_state_and_by_the_time_they_are_held(num_gpus: int, device: str, tmp_path: Path) -> None:
     counters, fleet = DriverCounters(), make_fleet(num_gpus)
-    census = ProgressCounter(make_context(Run.create_or_open(str(tmp_path), MANIFEST), fleet, counters=counters))
+    census = ProgressCounter(make_context(Run.planned(str(tmp_path), MANIFEST).made(), fleet, counters=counters))
     fleet.workers = [started(1), started(2, "node_drained"), Worker("w3", actor=None, call=None)]
     census.take(now=100.0)
     assert counters.workers == {"starting": 1, "ready": 1, "draining": 1}
@@ -129,7 +129,7 @@ def test_a_discovery_document_has_hosts_and_ports_and_says_whose_run_it_is() -> 
 
 
 def test_workers_that_come_and_go_appear_in_the_discovery_and_vanish(tmp_path: Path) -> None:
-    run, fleet, display = Run.create_or_open(str(tmp_path / "run"), MANIFEST), make_fleet(), RecordingDisplay()
+    run, fleet, display = Run.planned(str(tmp_path / "run"), MANIFEST).made(), make_fleet(), RecordingDisplay()
 
     def targets() -> list[str]:
         with urllib.request.urlopen(f"http://{address}/sd", timeout=60) as page:
@@ -151,7 +151,7 @@ def test_workers_that_come_and_go_appear_in_the_discovery_and_vanish(tmp_path: P
 
 
 def test_the_discovery_names_an_object_store_without_its_credentials(tmp_path: Path) -> None:
-    run, display = Run.create_or_open(str(tmp_path / "run"), MANIFEST), RecordingDisplay()
+    run, display = Run.planned(str(tmp_path / "run"), MANIFEST).made(), RecordingDisplay()
     run.store = Store("s3://KEYID:s3cr%2Ft@bucket/run?region=us-east-1", NO_RETRIES)
     with served_metrics(make_context(run, make_fleet(), display=display), EngineConfig(), "127.0.0.1", 0):
         address = display.notes[0].split("http://")[1].split("/")[0]
@@ -168,7 +168,7 @@ def test_the_address_is_not_the_one_that_debian_gives_a_host_of_its_own_name(mon
 
 
 def test_a_workers_report_has_all_that_it_counted_and_is_not_changed_later(tmp_path: Path, tiny_model: Path) -> None:
-    run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+    run = Run.planned(str(tmp_path / "run"), MANIFEST).made()
     worker, fox = session(run, tiny_model), record("fox")
     first = worker.work(Orders((claimed(run, fox),)), 0.0).counters
     assert first is not None
@@ -181,7 +181,7 @@ def test_a_workers_report_has_all_that_it_counted_and_is_not_changed_later(tmp_p
 
 
 def test_an_idle_worker_has_no_checkpoint_age_and_no_cached_tokens(tmp_path: Path, tiny_model: Path) -> None:
-    run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+    run = Run.planned(str(tmp_path / "run"), MANIFEST).made()
     worker, fox, dog = session(run, tiny_model, checkpoint_seconds=600.0), record("fox"), record("dog")
     counters = worker.engine.counters
     assert counters.last_checkpoint is None
@@ -195,12 +195,12 @@ def test_an_idle_worker_has_no_checkpoint_age_and_no_cached_tokens(tmp_path: Pat
     counters.count_checkpoint("tokens", num_bytes=1, seconds=0.0)  # a file written after the last job's end
     assert counters.last_checkpoint is None
     assert counters.kv_cache_tokens == 0
-    [interval] = [f for f in EngineCollector(counters, LABELS).collect() if f.name.endswith("interval_seconds")]
+    [interval] = [f for f in engine_families(counters, LABELS) if f.name.endswith("interval_seconds")]
     assert interval.samples[0].value == 600.0
 
 
 def test_tokens_that_are_read_before_a_job_goes_on_are_counted(tmp_path: Path, tiny_model: Path) -> None:
-    run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+    run = Run.planned(str(tmp_path / "run"), MANIFEST).made()
     fox = record("fox")
     first = session(run, tiny_model, checkpoint="tokens")
     until(first, fox, 100, claimed(run, fox))

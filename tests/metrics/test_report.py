@@ -8,15 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.input.rejects import Reject
-from swiftbatch.jobs.job import Job, JobRecord
-from swiftbatch.jobs.repetition_detection import RepetitionDetection
+from swiftbatch.jobs.job import Job, JobRecord, Message
 from swiftbatch.jobs.run.output_line import Reasoning, error_line, success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import DriverClaim, WorkerStatus
-from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.jobs.sampling_params import RepetitionDetection, SamplingParams
 from swiftbatch.metrics.report.attempts import job_pace, rows_of
 from swiftbatch.metrics.report.charts import acceptance_by_length, gantt, ms_per_token_by_length, throughput
 from swiftbatch.metrics.report.page import render, summary

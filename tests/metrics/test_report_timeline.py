@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from swiftbatch.jobs.checkpoints.checkpoint_files import MAX_MARKS, Timeline, TimelineRecorder
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.checkpoint_writer import CheckpointWriter
-from swiftbatch.jobs.checkpoints.timeline import MAX_MARKS, Timeline, TimelineRecorder
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.driver.queue_loading import put_logs_in_place
 from swiftbatch.worker.session.work_messages import Orders
@@ -137,6 +137,6 @@ def test_a_killed_attempt_leaves_its_marks(tmp_path: Path, tiny_model: Path) -> 
     [begun] = checkpoints.history(job.job_id)  # the worker is not asked to write any more
     assert begun.timeline is not None
     assert not begun.timeline.is_released
-    assert begun.timeline.num_tokens[-1] <= len(checkpoints.read_tokens(job.job_id))
+    assert begun.timeline.num_tokens[-1] <= len(checkpoints.read_log(job.job_id).token_ids)
     [attempt] = facts_of(run).jobs[0].attempts
     assert attempt.outcome == "lost"

@@ -17,11 +17,10 @@ from swiftbatch.jobs.checkpoints.kv_segments import HEADERS_SIZE, Segment, encod
 from swiftbatch.jobs.checkpoints.token_log import TokenLog, encode_log
 from swiftbatch.jobs.file_owner import Identity
 from swiftbatch.jobs.job import MAX_SLUG
-from swiftbatch.jobs.run.result_files import SealedResult
+from swiftbatch.jobs.run.result_files import ResultSegment
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.driver.driver_heartbeat import BEAT_SECONDS_OBJECT_STORE
-from swiftbatch.scheduler.driver.run_lease import LeaseEpoch
+from swiftbatch.scheduler.driver.run_lease import BEAT_SECONDS_OBJECT_STORE, LeaseEpoch
 from swiftbatch.worker.config import CheckpointSettings
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.exactness.doctor import NUM_PROBED_ROWS
@@ -101,7 +100,7 @@ def told_requests(what: str) -> tuple[int, int]:
 
 
 def test_a_heartbeat_makes_the_requests_that_the_table_says(s3_uri: str, s3_proxy: FaultProxy) -> None:
-    run = Run.create_or_open(s3_uri, MANIFEST)
+    run = Run.planned(s3_uri, MANIFEST).made()
     epoch = LeaseEpoch.begin(run)
 
     def beat() -> None:  # as in `Driver`
@@ -139,7 +138,7 @@ def test_checkpoints_make_the_requests_that_the_table_says(s3_uri: str, s3_proxy
 
 
 def test_a_segment_of_results_makes_the_requests_that_the_table_says(s3_uri: str, s3_proxy: FaultProxy) -> None:
-    run, results = Run.create_or_open(s3_uri, MANIFEST), [SealedResult.of(name, FINISHED) for name in "abc"]
+    run, results = Run.planned(s3_uri, MANIFEST).made(), ResultSegment((name, FINISHED) for name in "abc")
     assert requests_of(s3_proxy, lambda: run.write_segment("w1", results)) == told_requests("segment")
 
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from bench.variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
-from swiftbatch.jobs.repetition_detection import RepetitionDetection
-from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.jobs.sampling_params import RepetitionDetection, SamplingParams
 from swiftbatch.worker.constraints.thinking import Thinking, ThinkingRule
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.target_model import TargetModel

@@ -21,7 +21,7 @@ from bench.gpu.jobs import decoded, random_ids, sequences_of
 from bench.gpu.stages import offloaded_target
 from bench.gpu.trial import DEVIATION, SMALL_SIZES, Trial
 from bench.variants import create_bench_drafter
-from swiftbatch.jobs.run.compute_options import KVDtype
+from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.drafters.auto import NUM_BEST
 from swiftbatch.worker.drafters.choice.chain_way import RecycledProposer
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from swiftbatch.jobs.run.compute_options import LogprobsMode
+from swiftbatch.jobs.run.run_records import LogprobsMode
 from swiftbatch.metrics.counters import EngineCounters, timed
 from swiftbatch.worker.constraints.constrained_tree import NOTHING_LEFT, ConstrainedTree, Constraints
 from swiftbatch.worker.constraints.thinking import Thinking

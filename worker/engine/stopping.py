@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from swiftbatch.jobs.repetition_detection import RepetitionDetection
-from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.jobs.sampling_params import RepetitionDetection, SamplingParams
 from swiftbatch.worker.constraints.thinking import Thinking
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.text.output_text import OutputText

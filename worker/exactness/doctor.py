@@ -8,8 +8,7 @@ import torch
 import transformers
 
 from swiftbatch.jobs.json_records import Frozen
-from swiftbatch.jobs.run.compute_options import KVDtype
-from swiftbatch.jobs.run.run_records import Exactness
+from swiftbatch.jobs.run.run_records import Exactness, KVDtype
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.exactness.doctor_verdicts import keep_verdict, verdict_key
 from swiftbatch.worker.exactness.forward_comparisons import MAX_LENGTH, Agreement, compare, num_caches, probe_rows

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Many
 import numpy as np
 import torch
 
-from swiftbatch.jobs.run.compute_options import KVDtype
+from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.forward.expert_counts import ExpertCounts
 from swiftbatch.worker.forward.forward_interface import MOST_READ, DecodedChain, DrawChains, SparseRows
 from swiftbatch.worker.forward.tile_packing import SequenceRows, known_rows, tree_rows

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.run.compute_options import KVDtype
+from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.forward.forward_interface import Forwards
 from swiftbatch.worker.forward.hardware import resolve_device
 from swiftbatch.worker.forward.native_forwards import NativeForwards

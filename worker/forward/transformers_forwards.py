@@ -14,7 +14,7 @@ from torch.nn.functional import linear, pad, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from swiftbatch.jobs.run.compute_options import KVDtype
+from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.forward.forward_interface import SparseRows
 from swiftbatch.worker.forward.hardware import hardware_of, torch_gemms
 from swiftbatch.worker.forward.tile_packing import (

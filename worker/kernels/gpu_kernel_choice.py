@@ -6,7 +6,7 @@ import importlib.metadata
 from dataclasses import dataclass, replace
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.run.compute_options import AttentionName, KVDtype, LinearName
+from swiftbatch.jobs.run.run_records import AttentionName, KVDtype, LinearName
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 
 FLASH_PACKAGE = "flash-attn"

@@ -7,7 +7,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from swiftbatch.jobs.run.compute_options import KVDtype
+from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES, KV_SCALE_BYTES
 
 # Keys and values in 8 bits, as in kv_codes.h. A row has a code per dimension, then a float32 scale: the row's largest

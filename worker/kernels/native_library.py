@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.run.compute_options import KVDtype
+from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.kernels import build
 from swiftbatch.worker.kernels.build import is_of_this_source, is_whole, library_path, variants
 from swiftbatch.worker.kernels.gpu_kernel_choice import with_kv

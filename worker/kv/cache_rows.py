@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from swiftbatch.jobs.run.compute_options import KVDtype
+from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.kernel_sizes import KV_SCALE_BYTES

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from swiftbatch.jobs.run.compute_options import AttentionName
+from swiftbatch.jobs.run.run_records import AttentionName
 from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS, NUM_ROWS, RING_LAYERS, ROW_CHOICES, most_slots
 from swiftbatch.worker.kv.kv_capacity import (
     GB,

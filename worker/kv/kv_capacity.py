@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.run.compute_options import KVDtype
+from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, KV_SCALE_BYTES, ROW_CHOICES
 from swiftbatch.worker.model.architectures.attention_layers import Windows
 from swiftbatch.worker.model.architectures.catalogue import num_attending_layers, recurrent_shape

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from swiftbatch.jobs.run.compute_options import KVDtype
+from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES, MLASizes, fills_blocks
 from swiftbatch.worker.kernels.layer_specs import slot_bytes
 from swiftbatch.worker.kv.kv_capacity import ITEM_SIZES, MAX_TREE_NODES, HeldPositions, bytes_per_position

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.input.request_fields import LineFields
-from swiftbatch.jobs.input.validation_errors import reasons
+from swiftbatch.jobs.json_records import reasons
 from swiftbatch.worker.model.architectures.catalogue import ARCHITECTURES, NESTED, what_it_lacks
 from swiftbatch.worker.model.compute_path import shifting_rotary
 from swiftbatch.worker.model.config_faults import config_fault, keys_fault, unsaid_fault

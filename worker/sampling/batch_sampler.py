@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from swiftbatch.jobs.logprobs import NO_TOKEN, TokenLogprobs
-from swiftbatch.jobs.run.compute_options import LogprobsMode
+from swiftbatch.jobs.run.run_records import LogprobsMode
 from swiftbatch.worker.kernels.native_library import chosen_variant
 from swiftbatch.worker.sampling import native_sampler as native
 from swiftbatch.worker.sampling.draft_tree import TOP_K, DraftTree, Walk, walk

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from swiftbatch.jobs.logprobs import TokenLogprobs
-from swiftbatch.jobs.run.compute_options import LogprobsMode
+from swiftbatch.jobs.run.run_records import LogprobsMode
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.kernels.native_library import KernelError, chosen_variant, load_library
 from swiftbatch.worker.kernels.row_tables import address_of

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from swiftbatch.jobs.checkpoints.checkpoint_files import AttemptRecord, AttemptStart, ResumeRecord
-from swiftbatch.jobs.checkpoints.timeline import TimelineRecorder
+from swiftbatch.jobs.checkpoints.checkpoint_files import AttemptRecord, AttemptStart, ResumeRecord, TimelineRecorder
 from swiftbatch.metrics.counters import DRAFT_KINDS
 from swiftbatch.worker.constraints.thinking import Thinking
 from swiftbatch.worker.kv.cache_room import CachedJob

@@ -21,12 +21,11 @@ from swiftbatch.jobs.checkpoints.token_log import PackedLogs, TokenLog, WorkerLo
 from swiftbatch.jobs.job import unpacked
 from swiftbatch.jobs.logprobs import shown_logprobs
 from swiftbatch.jobs.run.output_line import success_line
-from swiftbatch.jobs.run.result_files import SealedResult
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.metrics.counters import EngineCounters
-from swiftbatch.metrics.exporter import EngineCollector, Labels, registry_of, serve
+from swiftbatch.metrics.exporter import Labels, engine_families, registry_of, serve
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.constraints.thinking import reasoning_of
 from swiftbatch.worker.drafters.catalogue import create_drafter
@@ -93,7 +92,9 @@ class WorkerSession:
         self.metrics_address: str | None = None
         if metrics_host is not None:
             labels = Labels(model_name=config.model, drafter=config.engine, worker=worker_id)
-            self.metrics_address, _ = serve(registry_of(EngineCollector(counters, labels)), 0, host=metrics_host)
+            self.metrics_address, _ = serve(
+                registry_of(lambda: engine_families(counters, labels)), 0, host=metrics_host
+            )
 
     def work(self, orders: Orders, seconds: float) -> WorkReport:
         """Follow the orders, step all jobs for about `seconds`, and report."""
@@ -318,7 +319,7 @@ class WorkerSession:
             log = TokenLog(sequence.output_ids.astype("uint32"), sequence.rewinds)
             self._kept_logs.write(job.job_id, log, sequence.kept_logprobs)
         line = self._result_line(job, attempts)
-        self._sealing.add(SealedResult.of(job.job_id, line), clears=job.has_files and not is_kept)
+        self._sealing.add(job.job_id, line, clears=job.has_files and not is_kept)
         seconds, reason = time.monotonic() - job.started, sequence.finish_reason or ""
         self.engine.counters.count_finished(reason, seconds, sequence.num_generated_tokens)
         return job.outcome("ended")

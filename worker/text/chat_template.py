@@ -14,9 +14,9 @@ from typing import Any
 
 import markupsafe
 
-from swiftbatch.jobs.chat import Message, TemplateOptions
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.input.validation_errors import shown
+from swiftbatch.jobs.job import Message, TemplateOptions
+from swiftbatch.jobs.json_records import shown
 from swiftbatch.worker.constraints.thinking import KNOWN
 from swiftbatch.worker.text.template_renderer import TemplateLimitError, TemplateRenderer
 

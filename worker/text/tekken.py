@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from swiftbatch.jobs.chat import Message, TemplateOptions
+from swiftbatch.jobs.job import Message, TemplateOptions
 from swiftbatch.worker.model.digests import TEKKEN_FILE
 from swiftbatch.worker.text.chat_template import MessageTexts, words_of
 from swiftbatch.worker.text.token_bytes import DecoderSteps, TokenBytes

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers.pre_tokenizers import ByteLevel
 
-from swiftbatch.jobs.chat import Message, TemplateOptions
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.job import Job, LastMarker
-from swiftbatch.jobs.run.compute_options import ThinkingMarkers
+from swiftbatch.jobs.job import Job, LastMarker, Message, TemplateOptions
+from swiftbatch.jobs.run.run_records import ThinkingMarkers
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.constraints.grammar import GrammarTokenizer
 from swiftbatch.worker.constraints.thinking import Markers, Opening, Thinking, ThinkingRule, markers_of

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from swiftbatch.scheduler.commands.options.model_options import all_of, filled
 from swiftbatch.scheduler.commands.options.option_types import (
     GIGABYTES,
     HOURS,
@@ -19,6 +18,8 @@ from swiftbatch.scheduler.commands.options.option_types import (
     Command,
     When,
     WholeNumber,
+    all_of,
+    filled,
     options_of,
 )
 from swiftbatch.scheduler.driver.run_limits import Limits

@@ -14,10 +14,10 @@ from typing import Any, BinaryIO, Literal
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.json_records import dump_line
-from swiftbatch.jobs.run.output import temporary_file
-from swiftbatch.jobs.run.output_line_parsing import num_completion_tokens
+from swiftbatch.jobs.run.output_line import num_completion_tokens
 from swiftbatch.jobs.run.run import MANIFEST, Run
 from swiftbatch.jobs.run.run_records import DamagedError, RunManifest, read_model
+from swiftbatch.jobs.storage.store import spool
 from swiftbatch.scheduler.driver.queue_loading import CANCELLED
 from swiftbatch.scheduler.process.streams import Lines
 from swiftbatch.scheduler.runs.cancellation import EXPIRED, cancel_jobs, expire_jobs
@@ -49,7 +49,7 @@ def deliver(batch: Batch, run: Run, files: StoredFiles) -> dict[str, Any]:
     """
     counts = Counter[Delivery]()
     has_expired, num_tokens = False, 0
-    with temporary_file() as output, temporary_file() as errors:
+    with spool() as output, spool() as errors:
         sources: dict[Delivery, BinaryIO] = {"output": output, "errors": errors}
         for line in _lines(batch, run):
             delivery: Delivery = "output" if line["error"] is None else "errors"
@@ -182,7 +182,7 @@ def _damaged(batch: Batch, files: StoredFiles, error: DamagedError) -> Ended:
     message = f"{BATCHES}/{batch.id}/{error.path} is damaged: {error.problem}"
     failed = _at_once("failed", Counts(), LineProblem(code=DAMAGED, message=message))
     try:
-        delivered = deliver(batch, Run.without_manifest(batch.store.uri), files)
+        delivered = deliver(batch, Run(batch.store, None), files)
     except DamagedError:  # the jobs are damaged, too
         return failed
     return failed.model_copy(update=delivered | {"state": "failed"})

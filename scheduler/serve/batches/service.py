@@ -13,11 +13,11 @@ from swiftbatch.jobs.run.run_records import RunError
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.metrics.counters import ServerCounters
 from swiftbatch.scheduler.process.streams import Lines
+from swiftbatch.scheduler.runs.run_settings import ServeOptions
 from swiftbatch.scheduler.serve.batches.batch_driver import DriverOptions
 from swiftbatch.scheduler.serve.batches.batch_queue import Stage, Standings
 from swiftbatch.scheduler.serve.batches.batch_supervisor import BatchSupervisor
 from swiftbatch.scheduler.serve.batches.batch_webhooks import BatchWebhooks, Receivers
-from swiftbatch.scheduler.serve.batches.server_options import ServeOptions
 from swiftbatch.scheduler.serve.records.api_keys import Keyring, Rights
 from swiftbatch.scheduler.serve.records.batch_status import Status, Watcher, unread_status
 from swiftbatch.scheduler.serve.records.server_records import FileRecord, NewBatch, RefusedError

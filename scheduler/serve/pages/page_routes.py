@@ -1,10 +1,14 @@
-"""The page's routes: batches, files, reports, forms, assets, login and logout."""
+"""The pages of batches, and all routes of pages: batches, files, reports, forms, assets, login and logout."""
 
 from __future__ import annotations
 
+import functools
+import json
 import re
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Annotated
+from itertools import islice
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
@@ -12,9 +16,14 @@ from fastapi.responses import FileResponse, RedirectResponse
 from starlette.datastructures import FormData, UploadFile
 
 from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.run.job_index import JobEntry
+from swiftbatch.jobs.run.output_line import num_completion_tokens
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import Progress, in_parallel
 from swiftbatch.jobs.storage.store import StoreError
+from swiftbatch.scheduler.driver.queue_loading import CANCELLED
+from swiftbatch.scheduler.runs.cancellation import EXPIRED
 from swiftbatch.scheduler.serve.batches.service import Service
-from swiftbatch.scheduler.serve.pages.batch_pages import SAID, batch_page, list_page
 from swiftbatch.scheduler.serve.pages.page_responses import (
     FOLDER,
     AnyVisitor,
@@ -25,10 +34,202 @@ from swiftbatch.scheduler.serve.pages.page_responses import (
     page_response,
     sessions_of,
 )
+from swiftbatch.scheduler.serve.records.batch_status import is_submitted, names_of, partial_texts, unread_status
 from swiftbatch.scheduler.serve.records.server_records import Delivery, RefusedError, delivered_file_id
+from swiftbatch.scheduler.serve.records.stored_objects import Batch
 from swiftbatch.scheduler.serve.routes import batch_routes, file_routes
 from swiftbatch.scheduler.serve.routes.access_control import new_session_id
 from swiftbatch.scheduler.serve.routes.responses import Served
+
+NAME_KEY = "name"  # in a batch's metadata
+SAID = {"endpoint": "/v1/completions", "window": "24h", "metadata": "", "priority": "0", "webhook": ""}
+NUM_BATCHES = 50  # per page
+NUM_JOBS = 50  # per page
+NUM_PROBLEMS = 100
+NUM_TEXTS, LAST_TOKENS = 12, 120  # running jobs on a page, and last tokens of each
+NUM_KNOWN_RUNS = 8
+REFRESH_SECONDS = 2  # while figures change
+REFRESH_SECONDS_OBJECT_STORE = 10  # because each look costs money
+
+Values = dict[str, Any]
+"""The values that a template shows, by name."""
+
+
+def list_page(
+    service: Service,
+    visitor: Visitor,
+    after: str | None = None,
+    problem: str = "",
+    status: int = 200,
+    said: Mapping[str, str] | None = None,
+) -> Response:
+    """Show the batches after `after`; `problem` is why the form with `said` was refused."""
+    batches, has_more = service.batches.page(visitor.name, after, NUM_BATCHES)
+    own = [batch for batch in service.batches.all() if batch.owner == visitor.name]
+    values = {
+        "rows": [_figures(service, batch) for batch in batches],
+        "num_batches": len(own),
+        "num_unfinished": sum(batch.ended is None for batch in own),
+        "is_first": after is None,
+        "last_id": batches[-1].id if has_more else None,
+        "problem": problem,
+        "said": SAID | dict(said or {}),
+        "takes_webhooks": service.takes_webhooks,
+        "max_bytes": service.max_file_bytes,
+        "visitor": visitor,
+        "refresh_seconds": REFRESH_SECONDS,
+    }
+    return page_response("list", values, status)
+
+
+def batch_page(service: Service, visitor: Visitor, batch: Batch, number: int) -> Response:
+    """Show one batch with a page of its jobs; the run's errors appear on the page."""
+    figures = _figures(service, batch)
+    refresh_seconds = REFRESH_SECONDS if batch.store.is_local else REFRESH_SECONDS_OBJECT_STORE
+    values = {
+        "batch": figures,
+        "record": batch.record,
+        "ended": batch.ended,
+        "waits_for": None if batch.ended else service.keeper.hindrance(batch),
+        "view": _run_view(service, batch, number),
+        "last_tokens": LAST_TOKENS,
+        "visitor": visitor,
+        "refresh_seconds": None if figures["has_ended"] else refresh_seconds,
+    }
+    return page_response("batch", values)
+
+
+def _figures(service: Service, batch: Batch) -> Values:
+    """Return a batch's figures; an unreadable folder becomes its problem."""
+    try:
+        status = service.status(batch)
+    except UserError as error:
+        status = unread_status(batch, str(service.refusal(error)))
+    progress, has_ended = status.progress, status.ended is not None
+    num_tokens = 0 if progress is None else progress.num_generated_tokens
+    return {
+        "id": batch.id,
+        "name": _name(service, batch),
+        "state": status.state,
+        "has_ended": has_ended,
+        "can_be_cancelled": not has_ended and status.state != "cancelling",
+        "counts": status.counts,
+        "num_done": status.counts.completed + status.counts.failed,
+        "num_tokens": num_tokens if batch.ended is None else batch.ended.num_generated_tokens,
+        "most_tokens": num_tokens + (0 if progress is None else progress.num_tokens_left),  # so far and to come
+        "tokens_per_second": _speed(batch, progress),
+        "eta_seconds": None if progress is None else progress.eta_seconds,
+        "created": batch.created,
+        "problem": service.problem(batch, status),
+        "progress": progress,
+    }
+
+
+def _name(service: Service, batch: Batch) -> str:
+    """Return a batch's name from its metadata or file."""
+    if name := (batch.record.metadata or {}).get(NAME_KEY):
+        return name
+    try:
+        return service.files.get(batch.record.input_file_id, batch.owner).filename
+    except RefusedError:
+        return ""
+
+
+def _speed(batch: Batch, progress: Progress | None) -> float | None:
+    """Return the present rate, after the end the average."""
+    if (ended := batch.ended) is not None:
+        if ended.in_progress is None or not ended.num_generated_tokens:
+            return None
+        return ended.num_generated_tokens / max(1.0, ended.finalizing - ended.in_progress)
+    return progress.tokens_per_second if progress is not None and progress.state == "running" else None
+
+
+def _run_view(service: Service, batch: Batch, number: int) -> Values:
+    """Return jobs, problems and texts of a batch's run; `unread` says what can't be read."""
+    view: Values = {"jobs": None, "problems": (), "texts": (), "num_running": 0, "has_report": False, "unread": ""}
+    try:
+        if not is_submitted(batch.store):
+            return view | {"problems": _problems(service, batch, None)}
+        run = Run.open(batch.store.uri)
+        progress = None if batch.ended else service.status(batch).progress
+        running = {} if progress is None else progress.running
+        longest = sorted(running, key=lambda name: -running[name])[:NUM_TEXTS]
+        return view | {
+            "jobs": _jobs(run, running, number),
+            "problems": _problems(service, batch, run),
+            "texts": partial_texts(run, longest, LAST_TOKENS) if longest else (),
+            "num_running": len(running),
+            "has_report": True,
+        }
+    except UserError as error:
+        return view | {"unread": str(service.refusal(error))}
+
+
+def _jobs(run: Run, running: Mapping[str, int], number: int) -> Values:
+    """Return a page of jobs, at most the last one; pages count from 1. Raises RunError, StoreError."""
+    names = names_of(run.store)
+    num_pages = max(1, -(-len(names) // NUM_JOBS))
+    number = min(max(1, number), num_pages)
+    shown = names[(number - 1) * NUM_JOBS : number * NUM_JOBS]
+    at_rest = [job.job_id for job in shown if job.name not in running]
+    results = dict(zip(at_rest, _known_run(run.store.uri).result_lines(at_rest), strict=True))
+    rows = in_parallel(lambda job: _row(run, job, running, results.get(job.job_id)), shown)
+    return {"rows": rows, "number": number, "num_pages": num_pages, "num_jobs": len(names)}
+
+
+@functools.lru_cache(maxsize=NUM_KNOWN_RUNS)
+def _known_run(uri: str) -> Run:
+    """The cached run keeps its result index."""
+    return Run.open(uri)
+
+
+def _row(run: Run, job: JobEntry, running: Mapping[str, int], result: dict[str, Any] | None) -> Values:
+    row: Values = {"name": job.name, "num_tokens": None, "finish_reason": ""}
+    if job.name in running:
+        return row | {"state": "running", "num_tokens": running[job.name]}
+    if result is not None:
+        reason = str(result["response"]["body"]["choices"][0]["finish_reason"])
+        return row | {"state": "finished", "num_tokens": num_completion_tokens(result), "finish_reason": reason}
+    line = run.error(job.job_id)
+    if line is None:
+        return row | {"state": "pending"}
+    return row | {"state": {CANCELLED: "cancelled", EXPIRED: "expired"}.get(str(line["error"]["code"]), "failed")}
+
+
+def _problems(service: Service, batch: Batch, run: Run | None) -> list[Values]:
+    """Return the first lines and jobs without a result, and why. Raises RunError, StoreError."""
+    ended = batch.ended
+    if ended is None:
+        return [] if run is None else _run_problems(run)
+    if ended.error_file_id is None:
+        return [_problem(each.line, "", each.message) for each in ended.problems if each.line is not None]
+    pieces = service.files.content(service.files.get(ended.error_file_id, batch.owner))
+    return [_problem_of(json.loads(line)) for line in islice(_lines(pieces), NUM_PROBLEMS)]
+
+
+def _run_problems(run: Run) -> list[Values]:
+    rejects = [_problem(each.line_number, each.custom_id, each.reason) for each in run.rejects()[:NUM_PROBLEMS]]
+    failed = [name.removesuffix(".json") for name in run.store.list("errors")][:NUM_PROBLEMS]
+    return [*map(_problem_of, run.errors(failed)), *rejects][:NUM_PROBLEMS]
+
+
+def _problem_of(line: dict[str, Any]) -> Values:
+    return _problem(line["error"].get("line"), line["custom_id"], line["error"]["message"])
+
+
+def _problem(line: int | None, name: object, message: object) -> Values:
+    return {"line": line, "name": str(name or ""), "message": str(message)}
+
+
+def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    rest = b""
+    for piece in pieces:
+        *whole, rest = (rest + piece).split(b"\n")
+        yield from whole
+
+
+# Routes.
+
 
 UPLOAD_PATH = "/"
 ASSETS = {"/page.css": "text/css", "/page.js": "text/javascript", "/icon.svg": "image/svg+xml"}

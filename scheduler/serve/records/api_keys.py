@@ -14,8 +14,7 @@ from typing import Annotated
 from pydantic import Field, ValidationError
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.input.validation_errors import reasons
-from swiftbatch.jobs.json_records import Frozen
+from swiftbatch.jobs.json_records import Frozen, reasons
 
 PREFIX = "sb_"
 NUM_SECRET_BYTES = 32

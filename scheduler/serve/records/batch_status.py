@@ -16,7 +16,7 @@ from swiftbatch.jobs.run.job_table import paths
 from swiftbatch.jobs.run.run import MANIFEST, REJECTS, Run
 from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.driver.driver_heartbeat import beat_seconds, current_progress
+from swiftbatch.scheduler.driver.run_lease import beat_seconds, current_progress
 from swiftbatch.scheduler.serve.records.server_records import Counts, Ended, LineProblem, State
 from swiftbatch.scheduler.serve.records.stored_objects import Batch
 

@@ -23,12 +23,11 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator
 
-from swiftbatch.jobs.checkpoints.timeline import Moment
+from swiftbatch.jobs.checkpoints.checkpoint_files import Moment
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.input.request_fields import MAX_PRIORITY, Endpoint
-from swiftbatch.jobs.input.validation_errors import FieldError, reasons, shown
 from swiftbatch.jobs.job import JobUrl
-from swiftbatch.jobs.json_records import Frozen, Strict, whole
+from swiftbatch.jobs.json_records import FieldError, Frozen, Strict, is_utf8, reasons, shown, whole
 from swiftbatch.jobs.run.error_files import NO_FILE
 from swiftbatch.jobs.run.run_records import DamagedError, Model, read_model
 from swiftbatch.jobs.storage.store import Store
@@ -193,11 +192,8 @@ def window_seconds(text: str) -> int:
 
 
 def _utf8(text: str) -> str:
-    """Refuse lone surrogates, which JSON may contain but files can't."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise FieldError("", "found half a character, expected text that can be written as UTF-8") from None
+    if not is_utf8(text):
+        raise FieldError("", "found half a character, expected text that can be written as UTF-8")
     return text
 
 

@@ -7,13 +7,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import BinaryIO, Generic, Literal, Protocol, TypeVar
 
 from swiftbatch.jobs.input.job_files import joined
 from swiftbatch.jobs.run.error_files import DAMAGED
-from swiftbatch.jobs.run.run_records import NUM_READERS, DamagedError, RunError, pretty, read_model
+from swiftbatch.jobs.run.run_records import DamagedError, RunError, in_parallel, pretty, read_model
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.driver.run_limits import Deadline, steady_seconds
 from swiftbatch.scheduler.process.streams import Lines
@@ -136,8 +135,7 @@ def _read_all(names: Iterable[str], read: Callable[[str], Record | None]) -> lis
             Lines(sys.stderr).write(f"{name} is left out until the server is started again: {error}")
             return None
 
-    with ThreadPoolExecutor(NUM_READERS) as pool:
-        return [record for record in pool.map(read_or_tell, names) if record is not None]
+    return [record for record in in_parallel(read_or_tell, names) if record is not None]
 
 
 class StoredFiles(Catalogue[FileRecord]):

@@ -15,8 +15,7 @@ from fastapi.responses import HTMLResponse, StreamingResponse
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import Progress, RunError
 from swiftbatch.metrics.report.run_facts import gather
-from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
-from swiftbatch.scheduler.driver.run_lease import claims
+from swiftbatch.scheduler.driver.run_lease import claims, current_progress
 from swiftbatch.scheduler.serve.batches.service import Service
 from swiftbatch.scheduler.serve.records.batch_status import Status, is_submitted, partial_texts
 from swiftbatch.scheduler.serve.records.server_records import NewBatch, RefusedError

@@ -86,7 +86,7 @@ def write_state(
 
 def check_checkpoints(checkpoints: CheckpointStore) -> tuple[int, int]:
     """Check everything readable; return the numbers of tokens and positions found."""
-    found = checkpoints.read_tokens(JOB)
+    found = checkpoints.read_log(JOB).token_ids
     assert found.tolist() == output_ids(len(found)).tolist()
     most = 0
     for manifest in checkpoints.read_manifests(JOB):

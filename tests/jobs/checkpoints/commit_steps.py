@@ -22,7 +22,7 @@ from swiftbatch.jobs.checkpoints.checkpoint_files import AttemptStart, ResumeRec
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.checkpoint_writer import CheckpointWriter
 from swiftbatch.jobs.checkpoints.token_log import PackedLogs, WorkerLogs
-from swiftbatch.jobs.run.result_files import SealedResult
+from swiftbatch.jobs.run.result_files import ResultSegment
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
 from tests.jobs.checkpoints.checkpoint_parts import (
@@ -108,7 +108,7 @@ def result() -> dict[str, Any]:
 
 
 def finish(store: Store) -> None:
-    Run(store, MANIFEST).write_segment(f"w{os.getpid()}", [SealedResult.of(JOB, result())])
+    Run(store, MANIFEST).write_segment(f"w{os.getpid()}", ResultSegment([(JOB, result())]))
     CheckpointStore(store, FINGERPRINT).clear(JOB)
     packed = PackedLogs(store, FINGERPRINT)
     packed.put_in_place(packed.found().without([JOB]))

@@ -40,16 +40,16 @@ def test_attempts_are_found_by_their_numbers_and_say_who_makes_them(store: Store
 
 
 def test_tokens_are_replaced_as_a_whole_and_the_longest_log_counts(checkpoints: CheckpointStore) -> None:
-    assert checkpoints.read_tokens(JOB).tolist() == []
+    assert checkpoints.read_log(JOB).token_ids.tolist() == []
     claim(checkpoints, JOB, "a")
     checkpoints.write_tokens(JOB, 1, tokens(5))
     assert checkpoints.write_tokens(JOB, 1, tokens(5, 6, 7)) == 16 + len(IDENTITY.pack()) + 4 + 12
     claim(checkpoints, JOB, "b")
-    assert checkpoints.read_tokens(JOB).tolist() == [5, 6, 7]
+    assert checkpoints.read_log(JOB).token_ids.tolist() == [5, 6, 7]
     checkpoints.write_tokens(JOB, 2, tokens(5, 6))
-    assert checkpoints.read_tokens(JOB).tolist() == [5, 6, 7]
+    assert checkpoints.read_log(JOB).token_ids.tolist() == [5, 6, 7]
     checkpoints.write_tokens(JOB, 2, tokens(5, 6, 7, 2**32 - 1))
-    found = checkpoints.read_tokens(JOB)
+    found = checkpoints.read_log(JOB).token_ids
     assert found.tolist() == [5, 6, 7, 2**32 - 1]
     assert found.dtype == np.uint32
     assert found.flags.writeable
@@ -62,7 +62,7 @@ def test_a_torn_token_log_is_named_and_skipped(
     checkpoints.write_tokens(JOB, 2, tokens(5, 6, 7, 8))
     whole = store.read(path_of(2, "tokens.bin")) or b""
     store.write(path_of(2, "tokens.bin"), whole[:-2])
-    assert checkpoints.read_tokens(JOB).tolist() == [5, 6]
+    assert checkpoints.read_log(JOB).token_ids.tolist() == [5, 6]
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert path_of(2, "tokens.bin") in record.getMessage()
@@ -85,7 +85,7 @@ def test_a_damaged_token_log_never_gives_wrong_tokens(
     else:
         del damaged[position:]
     store.write(path_of(2, "tokens.bin"), bytes(damaged))
-    assert np.array_equal(checkpoints.read_tokens(JOB), older)
+    assert np.array_equal(checkpoints.read_log(JOB).token_ids, older)
     assert path_of(2, "tokens.bin") in caplog.text
 
 
@@ -98,7 +98,7 @@ def test_clear_removes_all_of_one_job_and_nothing_of_another(store: Store, check
     checkpoints.clear(JOB)
     assert store.list("checkpoints") == ["other"]
     assert checkpoints.attempts(JOB) == []
-    assert checkpoints.read_tokens("other").tolist() == [5]
+    assert checkpoints.read_log("other").token_ids.tolist() == [5]
     assert checkpoints.read_manifests("other") == [StateManifest()]
 
 
@@ -146,7 +146,7 @@ def test_what_a_dead_attempt_never_wrote_is_named_once(
     store.write(path_of(3, "kv-0-8.arrow"), b"segment before its manifest")
     claim(checkpoints, JOB, "w4")
     for _ in range(2):
-        assert checkpoints.read_tokens(JOB).tolist() == [5]
+        assert checkpoints.read_log(JOB).token_ids.tolist() == [5]
         assert checkpoints.read_manifests(JOB) == []
         assert [record.worker_id for record in checkpoints.history(JOB)] == ["w1", "", "", "w4"]
     absent = [

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.jobs.checkpoints.checkpoint_files import AttemptStart
+from swiftbatch.jobs.checkpoints.checkpoint_files import AttemptStart, Timeline
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.checkpoint_writer import CheckpointWriter
-from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.checkpoints.token_log import (
     WORKER_LOGS_FOLDER,
     PackedLog,
@@ -90,7 +89,7 @@ def test_a_job_that_leaves_without_a_result_has_its_log_in_its_own_folder(
     writer.close("b-02", has_ended=False)  # cancelled
     writer.close("c-03")
     assert writer.flush(60)
-    assert [len(checkpoints.read_tokens(job_id)) for job_id in JOBS] == [12, 10, 0]
+    assert [len(checkpoints.read_log(job_id).token_ids) for job_id in JOBS] == [12, 10, 0]
     assert [record.worker_id for job_id in JOBS[:2] for record in checkpoints.history(job_id)] == ["w1", "w1"]
     assert packed.found(["w1"]).entries[-1].job_id == "c-03"  # it stays until its result exists
     writer.forget(["c-03"])
@@ -136,7 +135,7 @@ def test_a_damaged_entry_is_named_and_the_others_are_found(
     for place in (second + 5, data.index(b"SWTOKENS", second) + 60):  # damage in its line, and in its log
         store.write(f"{WORKER_LOGS_FOLDER}/w1-x-1.logs", data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
         packed.put_in_place(packed.found())
-        assert [len(checkpoints.read_tokens(job_id)) for job_id in JOBS] == [5, 0, 7]
+        assert [len(checkpoints.read_log(job_id).token_ids) for job_id in JOBS] == [5, 0, 7]
         assert store.list(WORKER_LOGS_FOLDER) == []
         for job_id in JOBS:
             checkpoints.clear(job_id)
@@ -182,7 +181,7 @@ def test_logs_are_put_in_place_once_and_whole_wherever_that_was_broken_off(
                 pass
         assert num_done or store.list(WORKER_LOGS_FOLDER)
         packed.put_in_place(packed.found())
-        assert [len(checkpoints.read_tokens(job_id)) for job_id in JOBS] == [8, 6, 20]
+        assert [len(checkpoints.read_log(job_id).token_ids) for job_id in JOBS] == [8, 6, 20]
         assert store.list(WORKER_LOGS_FOLDER) == []
         assert checkpoints.history(JOBS[0])[0].timeline == TIMELINE
     assert num_done

@@ -8,11 +8,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from swiftbatch.jobs.checkpoints.checkpoint_files import ResumeRecord
+from swiftbatch.jobs.checkpoints.checkpoint_files import ResumeRecord, Timeline
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.checkpoints.logprob_files import WrittenSpans
-from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenLog
 from swiftbatch.jobs.file_owner import DamagedFileError, Identity
 from swiftbatch.jobs.logprobs import TokenLogprobs
@@ -117,7 +116,7 @@ def test_a_folder_of_another_job_leaves_nothing_but_a_name_each(store: Store, ca
     for name in FILES:
         store.write(f"checkpoints/{JOB}/0001/{name}", store.read(f"checkpoints/{OTHER_JOB}/0001/{name}") or b"")
     checkpoints = CheckpointStore(store, FINGERPRINT)
-    assert checkpoints.read_tokens(JOB).tolist() == []
+    assert checkpoints.read_log(JOB).token_ids.tolist() == []
     assert checkpoints.read_manifests(JOB) == []
     assert claim(checkpoints, JOB, "next") == 2
     assert len(caplog.records) == len({record.getMessage() for record in caplog.records}) == 2

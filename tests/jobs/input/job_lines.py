@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from swiftbatch.jobs.input.job_files import shown_input
 from swiftbatch.jobs.input.line_parsing import JobLine
-from swiftbatch.jobs.input.reader import read_jobs
+from swiftbatch.jobs.input.reader import JobReader
 from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.job import Job
 
@@ -15,6 +16,14 @@ CHAT = {"custom_id": "talk", "messages": [{"role": "user", "content": "Hello"}],
 
 OPEN_LIMIT = 1000
 """The `max_tokens` that `read` gives to jobs which leave them open."""
+
+
+def read_jobs(path: str, run_seed: int) -> tuple[list[tuple[int, JobLine]], list[Reject]]:
+    """Read one file's jobs with line numbers, and its rejects. Raises `InputFileError`."""
+    reader = JobReader(run_seed)
+    jobs = list(reader.lines(path, shown_input(path)))
+    reader.end()
+    return jobs, list(reader.rejects)
 
 
 def read_lines(folder: Path, *lines: Any, run_seed: int = 1) -> tuple[list[JobLine], list[Reject]]:

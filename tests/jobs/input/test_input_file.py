@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swiftbatch.jobs.input.job_files import InputFileError
-from swiftbatch.jobs.input.reader import MAX_LINE_BYTES, JobReader, job_lines, read_jobs
+from swiftbatch.jobs.input.reader import MAX_LINE_BYTES, JobReader, job_lines
 from tests import ROOT
-from tests.jobs.input.job_lines import CHAT, GOOD
+from tests.jobs.input.job_lines import CHAT, GOOD, read_jobs
 
 TEXT = b"\xef\xbb\xbf" + json.dumps(GOOD).encode() + b"\r\n\n{broken\n" + json.dumps(CHAT).encode()
 
@@ -82,7 +82,7 @@ def test_standard_input_and_a_named_pipe_are_read(
 
 
 def test_what_a_shell_puts_in_place_of_a_file_is_read() -> None:
-    program = "import sys; from swiftbatch.jobs.input.reader import read_jobs; print(len(read_jobs(sys.argv[1], 1)[0]))"
+    program = "import sys; from tests.jobs.input.job_lines import read_jobs; print(len(read_jobs(sys.argv[1], 1)[0]))"
     script = f'"{sys.executable}" -c "$0" - < "$1" && "{sys.executable}" -c "$0" <(cat "$1")'
     demo = str(ROOT / "k8s/overlays/cpu-demo/demo-jobs/jobs.jsonl")
     done = subprocess.run(

@@ -277,8 +277,9 @@ def test_a_folder_that_is_no_run_is_not_taken_unasked(tmp_path: Path, found: str
         assert run_folder_beside([str(tmp_path / "jobs.jsonl")]) == str(tmp_path / "jobs.run")
 
 
-def test_a_file_in_place_of_the_folder_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_a_file_in_place_of_the_folder_is_told(tmp_path: Path, kind: str) -> None:
     (tmp_path / "jobs.jsonl").touch()
-    (tmp_path / "jobs.run").touch()
-    with pytest.raises(InputFileError, match="is there and is no run"):
+    (tmp_path / "jobs.run").touch() if kind == "file" else (tmp_path / "jobs.run").symlink_to("nowhere")
+    with pytest.raises(InputFileError, match=r"cannot use .*jobs\.run as .*; name another folder with --run"):
         run_folder_beside([str(tmp_path / "jobs.jsonl")])

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from swiftbatch.jobs.chat import NOT_KWARGS, Message, TemplateOptions
-from swiftbatch.jobs.job import Job
+from swiftbatch.jobs.input.request_fields import NOT_KWARGS
+from swiftbatch.jobs.job import Job, Message, TemplateOptions
 from tests.jobs.input.job_lines import CHAT, GOOD, OPEN_LIMIT, batch, read, read_lines
 
 OPEN = {name: value for name, value in GOOD.items() if name != "max_tokens"}

@@ -15,8 +15,7 @@ import pyarrow as pa
 import pytest
 
 from swiftbatch.jobs.input.job_files import InputFileError
-from swiftbatch.jobs.input.reader import read_jobs
-from tests.jobs.input.job_lines import GOOD
+from tests.jobs.input.job_lines import GOOD, read_jobs
 
 LINES = "".join(json.dumps(GOOD | {"custom_id": name, "prompt": "Füße 😀"}, ensure_ascii=False) + "\n" for name in "ab")
 DATA = LINES.encode()

@@ -24,9 +24,9 @@ from pyarrow import parquet
 from swiftbatch.jobs.input.job_files import InputFileError
 from swiftbatch.jobs.input.line_parsing import JobLine
 from swiftbatch.jobs.input.parquet_rows import Columns, parquet_rows
-from swiftbatch.jobs.input.reader import JobReader, read_jobs
+from swiftbatch.jobs.input.reader import JobReader
 from swiftbatch.jobs.input.rejects import Reject
-from tests.jobs.input.job_lines import CHAT
+from tests.jobs.input.job_lines import CHAT, read_jobs
 from tests.work_counts import counted_calls
 
 TEXTS = ["Once", "Twice", "Thrice"]

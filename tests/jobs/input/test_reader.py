@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swiftbatch.jobs.input.job_files import InputFileError
-from swiftbatch.jobs.input.reader import BYTE_ORDER_MARK, MAX_LINE_BYTES, read_jobs
+from swiftbatch.jobs.input.reader import BYTE_ORDER_MARK, MAX_LINE_BYTES
 from swiftbatch.jobs.input.rejects import Reject, Rejects
 from swiftbatch.jobs.job import Job, JobRecord
-from tests.jobs.input.job_lines import CHAT, GOOD, OPEN_LIMIT, batch, read, read_lines
+from tests.jobs.input.job_lines import CHAT, GOOD, OPEN_LIMIT, batch, read, read_jobs, read_lines
 from tests.jobs.run.table_file import from_parquet, to_parquet
 
 pytestmark = pytest.mark.long

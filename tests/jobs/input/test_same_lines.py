@@ -10,13 +10,12 @@ import pytest
 from pyarrow import parquet
 
 from swiftbatch.jobs.input.line_parsing import JobLine
-from swiftbatch.jobs.input.reader import read_jobs
 from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.input.request_fields import LineFields
 from swiftbatch.jobs.job import CHAT as CHAT_URL
 from swiftbatch.jobs.job import COMPLETIONS
-from swiftbatch.jobs.repetition_detection import RepetitionDetection
-from tests.jobs.input.job_lines import CHAT, GOOD, batch, read_lines
+from swiftbatch.jobs.sampling_params import RepetitionDetection
+from tests.jobs.input.job_lines import CHAT, GOOD, batch, read_jobs, read_lines
 
 LOOPS = dict.fromkeys(RepetitionDetection.model_fields.keys() - {"action"}, 8)
 COUNTS: dict[str, Any] = {

@@ -5,9 +5,8 @@ from typing import Any
 import numpy as np
 
 from swiftbatch.jobs.job import Job, JobRecord
-from swiftbatch.jobs.run.output_line import success_line
-from swiftbatch.jobs.run.output_line_parsing import line_id
-from swiftbatch.jobs.run.result_files import SealedResult
+from swiftbatch.jobs.run.output_line import line_id, success_line
+from swiftbatch.jobs.run.result_files import ResultSegment
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import Progress, RunManifest, WorkerStatus
 from swiftbatch.jobs.sampling_params import SamplingParams
@@ -83,5 +82,5 @@ def write_result(run: Run, job_id: str, line: dict[str, Any]) -> bool:
     """Write a result to its own segment; return False if there is one."""
     is_new = run.result(job_id) is None
     if is_new:
-        run.write_segment(job_id, [SealedResult.of(job_id, {"id": line_id(job_id)} | line)])
+        run.write_segment(job_id, ResultSegment([(job_id, {"id": line_id(job_id)} | line)]))
     return is_new

@@ -33,7 +33,7 @@ def test_every_changed_bit_of_a_sealed_line_is_noticed_or_lies_in_the_name_of_it
 
 
 def test_a_line_whose_checksum_has_another_name_is_damaged(tmp_path: Path) -> None:
-    run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+    run = Run.planned(str(tmp_path / "run"), MANIFEST).made()
     job_id = make_record("fox").job_id
     run.write_error(job_id, failed_line("reason"))
     [path] = (tmp_path / "run" / "errors").iterdir()
@@ -43,7 +43,7 @@ def test_a_line_whose_checksum_has_another_name_is_damaged(tmp_path: Path) -> No
 
 
 def test_a_changed_letter_of_a_result_is_named_and_its_job_runs_again(tmp_path: Path) -> None:
-    run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+    run = Run.planned(str(tmp_path / "run"), MANIFEST).made()
     job_id = make_record("fox").job_id
     run.write_error(job_id, failed_line("reason"))
     [path] = (tmp_path / "run" / "errors").iterdir()
@@ -68,7 +68,7 @@ def test_a_changed_bit_of_the_table_of_jobs_is_never_another_prompt(tmp_path: Pa
 
 
 def test_a_table_of_another_run_is_refused(tmp_path: Path) -> None:
-    run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+    run = Run.planned(str(tmp_path / "run"), MANIFEST).made()
     other = to_parquet([make_record("fox")], "run-of-another")
     Store(str(tmp_path / "run")).write("jobs.parquet", other)
     with pytest.raises(RunError, match=f'jobs of run "run-of-another", expected those of {MANIFEST.run_id}'):

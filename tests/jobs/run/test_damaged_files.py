@@ -16,9 +16,8 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.json_records import sealed
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cli import main
-from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.driver.queue_loading import load_queue
-from swiftbatch.scheduler.driver.run_lease import LeaseEpoch, RunLease, RunTakenError, claims
+from swiftbatch.scheduler.driver.run_lease import LeaseEpoch, RunLease, RunTakenError, claims, current_progress
 from tests.jobs.run.run_parts import FINISHED, MANIFEST, PROGRESS, failed_line, make_record, write_result
 
 SHAPES = {
@@ -75,7 +74,7 @@ def records() -> list[JobRecord]:
 
 @pytest.fixture
 def run(tmp_path: Path, records: list[JobRecord]) -> Run:
-    run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+    run = Run.planned(str(tmp_path / "run"), MANIFEST).made()
     run.add_jobs(records)
     for record in records[:2]:
         write_result(run, record.job_id, FINISHED | {"custom_id": record.job.custom_id})
@@ -167,7 +166,7 @@ def test_a_line_that_is_damaged_again_keeps_the_first_one_too(run: Run, records:
 
 
 def test_a_damaged_line_in_an_object_store_is_kept_too(s3_uri: str, records: list[JobRecord]) -> None:
-    run = Run.create_or_open(s3_uri, MANIFEST)
+    run = Run.planned(s3_uri, MANIFEST).made()
     run.add_jobs(records)
     run.store.write(f"errors/{records[0].job_id}.json", b"")
     run.store.write(f"errors/{records[1].job_id}.json", b"{torn")

@@ -16,7 +16,7 @@ def choice(index: int) -> JobRecord:
 
 
 def test_jobs_are_named_as_they_name_themselves(tmp_path: Path) -> None:
-    run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+    run = Run.planned(str(tmp_path / "run"), MANIFEST).made()
     first = make_record("first")
     run.add_jobs([first, choice(0), choice(1), make_record("[1]\n")])
     run.add_jobs([replace(first, job_id="first-longer", supersedes=first.job_id), make_record("later")])

@@ -31,7 +31,7 @@ def longer(record: JobRecord, max_tokens: int) -> JobRecord:
 def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(job_table, "ROWS_PER_PART", 2)
     uri = str(tmp_path / "run") if request.param == "local" else request.getfixturevalue("s3_uri")
-    run = Run.create_or_open(uri, MANIFEST)
+    run = Run.planned(uri, MANIFEST).made()
     run.add_jobs(make_record(name, number) for number, name in enumerate(NAMES))
     run.add_jobs([longer(run.jobs()[3], 900), make_record("last", 7)])
     return run
@@ -50,7 +50,7 @@ def test_jobs_stand_in_input_order_each_in_its_newest_form(run: Run) -> None:
 
 def test_a_read_that_fails_once_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_table, "ROWS_PER_PART", 2)
-    run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+    run = Run.planned(str(tmp_path / "run"), MANIFEST).made()
     run.add_jobs(make_record(name, number) for number, name in enumerate(NAMES))
     expected, num_failed = list(run.records()), 0
     for number in itertools.count():
@@ -64,7 +64,7 @@ def test_a_read_that_fails_once_is_made_again(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_read_that_fails_for_longer_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Run.create_or_open(str(tmp_path / "run"), MANIFEST).add_jobs([make_record("a", 0)])
+    Run.planned(str(tmp_path / "run"), MANIFEST).made().add_jobs([make_record("a", 0)])
     run = Run.open(str(tmp_path / "run"), Retries(0.0))
     stumble(monkeypatch, 0, every=1)
     with pytest.raises(StoreError, match=r"cannot read 'jobs.parquet' .*: Stale file handle"):
@@ -86,19 +86,19 @@ def test_the_longest_job_is_known_without_a_look_at_jobs(run: Run, monkeypatch: 
 
 def test_no_part_of_a_table_has_too_many_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_table, "ROWS_PER_PART", 2)
-    run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+    run = Run.planned(str(tmp_path / "run"), MANIFEST).made()
     run.add_jobs(make_record(name) for name in NAMES)
     metadata = parquet.read_metadata(tmp_path / "run" / "jobs.parquet")
     assert [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)] == [2, 2, 2, 1]
     monkeypatch.setattr(job_table, "CHARACTERS_PER_PART", 1)  # long prompts
-    other = Run.create_or_open(str(tmp_path / "other"), MANIFEST)
+    other = Run.planned(str(tmp_path / "other"), MANIFEST).made()
     other.add_jobs(make_record(name) for name in NAMES)
     assert parquet.read_metadata(tmp_path / "other" / "jobs.parquet").num_row_groups == len(NAMES)
 
 
 @pytest.mark.parametrize("folder", ["results", "checkpoints"])
 def test_a_table_that_is_gone_is_told_and_no_job_forgotten(tmp_path: Path, folder: str) -> None:
-    run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+    run = Run.planned(str(tmp_path / "run"), MANIFEST).made()
     assert run.jobs() == []
     run.add_jobs([make_record("a")])
     (tmp_path / "run" / folder / "a").mkdir(parents=True)

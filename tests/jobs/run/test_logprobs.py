@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from swiftbatch.jobs.chat import Message
-from swiftbatch.jobs.job import Job, JobRecord
+from swiftbatch.jobs.job import Job, JobRecord, Message
 from swiftbatch.jobs.json_records import dump_line
 from swiftbatch.jobs.logprobs import NO_TOKEN, UNLIKELY, TokenLogprobs, shown_logprobs
 from swiftbatch.jobs.run.output_line import success_line

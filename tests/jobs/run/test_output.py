@@ -16,7 +16,7 @@ from swiftbatch.jobs.input.line_parsing import JobLine
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.output import write_table
 from swiftbatch.jobs.run.output_line import Reasoning, error_line, success_line
-from swiftbatch.jobs.run.result_files import SealedResult
+from swiftbatch.jobs.run.result_files import ResultSegment
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import StoreError
 from tests.jobs.run import run_parts
@@ -25,7 +25,7 @@ from tests.jobs.run.run_parts import MANIFEST, make_record, write_result
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    return Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+    return Run.planned(str(tmp_path / "run"), MANIFEST).made()
 
 
 def records_of(*prompts: str, n: int = 1) -> list[JobRecord]:
@@ -167,7 +167,7 @@ def test_a_number_that_fits_no_column_is_told_with_its_job(run: Run) -> None:
         token_ids=np.arange(3, dtype=np.uint32),
         metrics={"num_drafts": 10**20},
     )
-    run.write_segment("s", [SealedResult.of(record.job_id, line)])
+    run.write_segment("s", ResultSegment([(record.job_id, line)]))
     with pytest.raises(StoreError, match="results of huge to huge have a number that fits no column"):
         write_table(io.BytesIO(), run.joined_lines())
 

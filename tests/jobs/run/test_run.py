@@ -8,7 +8,7 @@ import pytest
 
 from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.job import Job, JobRecord
-from swiftbatch.jobs.run.output_line_parsing import line_id
+from swiftbatch.jobs.run.output_line import line_id
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import RunError
 from swiftbatch.jobs.sampling_params import SamplingParams
@@ -20,7 +20,7 @@ from tests.jobs.run.run_parts import FINISHED, MANIFEST, PROGRESS, failed_line, 
 @pytest.fixture(params=["local", "s3"])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
     uri = str(tmp_path / "run") if request.param == "local" else request.getfixturevalue("s3_uri")
-    return Run.create_or_open(uri, MANIFEST)
+    return Run.planned(uri, MANIFEST).made()
 
 
 RUN_JSON = """{
@@ -106,7 +106,7 @@ PROGRESS_JSON = """{
 
 
 def test_the_files_of_a_run_are_what_they_were_to_the_byte(tmp_path: Path) -> None:
-    run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+    run = Run.planned(str(tmp_path / "run"), MANIFEST).made()
     run.write_progress(PROGRESS)
     assert run.store.read("run.json") == RUN_JSON.encode()
     assert run.store.read("progress.json") == PROGRESS_JSON.encode()
@@ -114,14 +114,14 @@ def test_the_files_of_a_run_are_what_they_were_to_the_byte(tmp_path: Path) -> No
 
 
 def test_a_damaged_field_of_the_manifest_is_named(tmp_path: Path) -> None:
-    run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+    run = Run.planned(str(tmp_path / "run"), MANIFEST).made()
     run.store.write("run.json", RUN_JSON.replace('"bfloat16"', '"int4"').encode())
     with pytest.raises(RunError, match="field 'dtype': found \"int4\", expected 'bfloat16' or 'float32'"):
         Run.open(run.store.uri)
 
 
 def test_a_run_is_opened_with_the_manifest_it_was_made_with(run: Run) -> None:
-    again = Run.create_or_open(run.store.uri, MANIFEST.model_copy(update={"run_id": "run-2", "engine": "other"}))
+    again = Run.planned(run.store.uri, MANIFEST.model_copy(update={"run_id": "run-2", "engine": "other"})).made()
     assert again.manifest == MANIFEST
     assert Run.open(run.store.uri).manifest == MANIFEST
 
@@ -129,7 +129,7 @@ def test_a_run_is_opened_with_the_manifest_it_was_made_with(run: Run) -> None:
 @pytest.mark.parametrize(("field", "value"), [("model_fingerprint", "f2"), ("dtype", "float32"), ("kv_dtype", "int8")])
 def test_a_run_of_another_model_or_dtype_is_refused(run: Run, field: str, value: str) -> None:
     with pytest.raises(RunError, match=rf"made with .*expected {field} .*, found {value}; use the same"):
-        Run.create_or_open(run.store.uri, MANIFEST.model_copy(update={field: value}))
+        Run.planned(run.store.uri, MANIFEST.model_copy(update={field: value})).made()
 
 
 def test_a_folder_without_a_run_is_refused_with_what_is_expected(tmp_path: Path) -> None:
@@ -141,20 +141,20 @@ def test_a_folder_without_a_run_is_refused_with_what_is_expected(tmp_path: Path)
 def test_a_folder_with_results_of_something_else_is_not_taken_over(tmp_path: Path) -> None:
     (tmp_path / "output.jsonl").write_text("mine")
     with pytest.raises(RunError, match=r"holds output\.jsonl but no run\.json"):
-        Run.create_or_open(str(tmp_path), MANIFEST)
+        Run.planned(str(tmp_path), MANIFEST).made()
     assert (tmp_path / "output.jsonl").read_text() == "mine"
 
 
 def test_a_job_file_may_lie_in_the_folder_that_becomes_the_run(tmp_path: Path) -> None:
     (tmp_path / "jobs.jsonl").write_text("{}")
-    assert Run.create_or_open(str(tmp_path), MANIFEST).jobs() == []
+    assert Run.planned(str(tmp_path), MANIFEST).made().jobs() == []
 
 
 def test_an_unwritable_run_folder_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in (str(tmp_path / "file" / "run"), "/proc/swiftbatch-run"):
         with pytest.raises(StoreError, match=rf"cannot \w+ .*{folder}: .*; check that the folder") as caught:
-            Run.create_or_open(folder, MANIFEST)
+            Run.planned(folder, MANIFEST).made()
         assert "\n" not in str(caught.value)
 
 
@@ -280,7 +280,7 @@ def test_a_job_id_that_leads_out_of_the_folder_is_refused(run: Run) -> None:
 
 
 def test_opening_a_local_run_takes_no_heavy_import(tmp_path: Path) -> None:
-    run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+    run = Run.planned(str(tmp_path / "run"), MANIFEST).made()
     run.write_progress(PROGRESS)
     program = (
         "import sys; from swiftbatch.jobs.run.run import Run\n"

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import tempfile
 import threading
 from pathlib import Path
 from typing import IO, Any
@@ -21,7 +22,7 @@ from tests.jobs.run.run_parts import MANIFEST, make_record, write_result
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    return Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+    return Run.planned(str(tmp_path / "run"), MANIFEST).made()
 
 
 def finished_line(custom_id: str, text: str, metrics: dict[str, Any]) -> dict[str, Any]:
@@ -166,8 +167,9 @@ def test_a_table_that_has_no_room_for_its_temporary_file_is_refused_as_that(monk
     def full() -> IO[bytes]:
         return open("/dev/full", "w+b")
 
+    monkeypatch.setattr("swiftbatch.jobs.storage.store.MEMORY_BYTES", 1)
     for opened, reason in ((full, "No space left"), (no_place, "No usable temporary")):
-        monkeypatch.setattr(output, "TemporaryFile", opened)
+        monkeypatch.setattr(tempfile, "TemporaryFile", lambda opened=opened, **_: opened())
         line = {"custom_id": "a", "response": None, "error": {"code": "failed", "message": "it failed"}}
-        with pytest.raises(StoreError, match=f"in a temporary file: .*{reason}.*; make room there"):
+        with pytest.raises(StoreError, match=f"cannot write a temporary file: .*{reason}.*; make room there"):
             output.write_table(io.BytesIO(), [line])

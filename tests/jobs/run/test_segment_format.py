@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.jobs.json_records import dump_line, unsealed
-from swiftbatch.jobs.json_records import sealed as seal
+from swiftbatch.jobs.json_records import dump_line, sealed, unsealed
 from swiftbatch.jobs.run import result_files
 from swiftbatch.jobs.run import result_files as segment_format
-from swiftbatch.jobs.run.output_line_parsing import LINE_ID, line_id
-from swiftbatch.jobs.run.result_files import SEGMENTS, SealedResult, encode_segment
+from swiftbatch.jobs.run.output_line import LINE_ID, line_id
+from swiftbatch.jobs.run.result_files import SEGMENTS, ResultSegment
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.local_folder import LocalFolder
 from swiftbatch.scheduler.display.progress_line import damage_lines
@@ -28,18 +27,21 @@ from tests.jobs.run.run_parts import FINISHED, MANIFEST, failed_line, make_recor
 NAMES = "abcde"
 
 
-def sealed(record: JobRecord) -> SealedResult:
-    line = FINISHED | {"custom_id": record.job.custom_id, "id": line_id(record.job_id)}
-    return SealedResult.of(record.job_id, line)
+def line_of(record: JobRecord) -> dict[str, Any]:
+    return FINISHED | {"custom_id": record.job.custom_id, "id": line_id(record.job_id)}
+
+
+def segment_of(records: Iterable[JobRecord]) -> ResultSegment:
+    return ResultSegment((record.job_id, line_of(record)) for record in records)
 
 
 def make_run(uri: str) -> tuple[Run, list[JobRecord]]:
     """Make five jobs: two in one segment, one in another, one alone, one with an error."""
-    run = Run.create_or_open(uri, MANIFEST)
+    run = Run.planned(uri, MANIFEST).made()
     records = [make_record(name) for name in NAMES]
     run.add_jobs(records)
-    run.write_segment("w1-x-0001", [sealed(record) for record in records[:2]])
-    run.write_segment("w2-y-0001", [sealed(records[2])])
+    run.write_segment("w1-x-0001", segment_of(records[:2]))
+    run.write_segment("w2-y-0001", segment_of([records[2]]))
     write_result(run, records[3].job_id, FINISHED | {"custom_id": "d"})
     run.write_error(records[4].job_id, failed_line("cancelled") | {"custom_id": "e"})
     return run, records
@@ -78,7 +80,7 @@ def test_a_run_sees_results_that_come_while_it_is_open_and_counts_a_job_with_two
     made, records = run
     opened = Run.open(made.store.uri)
     assert opened.result(records[4].job_id) is None
-    made.write_segment("w3-z-0001", [sealed(records[4]), sealed(records[0])])
+    made.write_segment("w3-z-0001", segment_of([records[4], records[0]]))
     assert opened.result(records[4].job_id) is not None
     assert opened.ended() == ({record.job_id for record in records}, set())
     assert len(list(opened.joined_lines())) == 5
@@ -119,7 +121,7 @@ def of_another_run(data: bytes) -> bytes:
     lines = [json.loads(unsealed(line) or b"") for line in data.splitlines(keepends=True)[:2]]
     for line in lines:
         line["response"]["body"]["system_fingerprint"] = "fp_0"
-    return encode_segment([SealedResult.of(line["id"].removeprefix(LINE_ID), line) for line in lines], "fp_0")
+    return ResultSegment((line["id"].removeprefix(LINE_ID), line) for line in lines).encoded("fp_0")
 
 
 def with_index(data: bytes, index: object, **last: object) -> bytes:
@@ -128,7 +130,7 @@ def with_index(data: bytes, index: object, **last: object) -> bytes:
     start = sum(map(len, lines))
     values = {"fingerprint": MANIFEST.fingerprint, "index_start": start}
     values |= {"index_sha256": hashlib.sha256(row).hexdigest()} | last
-    return b"".join([*lines, row, seal(json.dumps(values).encode())])
+    return b"".join([*lines, row, sealed(json.dumps(values).encode())])
 
 
 def index_of(data: bytes) -> list[list[Any]]:
@@ -185,7 +187,7 @@ def test_a_damaged_segment_is_named_and_kept_and_only_jobs_without_a_whole_resul
 
 def test_a_second_whole_result_of_a_job_makes_up_for_a_damaged_one(tmp_path: Path) -> None:
     made, records = make_run(str(tmp_path / "run"))
-    made.write_segment("w9-z-0001", [sealed(records[0])])
+    made.write_segment("w9-z-0001", segment_of([records[0]]))
     path = f"{SEGMENTS}/w1-x-0001.seg"
     made.store.write(path, flipped(made.store.read(path) or b""))
     opened = Run.open(made.store.uri)
@@ -222,4 +224,4 @@ def test_two_segments_of_a_bucket_that_are_copied_at_once_are_both_read(
     places = [results.place(records[number].job_id) for number in (0, 2)]
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(results.data, places))
-    assert found == [sealed(records[number]).line for number in (0, 2)]
+    assert found == [sealed(dump_line(line_of(records[number]))[:-1]) for number in (0, 2)]

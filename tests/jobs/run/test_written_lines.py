@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swiftbatch.jobs.chat import Message
-from swiftbatch.jobs.job import Job, JobRecord
+from swiftbatch.jobs.job import Job, JobRecord, Message
 from swiftbatch.jobs.json_records import dump_line, sealed
-from swiftbatch.jobs.run import error_files, output_line_parsing
+from swiftbatch.jobs.run import error_files, output_line
 from swiftbatch.jobs.run.output_line import Reasoning, error_line, success_line
-from swiftbatch.jobs.run.result_files import SealedResult
+from swiftbatch.jobs.run.result_files import ResultSegment
 from swiftbatch.jobs.run.run import Run
 from tests.jobs.run.run_parts import FINISHED, MANIFEST, make_record, write_result
 
@@ -44,7 +43,7 @@ def line_of(record: JobRecord, run: Run, text: str = TEXT, **others: Any) -> dic
 
 def make_run(uri: str) -> tuple[Run, list[JobRecord]]:
     """Make a line of every kind, one to be extended and one unfinished."""
-    run = Run.create_or_open(uri, MANIFEST)
+    run = Run.planned(uri, MANIFEST).made()
     records = [make_record(name) for name in NAMES]
     records += [make_chat("chat"), make_chat("thought")]
     run.add_jobs(records)
@@ -54,7 +53,7 @@ def make_run(uri: str) -> tuple[Run, list[JobRecord]]:
     lines = [line_of(text, run), line_of(named, run), line_of(chat, run, "")]
     lines += [line_of(log, run, logprobs=logprobs), line_of(thought, run, reasoning=reasoning)]
     owners = (text, named, chat, log, thought)
-    run.write_segment("s", [SealedResult.of(each.job_id, line) for each, line in zip(owners, lines, strict=True)])
+    run.write_segment("s", ResultSegment((each.job_id, line) for each, line in zip(owners, lines, strict=True)))
     write_result(run, short.job_id, FINISHED | {"custom_id": "short"})
     run.write_error(failed.job_id, error_line(failed, "attempts_exhausted", "why \x7f"))
     run.add_jobs([replace(text, job_id=f"{text.job_id}-longer", supersedes=text.job_id)])
@@ -67,7 +66,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def parse(data: bytes, job_id: str, fingerprint: str | None) -> dict[str, Any]:
         seen.append(job_id)
-        return output_line_parsing.parse_line(data, job_id, fingerprint)
+        return output_line.parse_line(data, job_id, fingerprint)
 
     monkeypatch.setattr(error_files, "parse_line", parse)
     return seen
@@ -93,7 +92,7 @@ def test_a_line_of_a_run_with_several_choices_is_one_line(tmp_path: Path) -> Non
     jobs = [first.job.model_copy(update={"num_choices": 2, "choice_index": index}) for index in range(2)]
     choices = [JobRecord(job.job_id("f1"), job, 9, 3) for job in jobs]
     made.add_jobs(choices)
-    made.write_segment("m", [SealedResult.of(each.job_id, line_of(each, made)) for each in choices])
+    made.write_segment("m", ResultSegment((each.job_id, line_of(each, made)) for each in choices))
     written = list(Run.open(made.store.uri).written_lines())
     assert written == [dump_line(line) for line in Run.open(made.store.uri).joined_lines()]
     assert len(json.loads(written[-1])["response"]["body"]["choices"]) == 2
@@ -111,11 +110,13 @@ FAULTS: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_result_that_is_not_the_job_s_is_left_out_and_told_of(tmp_path: Path, fault: str) -> None:
-    run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+    run = Run.planned(str(tmp_path / "run"), MANIFEST).made()
     record = make_record("text")
     run.add_jobs([record])
     text = dump_line(line_of(record, run))[:-1]
-    run.write_segment("s", [SealedResult(record.job_id, 5, FAULTS[fault](text))])
+    segment = ResultSegment()
+    segment.add_sealed(record.job_id, FAULTS[fault](text), 5)
+    run.write_segment("s", segment)
     opened, other = Run.open(run.store.uri), Run.open(run.store.uri)
     assert list(opened.written_lines()) == list(other.joined_lines()) == []
     assert opened.damaged == other.damaged
@@ -124,10 +125,12 @@ def test_a_result_that_is_not_the_job_s_is_left_out_and_told_of(tmp_path: Path, 
 
 @pytest.mark.parametrize("letter", ["\x7f", "\x85", "\u2028"])
 def test_a_character_that_lines_must_not_have_is_escaped_though_it_was_sealed(tmp_path: Path, letter: str) -> None:
-    run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+    run = Run.planned(str(tmp_path / "run"), MANIFEST).made()
     record = make_record("text")
     run.add_jobs([record])
     line = line_of(record, run, f"a{letter}b")
     unescaped = json.dumps(line, ensure_ascii=False).encode()
-    run.write_segment("s", [SealedResult(record.job_id, 5, sealed(unescaped))])
+    segment = ResultSegment()
+    segment.add_sealed(record.job_id, sealed(unescaped), 5)
+    run.write_segment("s", segment)
     assert list(Run.open(run.store.uri).written_lines()) == [dump_line(line)]

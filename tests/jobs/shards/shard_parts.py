@@ -40,7 +40,7 @@ def records_of(lines: dict[str, int], max_tokens: int = 5) -> list[JobRecord]:
 
 
 def make_run(uri: str, lines: dict[str, int], shards: str | None = "parquet:3") -> Run:
-    run = Run.create_or_open(uri, MANIFEST)
+    run = Run.planned(uri, MANIFEST).made()
     run.add_jobs(records_of(lines))
     if shards is not None:
         ask_for_shards(run.store, ShardSettings.parse(shards))

@@ -241,7 +241,7 @@ def test_a_full_disk_for_temporary_files_is_one_line_and_the_next_try_goes_on(
         patch.setattr(
             "swiftbatch.jobs.run.shards.write_shard", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left"))
         )
-        with pytest.raises(StoreError, match=r"in a temporary file: .*No space left; make room there"):
+        with pytest.raises(StoreError, match=r"cannot write a temporary file: .*No space left; make room there"):
             shards.catch_up(is_end=True)
     with monkeypatch.context() as patch:  # the plan is written, the shard is not
         patch.setattr(type(run.store), "write_new_from", lambda *_: (_ for _ in ()).throw(StoreError("the store")))

@@ -95,7 +95,7 @@ def test_a_plan_has_every_kind_equally_often_and_comes_from_its_seed() -> None:
 
 def write_output(folder: Path, tokens: dict[str, str | None], repeated: int = 1) -> RunOutput:
     """Write stand-ins for tokens; None for a failed job."""
-    run = Run.create_or_open(str(folder), MANIFEST)
+    run = Run.planned(str(folder), MANIFEST).made()
     lines = []
     for custom_id, text in tokens.items():
         choice = {"text": text, "token_ids_sha256": f"hash of {text}", "finish_reason": "length"}

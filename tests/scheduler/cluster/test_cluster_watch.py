@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-from swiftbatch.scheduler.cluster import cluster_watch
-from swiftbatch.scheduler.cluster.cluster_watch import ClusterLostError, ClusterWatch
+from swiftbatch.scheduler.cluster import ray_cluster
+from swiftbatch.scheduler.cluster.ray_cluster import ClusterLostError, ClusterWatch
 from tests.simulated_clock import SimulatedClock
 
 pytestmark = pytest.mark.ray
@@ -36,8 +36,8 @@ class FakeHead:
 
 @pytest.fixture
 def head(monkeypatch: pytest.MonkeyPatch) -> FakeHead:
-    monkeypatch.setattr(cluster_watch, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(cluster_watch, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(ray_cluster, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(ray_cluster, "SILENT_SECONDS", 0.3)
     return FakeHead()
 
 
@@ -78,7 +78,7 @@ def test_a_head_that_answers_is_no_problem_and_tells_which_nodes_go(
 
 
 def test_a_head_may_be_silent_for_a_while(head: FakeHead, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_watch, "SILENT_SECONDS", 30.0)
+    monkeypatch.setattr(ray_cluster, "SILENT_SECONDS", 30.0)
     clock = SimulatedClock()
     monkeypatch.setattr(time, "monotonic", clock)
     watch = ClusterWatch(head, "own")
@@ -100,8 +100,8 @@ def test_a_head_that_stays_silent_is_lost(head: FakeHead) -> None:
 
 
 def test_a_driver_that_was_stopped_does_not_blame_the_head(head: FakeHead, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_watch, "SILENT_SECONDS", 10.0)
-    monkeypatch.setattr(cluster_watch, "POLL_SECONDS", 3600.0)
+    monkeypatch.setattr(ray_cluster, "SILENT_SECONDS", 10.0)
+    monkeypatch.setattr(ray_cluster, "POLL_SECONDS", 3600.0)
     watch = ClusterWatch(head, "own")
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 38)  # it could not receive answers meanwhile
@@ -135,7 +135,7 @@ def test_behind_a_lost_cluster_ray_says_nothing_more() -> None:
     program = """
 import os, sys
 from swiftbatch.scheduler.cluster.ray_cluster import connect
-from swiftbatch.scheduler.cluster.cluster_watch import ClusterLostError
+from swiftbatch.scheduler.cluster.ray_cluster import ClusterLostError
 try:
     with connect(None, 1):
         raise ClusterLostError("the head is gone")

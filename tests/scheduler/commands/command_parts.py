@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cli import main
-from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
+from swiftbatch.scheduler.driver.run_lease import current_progress
 from tests.jobs.run import run_parts
 
 

@@ -12,8 +12,8 @@ import pytest
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.driver.queue_loading import load_queue
+from swiftbatch.scheduler.driver.run_lease import current_progress
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.jobs.checkpoints.checkpoint_parts import claim

@@ -11,8 +11,7 @@ from pydantic import BaseModel
 
 from swiftbatch.scheduler.chaos.chaos_options import ChaosOptions
 from swiftbatch.scheduler.driver.run_limits import Limits
-from swiftbatch.scheduler.runs.run_settings import Settings
-from swiftbatch.scheduler.serve.batches.server_options import ServeOptions
+from swiftbatch.scheduler.runs.run_settings import ServeOptions, Settings
 from swiftbatch.worker.config import CheckpointSettings, Computation
 from swiftbatch.worker.decode_bench import DecodeBenchOptions
 from swiftbatch.worker.training.griffin_recipe import GRIFFIN_RECIPE, GriffinRecipe

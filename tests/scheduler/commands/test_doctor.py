@@ -11,8 +11,7 @@ from click.testing import CliRunner
 
 import tests.worker.interpreter  # noqa: F401
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.run.compute_options import LinearName
-from swiftbatch.jobs.run.run_records import Exactness
+from swiftbatch.jobs.run.run_records import Exactness, LinearName
 from swiftbatch.scheduler.cli import main
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.exactness.doctor_verdicts import known_verdict, verdict_key

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cli import main
-from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
+from swiftbatch.scheduler.driver.run_lease import current_progress
 from tests.scheduler.commands.command_parts import finish, invoke, job, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
 

@@ -10,8 +10,8 @@ import pytest
 
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import WorkerStatus
-from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.driver.queue_loading import count_jobs
+from swiftbatch.scheduler.driver.run_lease import current_progress
 from tests.scheduler.commands.command_parts import finish, invoke, refusal
 from tests.scheduler.commands.submit_parts import submit_file
 

@@ -19,6 +19,7 @@ from swiftbatch.worker.exactness.doctor import diagnose
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
 from tests import ROOT
+from tests.jobs.run.run_parts import MANIFEST
 from tests.readme.command_lines import table
 from tests.scheduler.commands.command_parts import finish, invoke, job, refusal, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
@@ -37,6 +38,55 @@ def test_an_unwritable_run_folder_is_refused_in_one_line(tmp_path: Path, tiny_mo
     for place in (f"{jobs_file}/run", "/proc/run"):
         assert place in refusal("submit", jobs_file, "--run", place, "--model", str(tiny_model))
     assert "expected a path" in refusal("submit", jobs_file, "--run", "ftp://host/run", "--model", str(tiny_model))
+
+
+def test_a_default_folder_that_cannot_be_written_names_the_option_that_chooses_another(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    jobs, drivers = write_jobs(tmp_path / "jobs.jsonl", job("fox")), tmp_path / "jobs.run/drivers"
+    drivers.parent.mkdir()
+    drivers.touch()
+    assert refusal("submit", jobs, "--model", str(tiny_model)).endswith("; --run names another folder")
+    assert "--run" not in refusal("submit", jobs, "--model", str(tiny_model), "--run", str(drivers.parent))
+
+
+HINT = "nothing is lost, go on with: swiftbatch resume"
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (KeyboardInterrupt(), "nothing is lost, go on with the same command"),
+        (RuntimeError("Error calling __set_name__"), "nothing is lost, go on with the same command"),
+        (KeyboardInterrupt(HINT), HINT),
+    ],
+)
+def test_an_interruption_of_submit_names_the_next_step(
+    tmp_path: Path, jobs_file: str, monkeypatch: pytest.MonkeyPatch, error: BaseException, hint: str
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise error from KeyboardInterrupt()  # as Python does for a class
+
+    monkeypatch.setattr("swiftbatch.scheduler.runs.submission.kept_or_new_manifest", interrupted)
+    result = invoke("submit", jobs_file, "--run", str(tmp_path / "run"))
+    assert (result.exit_code, result.stderr.strip()) == (130, f"interrupted; {hint}")
+
+
+def test_a_job_file_in_place_of_a_run_is_told_with_its_run(tmp_path: Path) -> None:
+    jobs, run = write_jobs(tmp_path / "jobs.jsonl", job("fox")), str(tmp_path / "jobs.run")
+    for command in (["resume"], ["status"], ["submit", jobs, "--run"]):
+        assert f"is a file, expected a run's folder; `swiftbatch submit {jobs}` makes" in refusal(*command, jobs)
+    Run.planned(run, MANIFEST).made()
+    assert refusal("resume", jobs).endswith(f"{jobs} is a file, expected a run's folder; its run is {run}")
+
+
+def test_a_job_file_whose_name_begins_with_a_dash_is_told_how_to_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert refusal("submit", "-q.jsonl").endswith("No such option '-q'.")
+    write_jobs(tmp_path / "-q.jsonl", job("fox"))
+    assert refusal("submit", "-q.jsonl").endswith("No such option '-q'; name the file as ./-q.jsonl")
 
 
 def test_unknown_engine_names_the_known_ones(tmp_path: Path, jobs_file: str) -> None:

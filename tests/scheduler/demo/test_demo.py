@@ -2,12 +2,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from swiftbatch.jobs.input.reader import read_jobs
 from swiftbatch.jobs.run.run_records import WorkerStatus
 from swiftbatch.scheduler.demo.__main__ import NUM_TOKENS, DemoKill, kill_lines, prepare
 from swiftbatch.scheduler.runs.submission import LineNotes, make_records
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.text.tokenizer import TextCodec
+from tests.jobs.input.job_lines import read_jobs
 
 
 def test_the_demos_jobs_are_all_taken_and_long(tmp_path: Path, embedded_files: ModelFiles) -> None:

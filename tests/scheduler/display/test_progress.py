@@ -23,7 +23,7 @@ from swiftbatch.scheduler.display.events import (
     WorkerReady,
 )
 from swiftbatch.scheduler.display.progress_line import checkpoint_age, harmless, printable, summary_line
-from swiftbatch.scheduler.driver.throughput import RATE_SECONDS, Speed
+from swiftbatch.scheduler.driver.worker_fleet import RATE_SECONDS, Speed
 from swiftbatch.scheduler.process.streams import Lines
 from tests.scheduler.display.progress_parts import NOW, make_progress, make_worker
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.scheduler.cli import main
-from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
+from swiftbatch.scheduler.driver.run_lease import current_progress
 from swiftbatch.scheduler.runs import run_watch as watch_display
 from swiftbatch.scheduler.runs.run_watch import watch
 from tests.scheduler.display.terminal_parts import Terminal

@@ -19,9 +19,8 @@ import pytest
 from click.testing import CliRunner
 
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.jobs.run.output_line import success_line
-from swiftbatch.jobs.run.output_line_parsing import line_id
-from swiftbatch.jobs.run.result_files import SealedResult
+from swiftbatch.jobs.run.output_line import line_id, success_line
+from swiftbatch.jobs.run.result_files import ResultSegment
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.cluster import ray_actors
@@ -93,15 +92,15 @@ class NoOpWorker:
 
     def _work(self, orders: Orders, seconds: float) -> WorkReport:
         with self._dispatched.slice():
-            results = [self._result(assignment.record) for assignment in orders.assignments]
-            if results:
+            results = ResultSegment((each.job_id, self._line(each.record)) for each in orders.assignments)
+            if results.index:
                 run = Run.open(self._dispatched.run.store.uri)  # a new object, so that the driver's caches stay unused
-                run.write_segment(results[0].job_id, results)
+                run.write_segment(orders.assignments[0].job_id, results)
             jobs = [(assignment.job_id, assignment.record.job.sampling.max_tokens) for assignment in orders.assignments]
             finished = [JobOutcome("finished", *job) for job in jobs]
             return WorkReport(finished, num_generated_tokens=sum(job.num_generated_tokens for job in finished))
 
-    def _result(self, record: JobRecord) -> SealedResult:
+    def _line(self, record: JobRecord) -> dict[str, Any]:
         self._dispatched.count()
         ids = np.zeros(record.job.sampling.max_tokens, np.uint32)
         line = success_line(
@@ -114,7 +113,7 @@ class NoOpWorker:
             token_ids=ids,
             metrics={"seconds": 1.5},
         )
-        return SealedResult.of(record.job_id, {"id": line_id(record.job_id)} | line)
+        return {"id": line_id(record.job_id)} | line
 
 
 @contextmanager

@@ -20,11 +20,11 @@ from swiftbatch.scheduler.cluster.worker_actor import WorkerSpec
 from swiftbatch.scheduler.display.events import Event
 from swiftbatch.scheduler.driver.attempt_numbers import Attempts
 from swiftbatch.scheduler.driver.driver import Driver
-from swiftbatch.scheduler.driver.driver_state import DriverContext
 from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.scheduler.driver.queue_loading import load_queue, put_logs_in_place
 from swiftbatch.scheduler.driver.run_lease import RunLease
 from swiftbatch.scheduler.driver.run_limits import Limits, Spending
+from swiftbatch.scheduler.driver.run_progress import DriverContext
 from swiftbatch.scheduler.driver.worker_fleet import Fleet
 from swiftbatch.worker.config import EngineConfig
 from tests import ROOT
@@ -79,7 +79,7 @@ def make_run(folder: Path, jobs: dict[str, int], seed: int = SEED, prompts: Mapp
         exactness="not probed",
         cpu_capability="",
     )
-    run = Run.create_or_open(str(folder), manifest)
+    run = Run.planned(str(folder), manifest).made()
     records = []
     for line_number, (custom_id, max_tokens) in enumerate(jobs.items(), start=1):
         sampling = SamplingParams(max_tokens=max_tokens, seed=seed)

@@ -20,8 +20,7 @@ from swiftbatch.metrics.counters import DriverCounters
 from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo
 from swiftbatch.scheduler.driver.dispatch import MEMORY_SHARE, Dispatcher
 from swiftbatch.scheduler.driver.queue_loading import load_queue
-from swiftbatch.scheduler.driver.throughput import Speed, StepPace
-from swiftbatch.scheduler.driver.worker_fleet import Reported, Worker
+from swiftbatch.scheduler.driver.worker_fleet import Reported, Speed, StepPace, Worker
 from swiftbatch.scheduler.driver.worker_reports import AttemptSettlement, ReportIntake
 from swiftbatch.worker.kv.cache_room import CachedJob, CacheRoom
 from swiftbatch.worker.kv.kv_capacity import PAGE

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.run.output_line_parsing import line_id
+from swiftbatch.jobs.run.output_line import line_id
 from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.jobs.run.shards import ShardSettings, ask_for_shards
 from swiftbatch.metrics.counters import DriverCounters
 from swiftbatch.scheduler.cluster.ray_cluster import Cluster
 from swiftbatch.scheduler.driver.driver import DriverError
-from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
+from swiftbatch.scheduler.driver.run_lease import current_progress
 from tests.jobs.run.run_parts import write_result
 from tests.jobs.shards.shard_parts import all_rows, files, job_ids
 from tests.scheduler.driver.driver_parts import (

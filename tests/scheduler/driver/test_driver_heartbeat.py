@@ -12,18 +12,17 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.metrics.counters import DriverCounters, EngineCounters
 from swiftbatch.scheduler.cluster.ray_cluster import Cluster
 from swiftbatch.scheduler.cluster.worker_actor import WorkerSpec
-from swiftbatch.scheduler.driver.driver_heartbeat import (
+from swiftbatch.scheduler.driver.job_queue import JobQueue
+from swiftbatch.scheduler.driver.run_lease import (
     AT_REST,
     BEAT_SECONDS,
     BEAT_SECONDS_OBJECT_STORE,
     STALE_SECONDS,
+    RunLease,
     current_progress,
 )
-from swiftbatch.scheduler.driver.job_queue import JobQueue
-from swiftbatch.scheduler.driver.run_lease import RunLease
 from swiftbatch.scheduler.driver.run_progress import ProgressCounter
-from swiftbatch.scheduler.driver.throughput import Speed
-from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker
+from swiftbatch.scheduler.driver.worker_fleet import Fleet, Speed, Worker
 from swiftbatch.worker.config import EngineConfig
 from tests.scheduler.driver.driver_parts import make_context, make_run
 from tests.simulated_clock import SimulatedClock

@@ -6,8 +6,7 @@ import pytest
 
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.shared_prompts import NOT_SHARED, SharedPrompt
-from swiftbatch.scheduler.driver.job_queue import JobQueue
-from swiftbatch.scheduler.driver.remaining_tokens import FIRST_ORDER
+from swiftbatch.scheduler.driver.job_queue import FIRST_ORDER, JobQueue
 from tests.scheduler.driver.queue_parts import untouched
 
 

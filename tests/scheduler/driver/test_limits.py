@@ -9,7 +9,7 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.scheduler.cluster import ray_actors
 from swiftbatch.scheduler.cluster.ray_cluster import Cluster
-from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
+from swiftbatch.scheduler.driver.run_lease import current_progress
 from swiftbatch.scheduler.driver.run_limits import Deadline, Limits
 from tests.scheduler.driver.driver_parts import (
     RecordingDisplay,

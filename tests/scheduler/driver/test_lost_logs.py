@@ -49,7 +49,9 @@ def test_a_lost_worker_s_jobs_wait_for_their_logs_and_go_on_from_them(tmp_path: 
         intake.settle()
         time.sleep(0.01)
     assert queue.counts()["pending"] == 2
-    assert [CheckpointStore.of(run).read_tokens(job_id(run, name)).tolist() for name in "ab"] == [TOKENS.tolist()] * 2
+    assert [CheckpointStore.of(run).read_log(job_id(run, name)).token_ids.tolist() for name in "ab"] == [
+        TOKENS.tolist()
+    ] * 2
     assert run.store.list(WORKER_LOGS_FOLDER) == ["w12-x-000001.logs"]
     intake.stop()
 
@@ -83,4 +85,4 @@ def test_what_a_killed_worker_has_left_half_written_goes_with_its_logs(tmp_path:
     os.utime(half, (0, 0))
     put_logs_in_place(run)
     assert not half.exists()
-    assert CheckpointStore.of(run).read_tokens(job_id(run, "a")).tolist() == TOKENS.tolist()
+    assert CheckpointStore.of(run).read_log(job_id(run, "a")).token_ids.tolist() == TOKENS.tolist()

@@ -8,7 +8,7 @@ import pytest
 
 from swiftbatch.metrics.counters import DriverCounters
 from swiftbatch.scheduler.cluster.ray_cluster import Cluster
-from swiftbatch.scheduler.driver import dispatch, load_balancing
+from swiftbatch.scheduler.driver import dispatch
 from tests.scheduler.driver.driver_parts import (
     RecordingDisplay,
     assert_undisturbed,
@@ -40,7 +40,7 @@ def test_a_job_that_is_nearly_done_stays_where_it_is(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "MIN_MOVE_SECONDS", 1000.0)  # however slow the machine is
-    monkeypatch.setattr(load_balancing, "MIN_RELIEF_SECONDS", 1000.0)
+    monkeypatch.setattr(dispatch, "MIN_RELIEF_SECONDS", 1000.0)
     run, counters = make_run(tmp_path / "run", {"long-1": 300, "long-2": 290, "a": 50, "b": 40}), DriverCounters()
     assert make_driver(run, cluster, RecordingDisplay(), slots=2, counters=counters).run() == "finished"
     assert counters.num_preemptions == {}

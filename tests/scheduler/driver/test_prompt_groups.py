@@ -14,8 +14,7 @@ from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo
 from swiftbatch.scheduler.driver.dispatch import Dispatcher
 from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.scheduler.driver.queue_loading import load_queue
-from swiftbatch.scheduler.driver.throughput import StepPace
-from swiftbatch.scheduler.driver.worker_fleet import Worker
+from swiftbatch.scheduler.driver.worker_fleet import StepPace, Worker
 from swiftbatch.worker.session.work_messages import Orders
 from tests.jobs.run.run_parts import MANIFEST, make_record
 from tests.scheduler.driver.driver_parts import make_context
@@ -65,7 +64,7 @@ def test_a_job_that_comes_back_waits_among_its_group_again() -> None:
 
 
 def test_a_worker_hears_how_much_of_a_prompt_other_jobs_of_the_run_have(tmp_path: Path) -> None:
-    run, book = Run.create_or_open(str(tmp_path), MANIFEST), list(range(100))
+    run, book = Run.planned(str(tmp_path), MANIFEST).made(), list(range(100))
     keys = [prompt_keys(book), prompt_keys([*book, 1]), prompt_keys([1, *book])]
     run.add_jobs([replace(make_record(f"j{i}", i), prompt_keys=each) for i, each in enumerate(keys)])
     told: list[Orders] = []

@@ -27,7 +27,7 @@ from tests.scheduler.driver.driver_parts import make_context
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    run = Run.create_or_open(str(tmp_path), MANIFEST)
+    run = Run.planned(str(tmp_path), MANIFEST).made()
     run.add_jobs([make_record(name, line_number) for line_number, name in enumerate("abcdef", start=1)])
     return run
 

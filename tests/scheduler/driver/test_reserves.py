@@ -16,8 +16,8 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.attempt_numbers import Attempts
 from swiftbatch.scheduler.driver.dispatch import WorkerCapacity
-from swiftbatch.scheduler.driver.driver_state import DriverContext
 from swiftbatch.scheduler.driver.queue_loading import load_queue
+from swiftbatch.scheduler.driver.run_progress import DriverContext
 from swiftbatch.scheduler.driver.worker_fleet import Lost, Reported, Worker
 from swiftbatch.scheduler.driver.worker_reports import AttemptSettlement, ReportIntake
 from swiftbatch.worker.session.work_messages import JobOutcome, Orders, OutcomeKind, WorkReport

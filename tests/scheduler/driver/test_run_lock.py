@@ -14,8 +14,7 @@ import pytest
 from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import StoreError
-from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
-from swiftbatch.scheduler.driver.run_lease import LeaseEpoch, RunLease, RunTakenError
+from swiftbatch.scheduler.driver.run_lease import LeaseEpoch, RunLease, RunTakenError, current_progress
 from swiftbatch.scheduler.runs import submission
 from swiftbatch.scheduler.runs.cancellation import cancel_jobs
 from swiftbatch.scheduler.runs.run_settings import Settings
@@ -103,7 +102,7 @@ def test_of_two_submits_to_a_new_run_at_once_one_is_taken_in_whole_and_the_other
 
 def test_jobs_that_two_add_at_once_are_all_there(uri: str) -> None:
     for number in range(20 if uri.startswith("/") else 3):
-        run = Run.create_or_open(f"{uri}/{number}", MANIFEST)
+        run = Run.planned(f"{uri}/{number}", MANIFEST).made()
         if not uri.startswith("/"):
             run.add_jobs([make_record("first")])  # an object store does not keep two from writing one file
         barrier, names = threading.Barrier(2), ("a", "b")
@@ -121,7 +120,7 @@ def test_jobs_that_two_add_at_once_are_all_there(uri: str) -> None:
 
 
 def test_a_run_with_one_table_of_jobs_takes_more_and_keeps_their_order(uri: str) -> None:
-    run = Run.create_or_open(uri, MANIFEST)
+    run = Run.planned(uri, MANIFEST).made()
     for names in ("ab", "bc", "d"):
         run.add_jobs([make_record(name) for name in names])
     assert [record.job.custom_id for record in Run.open(uri).jobs()] == ["a", "b", "c", "d"]
@@ -131,7 +130,7 @@ def test_a_run_with_one_table_of_jobs_takes_more_and_keeps_their_order(uri: str)
 
 
 def test_a_held_run_is_seen_at_work_from_the_claim_on(tmp_path: Path) -> None:
-    run = Run.create_or_open(str(tmp_path), MANIFEST)
+    run = Run.planned(str(tmp_path), MANIFEST).made()
     run.add_jobs([make_record("a")])
     with RunLease(run) as hold:
         first = current_progress(run)
@@ -152,7 +151,7 @@ def test_a_held_run_is_seen_at_work_from_the_claim_on(tmp_path: Path) -> None:
 def test_a_job_is_cancelled_by_who_holds_the_run_also_while_that_one_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run.create_or_open(str(tmp_path), MANIFEST)
+    run = Run.planned(str(tmp_path), MANIFEST).made()
     run.add_jobs([make_record("a"), make_record("b")])
     run.request_cancel(None)
     at_first_beat: list[tuple[bool, set[str]]] = []
@@ -170,7 +169,7 @@ def test_a_job_is_cancelled_by_who_holds_the_run_also_while_that_one_starts(
 
 
 def test_a_driver_is_asked_to_cancel_once_it_will_listen(tmp_path: Path) -> None:
-    run = Run.create_or_open(str(tmp_path), MANIFEST)
+    run = Run.planned(str(tmp_path), MANIFEST).made()
     run.add_jobs([make_record("a")])
     epoch = LeaseEpoch.begin(run)
     with ThreadPoolExecutor(1) as pool:
@@ -187,7 +186,7 @@ def test_a_driver_is_asked_to_cancel_once_it_will_listen(tmp_path: Path) -> None
 def test_what_was_asked_of_a_driver_that_ended_meanwhile_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run.create_or_open(str(tmp_path), MANIFEST)
+    run = Run.planned(str(tmp_path), MANIFEST).made()
     run.add_jobs([make_record("a")])
     hold = RunLease(run)
     ask = run.request_cancel
@@ -197,7 +196,7 @@ def test_what_was_asked_of_a_driver_that_ended_meanwhile_is_done(
 
 
 def test_what_killed_writers_left_goes_with_the_next_hold(tmp_path: Path) -> None:
-    run = Run.create_or_open(str(tmp_path), MANIFEST)
+    run = Run.planned(str(tmp_path), MANIFEST).made()
     left = [f".output.jsonl.{'a' * 32}", f"results/.x.json.{'0' * 32}", f"errors/.x.json.{'1' * 32}"]
     mine = [".notes", ".output.jsonl.mine", "results/.x"]
     for name in (*left, *mine):
@@ -209,7 +208,7 @@ def test_what_killed_writers_left_goes_with_the_next_hold(tmp_path: Path) -> Non
 
 
 def test_a_command_that_is_refused_has_changed_nothing(tmp_path: Path) -> None:
-    run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+    run = Run.planned(str(tmp_path / "run"), MANIFEST).made()
     run.add_jobs([make_record("a")])
     run.write_rejects([Reject(1, "x", "odd")])
     run.write_error("a", failed_line("cancelled"))
@@ -222,7 +221,7 @@ def test_a_command_that_is_refused_has_changed_nothing(tmp_path: Path) -> None:
 
 
 def test_output_is_not_replaced_by_one_who_was_overtaken(tmp_path: Path) -> None:
-    run = Run.create_or_open(str(tmp_path), MANIFEST)
+    run = Run.planned(str(tmp_path), MANIFEST).made()
     run.store.write("output.jsonl", b"the other's")
     first = LeaseEpoch.begin(run)
     run.store.write("drivers/0002.json", first.claim.model_copy(update={"driver_id": "x"}).model_dump_json().encode())

@@ -11,8 +11,7 @@ from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.jobs.storage.local_folder import LocalFolder
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.metrics.counters import DriverCounters
-from swiftbatch.scheduler.cluster.cluster_watch import ClusterLostError
-from swiftbatch.scheduler.cluster.ray_cluster import Cluster
+from swiftbatch.scheduler.cluster.ray_cluster import Cluster, ClusterLostError
 from swiftbatch.scheduler.driver.driver import LOST_CLUSTER_SECONDS
 from swiftbatch.scheduler.driver.queue_loading import load_queue
 from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker
@@ -28,7 +27,7 @@ from tests.scheduler.driver.driver_parts import (
 
 
 def num_logged(run: Run, custom_id: str) -> int:
-    return len(CheckpointStore.of(run).read_tokens(job_id(run, custom_id)))
+    return len(CheckpointStore.of(run).read_log(job_id(run, custom_id)).token_ids)
 
 
 def test_a_stopped_driver_has_all_checkpoints_written_and_the_next_one_goes_on(
@@ -132,9 +131,7 @@ def test_the_first_failure_of_the_store_is_the_one_that_is_told(
 def test_a_beat_tells_what_lost_jobs_had_until_they_run_again(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "swiftbatch.scheduler.driver.driver_heartbeat.BEAT_SECONDS", 0.02
-    )  # a worker starts within 0.3 s
+    monkeypatch.setattr("swiftbatch.scheduler.driver.run_lease.BEAT_SECONDS", 0.02)  # a worker starts within 0.3 s
     run, display = make_run(tmp_path / "run", {"kills-workers": 1000}), RecordingDisplay()
     assert make_driver(run, cluster, display, workers=1, attempts=2).run() == "finished"  # it is given up
     waiting = [update.running for update in display.updates if update.jobs["pending"] and update.num_generated_tokens]

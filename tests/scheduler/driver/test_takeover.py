@@ -12,9 +12,8 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import DriverClaim, Progress, read_model
 from swiftbatch.metrics.counters import DriverCounters
 from swiftbatch.scheduler.cluster.ray_cluster import Cluster
-from swiftbatch.scheduler.driver import driver_heartbeat
-from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
-from swiftbatch.scheduler.driver.run_lease import LeaseEpoch, RunTakenError, refuse_if_taken
+from swiftbatch.scheduler.driver import run_lease
+from swiftbatch.scheduler.driver.run_lease import LeaseEpoch, RunTakenError, current_progress, refuse_if_taken
 from swiftbatch.scheduler.runs import cancellation
 from swiftbatch.scheduler.runs.cancellation import cancel_jobs
 from tests.scheduler.driver.driver_parts import RecordingDisplay, job_id, make_driver, make_run, result_metrics
@@ -166,7 +165,7 @@ def test_what_a_dead_driver_last_reported_counts_as_recomputed(run: Run, cluster
 def test_to_cancel_a_run_whose_driver_is_silent_keeps_that_driver_from_going_on(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (cancellation, driver_heartbeat):  # the longest wait
+    for module in (cancellation, run_lease):  # the longest wait
         monkeypatch.setattr(module, "STALE_SECONDS", 0.5)
     silent = LeaseEpoch.begin(run)
     beat(run, host="elsewhere", pid=1, age=100)

@@ -8,11 +8,9 @@ import pytest
 
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo
-from swiftbatch.scheduler.driver.dispatch import MEMORY_SHARE, WorkerCapacity
+from swiftbatch.scheduler.driver.dispatch import MEMORY_SHARE, LoadBalancer, WorkerCapacity
 from swiftbatch.scheduler.driver.job_queue import JobQueue
-from swiftbatch.scheduler.driver.load_balancing import LoadBalancer
-from swiftbatch.scheduler.driver.throughput import StepPace
-from swiftbatch.scheduler.driver.worker_fleet import Worker
+from swiftbatch.scheduler.driver.worker_fleet import StepPace, Worker
 from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS
 from swiftbatch.worker.kv.kv_capacity import PAGE, Growth, HeldPositions, PoolSize, WindowPages, most_pages
 

@@ -11,8 +11,7 @@ import pytest
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import ProcessKey
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.driver.driver_heartbeat import process_liveness
-from swiftbatch.scheduler.driver.run_lease import LeaseEpoch, RunTakenError, refuse_if_taken
+from swiftbatch.scheduler.driver.run_lease import LeaseEpoch, RunTakenError, process_liveness, refuse_if_taken
 from swiftbatch.scheduler.process.process_id import is_gone, own_key
 from tests import ROOT
 from tests.jobs.run.run_parts import MANIFEST
@@ -74,7 +73,7 @@ def test_where_nothing_more_is_known_host_and_number_tell() -> None:
 
 def test_a_live_driver_in_a_container_is_not_taken_for_dead_nor_one_with_its_number_for_it(tmp_path: Path) -> None:
     needs(UNSHARED)
-    run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+    run = Run.planned(str(tmp_path / "run"), MANIFEST).made()
     command = [*UNSHARED, sys.executable, "-c", CLAIM, run.store.uri]
     with subprocess.Popen([*command, "60"], cwd=ROOT, stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout is not None

@@ -17,7 +17,7 @@ import pytest
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import Progress, RunError
-from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
+from swiftbatch.scheduler.driver.run_lease import current_progress
 from tests.scheduler.commands.nightly_parts import held_elsewhere
 from tests.scheduler.display.terminal_parts import Terminal
 from tests.scheduler.driver.driver_parts import make_run
@@ -158,7 +158,7 @@ def test_under_nohup_a_run_outlives_its_terminal_and_is_drained_without_one(tmp_
     checkpoints = CheckpointStore.of(opened)
     finished, _ = opened.ended()
     unfinished = [record.job_id for record in opened.jobs() if record.job_id not in finished]
-    kept = sum(len(checkpoints.read_tokens(job_id)) for job_id in unfinished)
+    kept = sum(len(checkpoints.read_log(job_id).token_ids) for job_id in unfinished)
     assert kept + JOB["max_tokens"] * (len(NAMES) - len(unfinished)) == beat.num_generated_tokens > 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.input.line_parsing import JobLine
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.jobs.run.result_files import SealedResult
+from swiftbatch.jobs.run.result_files import ResultSegment
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.model.model_files import locate_model
@@ -122,10 +121,9 @@ def test_the_tokens_are_kept_before_a_result_says_that_the_job_has_ended_and_onl
     run.add_jobs([record("fox", 20), record("dog", 20, {"stop": ["a", "e", "i", "o", "u", "t", " "]})])
     kept: dict[str, bool] = {}
 
-    def written(run: Run, name: str, results: Sequence[SealedResult]) -> None:
-        for result in results:
-            custom_id = json.loads(result.line)["custom_id"]
-            kept.setdefault(custom_id, result.job_id in KeptLogs.of(run).sizes())
+    def written(run: Run, name: str, results: ResultSegment) -> None:
+        for job_id, *_ in results.index:
+            kept.setdefault(job_id.partition("-")[0], job_id in KeptLogs.of(run).sizes())
         write(run, name, results)
 
     monkeypatch.setattr(Run, "write_segment", written)

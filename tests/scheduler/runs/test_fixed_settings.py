@@ -49,7 +49,7 @@ def test_a_new_run_is_described_without_torch(tmp_path: Path) -> None:
 
 def test_what_log_probabilities_are_of_belongs_to_the_run(tmp_path: Path) -> None:
     uri, mode = str(tmp_path / "run"), "processed_logprobs"
-    Run.create_or_open(uri, kept_or_new_manifest(uri, Settings(said={"logprobs_mode": mode})))
+    Run.planned(uri, kept_or_new_manifest(uri, Settings(said={"logprobs_mode": mode}))).made()
     kept = kept_or_new_manifest(uri, Settings())
     assert (kept.logprobs_mode, computation_of(kept, Settings()).logprobs_mode) == (mode, mode)
     with pytest.raises(RunError, match=r"was made with logprobs_mode processed_logprobs, found raw_logprobs"):
@@ -58,7 +58,7 @@ def test_what_log_probabilities_are_of_belongs_to_the_run(tmp_path: Path) -> Non
 
 def test_keys_and_values_in_8_bits_belong_to_the_run(tmp_path: Path) -> None:
     uri = str(tmp_path / "run")
-    Run.create_or_open(uri, kept_or_new_manifest(uri, Settings(said={"kv_dtype": "int8", "device": "cpu"})))
+    Run.planned(uri, kept_or_new_manifest(uri, Settings(said={"kv_dtype": "int8", "device": "cpu"}))).made()
     kept = kept_or_new_manifest(uri, Settings())
     assert (kept.kv_dtype, computation_of(kept, Settings()).kv_dtype) == ("int8", "int8")
     with pytest.raises(RunError, match=r"was made with kv_dtype int8, found fp8"):
@@ -99,7 +99,7 @@ def test_a_new_run_has_the_rows_that_its_jobs_use_and_goes_on_with_them(
     monkeypatch.setattr(manifests, "gpu_here", lambda: (9, 80 * 10**9))
     wide = with_rows(new, files, jobs_of(200, 6000), replace(CLUSTER, address=None))
     assert wide.num_rows == 256
-    Run.create_or_open(uri, wide)
+    Run.planned(uri, wide).made()
     assert computation_of(kept_or_new_manifest(uri, CLUSTER), CLUSTER).cuda_kernels.num_rows == 256
     asked = replace(CLUSTER, said={"num_rows": 128})
     with pytest.raises(RunError, match=r"was made with num_rows 256, found 128; leave the option away"):

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from swiftbatch.jobs.run.priorities import priorities_of
 from swiftbatch.jobs.run.run import MANIFEST, Run
 from swiftbatch.jobs.storage.object_store import PROBE, ObjectFolder
 from swiftbatch.jobs.storage.store import Store
@@ -202,7 +201,7 @@ def check_commands(uri: str, path: str, known: set[str], command: str) -> None:
     expected = known | set(Path(path).stem)
     assert custom_ids(uri) == expected
     run = Run.open(uri)
-    assert priorities_of(run.store) == {name: PRIORITIES[name] for name in expected if PRIORITIES[name]}
+    assert run.priorities() == {name: PRIORITIES[name] for name in expected if PRIORITIES[name]}
     assert len(run.ended()[0]) == sum(NUM_CHOICES[name] for name in expected)
     lines = [json.loads(line) for line in (run.store.read("output.jsonl") or b"").splitlines()]
     found = {line["custom_id"]: len(line["response"]["body"]["choices"]) for line in lines}

@@ -11,8 +11,7 @@ from click.testing import CliRunner
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.cli import main
-from swiftbatch.scheduler.cluster.cluster_watch import ClusterLostError
-from swiftbatch.scheduler.cluster.ray_cluster import Cluster
+from swiftbatch.scheduler.cluster.ray_cluster import Cluster, ClusterLostError
 from swiftbatch.scheduler.commands.options.launch_options import make_settings
 from swiftbatch.scheduler.display.events import FewGpus, SlowOnGpu
 from swiftbatch.scheduler.driver.driver import DriverError

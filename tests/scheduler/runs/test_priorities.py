@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.jobs.run.priorities import FILE, priorities_of
-from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run import PRIORITIES, Run
 from swiftbatch.scheduler.driver.queue_loading import load_queue
 from tests.scheduler.commands.command_parts import job, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
@@ -38,14 +37,14 @@ def test_the_same_line_with_another_priority_is_the_same_job_and_the_newest_one_
     job_ids = run.job_ids()
     assert order(run) == ["c", "a", "b"]
     assert order(submit(tmp_path, tiny_model, job("a", 30), job("c", 20, priority=9))) == ["a", "b", "c"]
-    assert priorities_of(run.store) == {"b": 2, "c": 9}  # lines that the file lacks keep their priority
+    assert run.priorities() == {"b": 2, "c": 9}  # lines that the file lacks keep their priority
     assert run.job_ids() == job_ids
 
 
 def test_a_run_without_priorities_keeps_none_and_a_damaged_file_stops_nothing(tmp_path: Path, tiny_model: Path) -> None:
     run = submit(tmp_path, tiny_model, job("a", 10), job("b", 30))
-    assert not run.store.exists(FILE)
-    run.store.write(FILE, b"{torn")
+    assert not run.store.exists(PRIORITIES)
+    run.store.write(PRIORITIES, b"{torn")
     assert order(run) == ["b", "a"]
     submit(tmp_path, tiny_model, job("a", 10, priority=-2))
     assert order(run) == ["a", "b"]

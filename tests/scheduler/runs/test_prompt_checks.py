@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.input.reader import read_jobs
 from swiftbatch.jobs.job import LINE_END, unpacked
-from swiftbatch.jobs.repetition_detection import RepetitionDetection, loop_guard
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import RunError
+from swiftbatch.jobs.sampling_params import RepetitionDetection, loop_guard
 from swiftbatch.jobs.shared_prompts import prompt_keys
 from swiftbatch.scheduler.driver.queue_loading import load_queue, write_cancelled
 from swiftbatch.scheduler.runs.run_manifest import computation_of
@@ -22,6 +21,7 @@ from swiftbatch.scheduler.runs.submission import LineNotes, make_records
 from swiftbatch.worker.constraints import thinking
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
+from tests.jobs.input.job_lines import read_jobs
 from tests.scheduler.commands.command_parts import invoke, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
 
@@ -313,7 +313,7 @@ def test_a_structure_that_can_t_be_met_is_a_reject_with_the_library_s_reason(tmp
 def test_who_submits_with_another_engine_is_told_how_the_run_goes_on_with_it(tmp_path: Path, tiny_model: Path) -> None:
     path, place = write_jobs(tmp_path / "jobs.jsonl", LIMITED), str(tmp_path / "run")
     submit_file(path, place, model=str(tiny_model), engine="auto")
-    message = rf"found suffix; leave .*; `swiftbatch resume {place} --engine suffix` goes on with it"
+    message = rf"^--engine suffix: `swiftbatch resume {place} --engine suffix` goes on with it; submit keeps .* auto"
     with pytest.raises(RunError, match=message):
         submit_file(path, place, engine="suffix")
 

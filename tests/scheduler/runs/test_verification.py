@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.checkpoints.token_log import TokenLog
 from swiftbatch.jobs.run.output_line import tokens_sha256
-from swiftbatch.jobs.run.result_files import SealedResult
+from swiftbatch.jobs.run.result_files import ResultSegment
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.runs.verification import SPAN, Verification, chosen_jobs, verify_run
 from swiftbatch.worker.model.model_files import locate_model
@@ -50,7 +50,7 @@ def _forged(folder: Path, model: Path, change: Callable[[list[int], dict[str, An
         choice["token_ids_sha256"], body["usage"]["completion_tokens"] = tokens_sha256(forged), len(forged)
         choice["text"] = TextCodec(locate_model(run.manifest.model)).decode(token_ids)
     run.store.delete_folder("results")
-    Run.open(run.store.uri).write_segment("forged", [SealedResult.of(job_id, line)])
+    Run.open(run.store.uri).write_segment("forged", ResultSegment([(job_id, line)]))
     return Run.open(run.store.uri)
 
 

@@ -6,8 +6,8 @@ from typing import Any
 from fastapi.testclient import TestClient
 
 from swiftbatch.jobs.storage.store import Store
+from swiftbatch.scheduler.runs.run_settings import ServeOptions
 from swiftbatch.scheduler.serve.batches.batch_driver import DriverOptions
-from swiftbatch.scheduler.serve.batches.server_options import ServeOptions
 from swiftbatch.scheduler.serve.batches.service import Service
 from swiftbatch.scheduler.serve.server import make_app
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftbatch.jobs.repetition_detection import RepetitionDetection, loop_guard
+from swiftbatch.jobs.sampling_params import RepetitionDetection, loop_guard
 from swiftbatch.worker.engine import stopping
 from swiftbatch.worker.engine.stopping import LoopDetector
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.jobs.run.compute_options import KVDtype
+from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.drafters.griffin.native_griffin import GriffinWeights
 from swiftbatch.worker.forward.forward_interface import SparseRows, partial_rows
 from swiftbatch.worker.forward.tile_packing import SequenceRows, max_tree_depth, tree_rows

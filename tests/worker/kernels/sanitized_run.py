@@ -19,7 +19,7 @@ from typing import get_args
 import numpy as np
 import torch
 
-from swiftbatch.jobs.run.compute_options import LogprobsMode
+from swiftbatch.jobs.run.run_records import LogprobsMode
 from swiftbatch.jobs.sampling_params import MAX_TOP_LOGPROBS
 from swiftbatch.worker.drafters.griffin.native_griffin import NativeGriffin
 from swiftbatch.worker.drafters.ranking import ranking_rule

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.jobs.run.compute_options import KVDtype
+from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.kernels.kv_codes import CODES, coded, numbers_of
 from swiftbatch.worker.kernels.native_decoder import native_attention
 from swiftbatch.worker.kernels.native_library import Team, load_library

@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.jobs.run.compute_options import KVDtype
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.runs import launch

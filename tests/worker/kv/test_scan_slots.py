@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tests.worker.interpreter  # noqa: F401
-from swiftbatch.jobs.run.compute_options import AttentionName
+from swiftbatch.jobs.run.run_records import AttentionName
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.forward.cuda.cuda_loading import MOST_SCANNED, plan_wanted, with_rounds
 from swiftbatch.worker.forward.target_model import TargetModel

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.jobs.chat import Message, TemplateOptions
+from swiftbatch.jobs.job import Message, TemplateOptions
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
 

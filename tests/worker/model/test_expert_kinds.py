@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.run.compute_options import KVDtype
+from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.exactness.forward_comparisons import compare, probe_rows
 from swiftbatch.worker.forward.step_costs import measure_step_costs
 from swiftbatch.worker.forward.target_model import TargetModel

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from swiftbatch.jobs.chat import Message, TemplateOptions
+from swiftbatch.jobs.job import Message, TemplateOptions
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text import chat_template
 from swiftbatch.worker.text.chat_template import ChatTemplate

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from swiftbatch.jobs.chat import Message, TemplateOptions
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.job import Job
+from swiftbatch.jobs.job import Job, Message, TemplateOptions
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.model.digests import TEKKEN_FILE, digests_of

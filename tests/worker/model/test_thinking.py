@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from swiftbatch.jobs.chat import Message, TemplateOptions
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.job import Job
+from swiftbatch.jobs.job import Job, Message, TemplateOptions
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.constraints.grammar import Grammar
 from swiftbatch.worker.constraints.thinking import Markers, Thinking, ThinkingRule

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.job import Job, packed
+from swiftbatch.jobs.job import Job, Message, packed
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.scheduler.cli import main
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model

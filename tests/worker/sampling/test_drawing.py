@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from swiftbatch.jobs.run.compute_options import LogprobsMode
+from swiftbatch.jobs.run.run_records import LogprobsMode
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.sampling.batch_sampler import (
     BatchSampler,

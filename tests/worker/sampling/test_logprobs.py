@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swiftbatch.jobs.logprobs import NO_TOKEN, TokenLogprobs
-from swiftbatch.jobs.run.compute_options import LogprobsMode
+from swiftbatch.jobs.run.run_records import LogprobsMode
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.catalogue import ENGINES, create_drafter
 from swiftbatch.worker.engine.engine import Engine

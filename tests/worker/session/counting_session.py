@@ -19,7 +19,6 @@ from swiftbatch.jobs.checkpoints.checkpoint_files import AttemptStart
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.output_line import success_line
-from swiftbatch.jobs.run.result_files import SealedResult
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.worker.config import EngineConfig
@@ -119,7 +118,7 @@ class CountingSession:
             worker_id=self._worker_id, claimed=time.time(), numerics=self.numerics, attempt=assignment.num_attempts
         )
         self._checkpoints.begin(record.job_id, assignment.attempt, start)
-        recovered = [int(token) for token in self._checkpoints.read_tokens(record.job_id)]
+        recovered = [int(token) for token in self._checkpoints.read_log(record.job_id).token_ids]
         self._running[record.job_id] = CountingJob(assignment, recovered, len(recovered))
 
     def _advance(self, job: CountingJob) -> int:
@@ -173,7 +172,7 @@ class CountingSession:
             token_ids=token_ids,
             metrics=metrics,
         )
-        self._sealing.add(SealedResult.of(record.job_id, line), clears=True)
+        self._sealing.add(record.job_id, line, clears=True)
         self._report.outcomes.append(self._running.pop(record.job_id).outcome("ended"))
 
 

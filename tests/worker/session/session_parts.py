@@ -43,7 +43,7 @@ def record(
 
 def make_run(folder: Path) -> Run:
     """Make a run whose first `session` sets the model."""
-    return Run.create_or_open(str(folder), MANIFEST)
+    return Run.planned(str(folder), MANIFEST).made()
 
 
 def made_with(run: Run, model: Path) -> Run:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from swiftbatch.jobs.chat import Message
-from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.job import JobRecord, Message
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.worker.session.session_parts import body, claimed, make_run, preempted, record, session, to_the_end

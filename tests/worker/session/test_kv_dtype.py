@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swiftbatch.jobs.run.compute_options import KVDtype
+from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.drafters.catalogue import ENGINES, create_drafter
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model

@@ -274,7 +274,7 @@ def test_segments_of_other_tokens_are_named_and_left_out(
 ) -> None:
     preempted(run, tiny_model, record("fox"), 100)
     job, checkpoints = record("fox"), CheckpointStore.of(run)
-    token_ids = checkpoints.read_tokens(job.job_id)
+    token_ids = checkpoints.read_log(job.job_id).token_ids
     token_ids[50] += 1  # as another machine might draw at a tie
     checkpoints.write_tokens(job.job_id, 1, token_ids)
     worker = session(run, tiny_model)

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.token_log import PackedLogs
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.job import JobRecord, packed
+from swiftbatch.jobs.job import JobRecord, Message, packed
 from swiftbatch.jobs.run.output import METRIC_COLUMNS
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.sampling_params import SamplingParams
@@ -153,7 +152,7 @@ def test_sigterm_hands_every_job_back_with_its_newest_token(
     assert report.is_draining
     assert {outcome.job_id for outcome in report.of("released")} == {fox.job_id, dog.job_id}
     assert not report.of("running")
-    assert len(CheckpointStore.of(run).read_tokens(fox.job_id)) >= num_tokens
+    assert len(CheckpointStore.of(run).read_log(fox.job_id).token_ids) >= num_tokens
     assert bool(CheckpointStore.of(run).read_manifests(fox.job_id)) == (checkpoint == "state")
     to_the_end(session(run, tiny_model), claimed(run, fox))
     assert digest(run, fox) == undisturbed

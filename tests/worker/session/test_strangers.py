@@ -74,7 +74,7 @@ def other_model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> P
 
 
 def preempted_twice(folder: Path, model: Path, job: JobRecord, changes: dict[str, Any]) -> Path:
-    run = Run.create_or_open(str(folder), MANIFEST.model_copy(update=changes))
+    run = Run.planned(str(folder), MANIFEST.model_copy(update=changes)).made()
     for num_tokens in (60, 120):
         preempted(run, model, job, num_tokens, dtype=run.manifest.dtype)
     return folder / "checkpoints" / job.job_id

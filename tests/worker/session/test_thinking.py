@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from swiftbatch.jobs.chat import Message
-from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.job import JobRecord, Message
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec

@@ -13,9 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.job import Job
+from swiftbatch.jobs.job import Job, Message
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from swiftbatch.jobs.json_records import Frozen
-from swiftbatch.jobs.run.compute_options import LinearName
+from swiftbatch.jobs.run.run_records import LinearName
 
 if TYPE_CHECKING:
     from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from swiftbatch.jobs.run.compute_options import LinearName
+from swiftbatch.jobs.run.run_records import LinearName
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row, differing_bits
 from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
 from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, LinearKernel, triton_linear

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from swiftbatch.jobs.json_records import Frozen
-from swiftbatch.jobs.run.compute_options import AttentionName, LinearName
-from swiftbatch.jobs.run.run_records import Exactness
+from swiftbatch.jobs.run.run_records import AttentionName, Exactness, LinearName
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.exactness.doctor_verdicts import keep_verdict, verdict_key
 from swiftbatch.worker.exactness.gpu_doctor.attention_check import check_attention, check_attention_speed

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from swiftbatch.jobs.run.compute_options import AttentionName, KVDtype
+from swiftbatch.jobs.run.run_records import AttentionName, KVDtype
 from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards, OffloadedForwards
 from swiftbatch.worker.forward.forward_interface import Forwards
 from swiftbatch.worker.kernels.cuda.stacked_weights import handed_over, stacked_weights

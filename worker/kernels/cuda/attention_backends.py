@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swiftbatch.jobs.run.compute_options import AttentionName
+from swiftbatch.jobs.run.run_records import AttentionName
 from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, TableLayout
 from swiftbatch.worker.kernels.cuda.kv_kernels import load_rows
 from swiftbatch.worker.kernels.cuda.mla_kernels import MLAShape, attend_to_latents

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from swiftbatch.jobs.run.compute_options import LinearName
+from swiftbatch.jobs.run.run_records import LinearName
 from swiftbatch.worker.kernels.cuda.triton_primitives import dot, in_one_place, narrowed, rounded
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK_DEPTH, NUM_ROWS, fills_blocks
 from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, Code, PackedMatrix, Weight

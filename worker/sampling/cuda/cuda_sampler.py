@@ -14,7 +14,7 @@ import triton
 from numpy.typing import NDArray
 
 from swiftbatch.jobs.logprobs import TokenLogprobs
-from swiftbatch.jobs.run.compute_options import LogprobsMode
+from swiftbatch.jobs.run.run_records import LogprobsMode
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.kernels.cuda.cuda_graph import Capture, Download, Upload, Work, capture
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS, most_slots

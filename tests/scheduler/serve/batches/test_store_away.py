@@ -8,9 +8,9 @@ from fastapi.testclient import TestClient
 
 from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.scheduler.runs.folder_lock import FolderHeldError
+from swiftbatch.scheduler.runs.run_settings import ServeOptions
 from swiftbatch.scheduler.serve.batches import batch_supervisor
 from swiftbatch.scheduler.serve.batches.batch_driver import DriverOptions
-from swiftbatch.scheduler.serve.batches.server_options import ServeOptions
 from swiftbatch.scheduler.serve.batches.service import Service
 from tests.scheduler.serve.api_parts import client_of, service_on, upload
 

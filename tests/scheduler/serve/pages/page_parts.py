@@ -20,8 +20,8 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
+from swiftbatch.scheduler.runs.run_settings import ServeOptions
 from swiftbatch.scheduler.serve.batches.batch_driver import DriverOptions
-from swiftbatch.scheduler.serve.batches.server_options import ServeOptions
 from swiftbatch.scheduler.serve.batches.service import Service
 from swiftbatch.scheduler.serve.records.server_records import NewBatch
 from swiftbatch.scheduler.serve.records.stored_objects import Batch
@@ -77,7 +77,7 @@ def new_batch(
 
 
 def submit(batch: Batch, names: Sequence[str], rejects: Sequence[Reject] = ()) -> tuple[Run, list[JobRecord]]:
-    run = Run.create_or_open(batch.store.uri, MANIFEST.model_copy(update={"created": time.time()}))
+    run = Run.planned(batch.store.uri, MANIFEST.model_copy(update={"created": time.time()})).made()
     records = [record(name) for name in names]
     run.add_jobs(records)
     run.write_rejects(rejects)

@@ -10,7 +10,7 @@ from fastapi.testclient import TestClient
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.scheduler.serve.batches.batch_ending import end_batch
-from swiftbatch.scheduler.serve.pages import batch_pages
+from swiftbatch.scheduler.serve.pages import page_routes
 from swiftbatch.scheduler.serve.records.server_records import BATCH, Counts, Ended, EndState
 from tests.metrics.report_parts import ENDED
 from tests.metrics.test_report_page import Elements
@@ -74,7 +74,7 @@ def test_the_list_has_the_figures_of_each_batch(client: TestClient) -> None:
 
 
 def test_a_batch_has_its_figures_jobs_and_problems(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_pages, "NUM_JOBS", 3)
+    monkeypatch.setattr(page_routes, "NUM_JOBS", 3)
     batch = in_progress(service_of(client))
     page = client.get(f"/batches/{batch.id}").text
     words = words_of(page)
@@ -120,7 +120,7 @@ def test_an_ended_batch_leads_to_its_files_and_its_report(client: TestClient) ->
 
 
 def test_lists_are_had_page_by_page(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_pages, "NUM_BATCHES", 2)
+    monkeypatch.setattr(page_routes, "NUM_BATCHES", 2)
     service = service_of(client)
     ids = [new_batch(service).id for _ in range(3)]
     first = client.get("/").text

@@ -8,7 +8,7 @@ import pytest
 
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.serve.batches.service import Service
-from swiftbatch.scheduler.serve.pages import batch_pages
+from swiftbatch.scheduler.serve.pages import page_routes
 from swiftbatch.scheduler.serve.records.stored_objects import Batch
 from tests.scheduler.driving import wait_until
 from tests.scheduler.serve.pages.browser_parts import IS_INSTALLED, Browser, browsing
@@ -78,7 +78,7 @@ new MutationObserver((changes, observer) => {
 def test_what_was_opened_before_the_script_ran_stays_open(
     service: tuple[Service, str], browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_pages, "REFRESH_SECONDS", 0.3)
+    monkeypatch.setattr(page_routes, "REFRESH_SECONDS", 0.3)
     in_progress(service[0])
     early = browser.cdp("Page.addScriptToEvaluateOnNewDocument", source=OPEN_AT_ONCE)
     browser.open(f"{service[1]}/")
@@ -91,7 +91,7 @@ def test_what_was_opened_before_the_script_ran_stays_open(
 def test_figures_change_while_one_looks(
     service: tuple[Service, str], browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_pages, "REFRESH_SECONDS", 0.3)
+    monkeypatch.setattr(page_routes, "REFRESH_SECONDS", 0.3)
     batch = in_progress(service[0])
     browser.open(f"{service[1]}/")
     browser.run("document.querySelector('details.cancel').open = true")

@@ -18,7 +18,7 @@ FACES = "\U0001f642\U0001f643"
 
 
 def test_the_last_tokens_of_a_text_show_no_half_characters(tmp_path: Path) -> None:
-    run = Run.create_or_open(str(tmp_path / "run"), MANIFEST.model_copy(update={"created": time.time()}))
+    run = Run.planned(str(tmp_path / "run"), MANIFEST.model_copy(update={"created": time.time()})).made()
     run.add_jobs([job := record("going")])
     checkpoints, codec = CheckpointStore.of(run), TextCodec(locate_model("embedded"))
     token_ids = codec.encode(f"the {FACES}", add_special_tokens=False)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tests.worker.interpreter  # noqa: F401
-from swiftbatch.jobs.run.compute_options import LinearName
+from swiftbatch.jobs.run.run_records import LinearName
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.auto import auto
 from swiftbatch.worker.drafters.catalogue import create_drafter

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from swiftbatch.jobs.run.compute_options import LinearName
+from swiftbatch.jobs.run.run_records import LinearName
 from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Extent, Parts
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights, stacked_weights
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels

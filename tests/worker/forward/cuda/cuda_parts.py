@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from swiftbatch.jobs.run.compute_options import AttentionName, KVDtype, LinearName
+from swiftbatch.jobs.run.run_records import AttentionName, KVDtype, LinearName
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards, OffloadedForwards
 from swiftbatch.worker.forward.cuda.cuda_loading import cuda_cache_shape

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from swiftbatch.jobs.run.compute_options import KVDtype
+from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, plan_pages

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from swiftbatch.jobs.run.compute_options import LinearName
+from swiftbatch.jobs.run.run_records import LinearName
 from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights, stacked_weights

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from swiftbatch.jobs.run.compute_options import KVDtype
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kv.cache_rows import NO_PAGE

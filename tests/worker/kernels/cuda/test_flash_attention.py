@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.jobs.run.compute_options import AttentionName, LinearName
+from swiftbatch.jobs.run.run_records import AttentionName, LinearName
 from swiftbatch.worker.kernels.cuda.attention_backends import ATTENTION_KERNELS, MOST_SPLITS, FlashAttention
 from swiftbatch.worker.kernels.cuda.cuda_decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, triton_linear

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.jobs.run.compute_options import KVDtype
+from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.kernels.cuda.kv_kernels import average_chunks, gather_entries, gather_range
 from swiftbatch.worker.kernels.cuda.row_kernels import rope_store
 from swiftbatch.worker.kernels.cuda.tree_attention import KeptLayer, Scratch, attend

@@ -15,8 +15,8 @@ import torch
 from gguf import GGUFReader, GGUFWriter
 from transformers import AutoTokenizer
 
-from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.jobs.job import Message
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.kernels.quantized_weights import PackedMatrix

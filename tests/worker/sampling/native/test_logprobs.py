@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from swiftbatch.jobs.logprobs import NO_TOKEN, TokenLogprobs
-from swiftbatch.jobs.run.compute_options import LogprobsMode
+from swiftbatch.jobs.run.run_records import LogprobsMode
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.sampling.batch_sampler import NativeBatchSampler, TorchBatchSampler
 from swiftbatch.worker.sampling.draft_tree import DraftTree, Walk
