@@ -25,7 +25,6 @@ from swiftbatch.worker.model.decoder_config import (
 )
 from swiftbatch.worker.model.formats.contract import StoredTensor
 from swiftbatch.worker.model.formats.layout import heads_in
-from swiftbatch.worker.model.gguf.header import PACKED, PackedKind
 from swiftbatch.worker.model.model_files import ModelFiles, read_config, stored_layout
 from swiftbatch.worker.model.text_config import EMBEDDING, HEAD, is_of_text
 
@@ -109,17 +108,13 @@ def num_floats(heads: Mapping[str, StoredTensor], experts: MoEConfig, sinks: str
 def num_beside(heads: Mapping[str, StoredTensor], config: dict[str, Any]) -> int:
     """Count the elements of a packed tied head, which is stored in addition to the plain embedding."""
     embedding = heads.get(EMBEDDING)
-    if embedding is None or _kind(embedding) is None or not config.get("tie_word_embeddings"):
+    if embedding is None or embedding.form is None or not config.get("tie_word_embeddings"):
         return 0
     return embedding.num_numbers
 
 
-def _kind(head: StoredTensor) -> PackedKind | None:
-    return PACKED.get(head.dtype) if head.form is None else head.form
-
-
 def _part(heads: list[StoredTensor]) -> PackedPart | None:
-    kinds = {_kind(head) for head in heads}
+    kinds = {head.form for head in heads}
     kind = kinds.pop()
     if kinds or kind is None or not fills_blocks(kind.group, heads[0].shape[-1]):
         return None

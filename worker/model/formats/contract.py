@@ -32,7 +32,7 @@ class StoredTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    form: PackedKind | None = None  # set if the tensor is a matrix that is stored in parts and stays packed
+    form: PackedKind | None = None  # the form in which a quantized matrix stays packed
 
     @property
     def num_numbers(self) -> int:

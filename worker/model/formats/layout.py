@@ -14,7 +14,7 @@ from swiftbatch.worker.model.config_values import line_of, shown
 from swiftbatch.worker.model.digests import weight_files
 from swiftbatch.worker.model.formats.catalogue import format_of
 from swiftbatch.worker.model.formats.contract import UNUSED, Format, FormatError, Scheme, StoredTensor
-from swiftbatch.worker.model.gguf.gguf_model import SUFFIX, forms_in_gguf
+from swiftbatch.worker.model.gguf.gguf_model import SUFFIX, stored_in_gguf
 from swiftbatch.worker.model.gguf.header import BITS, GGUFError
 from swiftbatch.worker.model.text_config import text_name, text_view
 
@@ -53,7 +53,7 @@ def heads_in(file: Path) -> dict[str, StoredTensor]:
     """Read the header of a file. Raises FormatError, also if the file is truncated."""
     try:
         if file.suffix == SUFFIX:
-            return {name: StoredTensor(dtype, shape) for name, (dtype, shape) in forms_in_gguf(file)}
+            return dict(stored_in_gguf(file))
         with safe_open(file, framework="numpy") as tensors:
             slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 (no mapping)
             return {name: StoredTensor(str(each.get_dtype()), tuple(each.get_shape())) for name, each in slices.items()}
