@@ -61,7 +61,6 @@ MAY_IMPORT[OUTSIDE] = tuple(MAY_IMPORT)
 MOST_LINES = 200  # of two modules merged
 ALONE = {  # modules with one importer that stay separate
     "scheduler.__main__": "signals are taken before the command is imported",
-    "worker.model.formats.catalogue": "a format of weights has a module of its own",
 }
 FOR_MYPY, AS_A_PROGRAM = "TYPE_CHECKING", "__name__ == '__main__'"
 

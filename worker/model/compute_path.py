@@ -15,7 +15,7 @@ from swiftbatch.worker.model.architectures.catalogue import architecture_of, lay
 from swiftbatch.worker.model.architectures.recurrent_layers import RECURRENT, STATELESS
 from swiftbatch.worker.model.config_values import Config
 from swiftbatch.worker.model.decoder_config import OtherDecoderError, read_decoder_config, refuse_other_tensors
-from swiftbatch.worker.model.formats.catalogue import CONFIG_KEYS
+from swiftbatch.worker.model.formats.layout import CONFIG_KEYS
 
 PathName = Literal["kernels", "kernels attend", "transformers"]
 MOST_LAYERS = 1000

@@ -23,9 +23,8 @@ from swiftbatch.worker.model.file_checks import (
     folder_fault,
     zero_tail_fault,
 )
-from swiftbatch.worker.model.formats.catalogue import QUANTIZATION_FILE, format_of
 from swiftbatch.worker.model.formats.contract import FormatError
-from swiftbatch.worker.model.formats.layout import Layout, layout_in
+from swiftbatch.worker.model.formats.layout import QUANTIZATION_FILE, Layout, format_of, layout_in
 from swiftbatch.worker.model.gguf.gguf_folder import gguf_folder
 from swiftbatch.worker.model.gguf.gguf_model import SUFFIX
 from swiftbatch.worker.model.hub import at_commit, commit_of, hub_snapshot

@@ -21,9 +21,8 @@ from swiftbatch.worker.model.decoder_config import (
     refuse_other_tensors,
 )
 from swiftbatch.worker.model.digests import weight_files
-from swiftbatch.worker.model.formats.catalogue import format_of
 from swiftbatch.worker.model.formats.contract import FormatError, StoredTensor
-from swiftbatch.worker.model.formats.layout import Layout, heads_in, layout_of
+from swiftbatch.worker.model.formats.layout import Layout, format_of, heads_in, layout_of
 from swiftbatch.worker.model.gguf.gguf_model import SUFFIX
 from swiftbatch.worker.model.text_config import EMBEDDING, HEAD, LAYER, PREDICTORS, WHOLE_DECODER
 
