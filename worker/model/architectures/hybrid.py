@@ -11,9 +11,15 @@ from typing import Any
 
 from swiftbatch.worker.kernels.layer_specs import NormForm, RecurrentForm, Score
 from swiftbatch.worker.model.architectures.attention_layers import Windows, all_layers
-from swiftbatch.worker.model.architectures.deepseek import LATENT, SCORED_BY_SIGMOID
 from swiftbatch.worker.model.architectures.llama_like import BIASED, QK_NORMED, TIED
-from swiftbatch.worker.model.architectures.moe import GRANITE_EXPERTS, GRANITE_MOE, GRANITE_SHARED, SPARSE_KEYS
+from swiftbatch.worker.model.architectures.moe import (
+    GRANITE_EXPERTS,
+    GRANITE_MOE,
+    GRANITE_SHARED,
+    LATENT,
+    SCORED_BY_SIGMOID,
+    SPARSE_KEYS,
+)
 from swiftbatch.worker.model.architectures.moe_layers import (
     FusedNames,
     MoESpec,
