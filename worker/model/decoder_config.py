@@ -31,7 +31,7 @@ from swiftbatch.worker.model.architectures.recurrent_layers import (
 )
 from swiftbatch.worker.model.architectures.rope_angles import num_rotary_dims_of, other_layers, other_rotary, own_rotary
 from swiftbatch.worker.model.architectures.spec import ATTENTION, ArchitectureSpec
-from swiftbatch.worker.model.config_values import Config, number_of, numbers_of, shown
+from swiftbatch.worker.model.config_values import POSITIVE, Config, number_of, shown
 from swiftbatch.worker.model.text_config import EMBEDDING, HEAD, HEAD_BIAS
 
 SIZES = {
@@ -283,7 +283,7 @@ def _scales(config: Config, form: ArchitectureSpec, latent: MLAConfig | None) ->
     found = {} if latent is None else {"scores": latent.scale}
     found |= {what: number_of(config, key) for what, key in form.scales.items()}
     for key, names in form.scale_lists.items():
-        found |= dict(zip(names, numbers_of(config, key, len(names)), strict=True))
+        found |= dict(zip(names, map(float, POSITIVE.list_of(len(names)).of(config, key)), strict=True))
     return found
 
 

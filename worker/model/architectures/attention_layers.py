@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swiftbatch.worker.kernels.kernel_sizes import MLASizes
-from swiftbatch.worker.model.config_values import SIZE, SWITCH, Config, KeyRule, integer_of, list_of_layers
+from swiftbatch.worker.model.config_values import SIZE, SWITCH, Config, KeyRule, list_of_layers
 
 Windows = tuple[int | None, ...]
 """For each layer the positions that a row sees, the last of them its own; None for all."""
@@ -67,13 +67,13 @@ class TypesOrPattern:
     def __call__(self, config: Config) -> Windows:
         if config.get("layer_types") is not None:
             return by_layer_types(config)
-        pattern = integer_of({self.key: self.pattern} | dict(config), self.key) if self.key else self.pattern
+        pattern = SIZE.of({self.key: self.pattern} | dict(config), self.key) if self.key else self.pattern
         size = window_size(config)
         return tuple(None if (number + 1) % pattern == 0 else size for number in range(config["num_hidden_layers"]))
 
 
 def window_size(config: Config) -> int:
-    return integer_of(config, "sliding_window")
+    return int(SIZE.of(config, "sliding_window"))
 
 
 def without_windows(config: Config, windows: Windows) -> frozenset[int]:

@@ -33,7 +33,7 @@ from swiftbatch.worker.model.architectures.spec import (
     GGUFSpec,
     WindowAngles,
 )
-from swiftbatch.worker.model.config_values import SIZE, Config, list_of_layers, switch_of
+from swiftbatch.worker.model.config_values import SIZE, SWITCH, Config, list_of_layers
 
 SIDE_BY_SIDE = "its norms subtract means, and its layers attend and feed forward side by side"
 FUSED_QUERIES = dict.fromkeys(("query", "key", "value"), "self_attn.qkv_proj")
@@ -116,7 +116,7 @@ GEMMA2_GGUF = GGUFSpec(
 
 def where_switched_on(config: Config) -> Windows:
     """Return Qwen's windows if `use_sliding_window` is true, otherwise none."""
-    is_on = switch_of({"use_sliding_window": False} | dict(config), "use_sliding_window")
+    is_on = SWITCH.of({"use_sliding_window": False} | dict(config), "use_sliding_window")
     if not is_on and not isinstance(config.get("sliding_window"), int | None):
         raise ValueError(f"its sliding_window is {config['sliding_window']!r:.80}")
     if config.get("layer_types"):

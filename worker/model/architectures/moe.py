@@ -47,7 +47,6 @@ from swiftbatch.worker.model.config_values import (
     SIZE,
     SOME_LAYERS,
     Config,
-    integer_of,
 )
 
 SHARED = mlp_linears("mlp.shared_experts")
@@ -147,8 +146,8 @@ def by_thetas(config: Config, windows: Windows) -> frozenset[int]:
 
 def between(config: Config) -> frozenset[int]:
     """Return Ernie's layers with experts: every `moe_layer_interval`-th one between the first and the last."""
-    step, first = integer_of(config, "moe_layer_interval"), integer_of(config, "moe_layer_start_index", least=0)
-    last = integer_of({"moe_layer_end_index": -1} | dict(config), "moe_layer_end_index", least=-1)
+    step, first = SIZE.of(config, "moe_layer_interval"), COUNT.of(config, "moe_layer_start_index")
+    last = LAST_LAYER.of({"moe_layer_end_index": -1} | dict(config), "moe_layer_end_index")
     last = config["num_hidden_layers"] - 1 if last == -1 else last
     return frozenset(each for each in range(first, last + 1) if (each + 1) % step == 0) & experts_in_all_layers(config)
 
