@@ -23,7 +23,7 @@ WORKER = {
     "worker.forward": "batch-invariant forwards of the target model",
     "worker.drafters": "engines, what they share, and the catalogue of them",
     "worker.inspection": "what a model is and how it would run, before its weights are read",
-    "worker.quantization": "a plain model made into a quantized one, and what that costs on a text",
+    "worker.quantizing": "a plain model made into a quantized one, and what that costs on a text",
     "worker.engine": "the decoding loop: prefill, proposing, verifying, stopping",
     "worker.config": "what decides a run's bytes",
     "worker.exactness": "whether a machine keeps the promise",

@@ -8,8 +8,7 @@ from swiftbatch.jobs.repetition_detection import RepetitionDetection
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.constraints.thinking import Thinking
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.text.output_text import OutputText
-from swiftbatch.worker.text.text_search import first_stop
+from swiftbatch.worker.text.output_text import OutputText, first_stop
 
 LENGTH, STOP, REPETITION, ERROR = "length", "stop", "repetition", "error"
 ROOM = 4096  # tokens between two moves of a loop detector's window

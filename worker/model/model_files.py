@@ -167,9 +167,9 @@ def read_whole_config(model: str, path: Path) -> dict[str, Any]:
 
 
 def let_others_read(path: Path) -> None:
-    """Let others read a file, since safetensors gives access only to the owner."""
+    """Let others read a file or folder, since safetensors and `tempfile` give access only to the owner."""
     os.umask(umask := os.umask(0))
-    path.chmod(0o666 & ~umask)
+    path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
 
 
 def eos_token_ids_of(files: ModelFiles) -> frozenset[int]:
