@@ -138,33 +138,25 @@ class TextCodec:
             ) from error
         self._max_positions, self._vocab_size = files.max_positions, files.vocab_size
         self._eos_token_ids = eos_token_ids_of(files)
-        self._tokenizer.model_max_length = files.max_positions
         self._idle_stop = lru_cache(NUM_STOPS)(self._found_idle_stop)
         is_tekken = isinstance(self._tokenizer, TekkenTokenizer)
         self.chat = TekkenChat(self._tokenizer) if is_tekken else ChatTemplate(self._tokenizer, clock)
         self.markers = self._found_markers(files, thinking_markers)
 
     def prompt_of(self, job: Job) -> EncodedPrompt:
-        """Return a prompt to compute once. Raises ValueError as `encode_prompt` and `encode_chat` do."""
+        """Return a job's prompt. Raises ValueError as `encode_one` does."""
         chat = None if job.messages is None else Chat(job.messages, job.template)
-        return self._encode_one(chat or job.prompt_ids or job.prompt or "")
+        return self.encode_one(chat or job.prompt_ids or job.prompt or "")
 
-    def encode_prompt(self, prompt: str | tuple[int, ...]) -> list[int]:
-        """Return a prompt's token ids. Raises ValueError, for the user."""
-        return self._encode_one(prompt).token_ids
-
-    def encode_chat(self, messages: Sequence[Message], options: TemplateOptions | None) -> list[int]:
-        """Return token ids of messages. Raises ValueError as `encode_prompt` and `ChatTemplate.render` do."""
-        return self._encode_one(Chat(messages, options)).token_ids
-
-    def _encode_one(self, asked: str | tuple[int, ...] | Chat) -> EncodedPrompt:
+    def encode_one(self, asked: str | tuple[int, ...] | Chat) -> EncodedPrompt:
+        """Return one prompt. Raises ValueError, for the user."""
         [found] = self.encode_all([asked])
         if isinstance(found, ValueError):
             raise found
         return found
 
     def encode_all(self, asked: Sequence[str | tuple[int, ...] | Chat]) -> list[EncodedPrompt | ValueError]:
-        """Return each prompt, or the error that `encode_prompt` or `encode_chat` would raise; one batch is cheaper."""
+        """Return each prompt, or the error that `encode_one` would raise; one batch is cheaper."""
         self.chat.prepare((each.messages, each.options) for each in asked if isinstance(each, Chat))
         begun = [self._begun_with(each) for each in asked]
         tokens = {}
