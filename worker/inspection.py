@@ -24,7 +24,7 @@ from swiftbatch.worker.kv.kv_capacity import (
 )
 from swiftbatch.worker.kv.model_sizes import ModelSizes, sizes_of_stored
 from swiftbatch.worker.model.architectures.catalogue import recurrent_shape
-from swiftbatch.worker.model.compute_path import path_on
+from swiftbatch.worker.model.compute_path import ComputePath, path_on
 from swiftbatch.worker.model.config_faults import config_fault, keys_fault
 from swiftbatch.worker.model.config_values import shown
 from swiftbatch.worker.model.digests import has_tekken_alone, weight_files
@@ -116,13 +116,6 @@ GPUS = {"A100 80 GB": 108, "H100 80 GB": 132}
 SLOT_LENGTHS = (8_192, 32_768, 100_000)
 
 
-class DevicePath(Frozen):
-    """Code that runs forwards on a device, and why it is not faster."""
-
-    name: str
-    reason: str | None
-
-
 class Inspection(Frozen):
     """Model as `swiftbatch inspect` shows it; None means unknown."""
 
@@ -140,8 +133,8 @@ class Inspection(Frozen):
     bytes_per_old_position: int | None  # bytes of older positions
     state_bytes: int
     checkpointed_state_bytes: int  # a checkpoint has this part of them
-    cpu: DevicePath | None
-    cuda: DevicePath | None
+    cpu: ComputePath | None
+    cuda: ComputePath | None
     slots: dict[str, dict[int, int]]  # counts jobs that fit with plain decoding, by GPU and positions
     has_chat_template: bool
     thinking_markers: tuple[str, str] | None
@@ -166,9 +159,8 @@ def inspect_model(model: str) -> Inspection:
     stored = set(heads) or None
     template = _chat_template(source.path)
     paths = {device: path_on(device, config, stored) for device in ("cpu", "cuda")} if refusal is None else {}
-    on_devices = {device: DevicePath(name=path.name, reason=path.reason) for device, path in paths.items()}
     shape = recurrent_shape(config) if refusal is None else None
-    predictor = _predictor(source, config, on_devices.get("cpu")) if refusal is None else None
+    predictor = _predictor(source, config, paths.get("cpu")) if refusal is None else None
     is_planned = sizes is not None and (paths["cuda"].name == "kernels" or shape is not None)
     num_bytes = bytes_per_position(config, DTYPE) if refusal is None else None
     held = held_of(config) if num_bytes is not None else None
@@ -187,8 +179,8 @@ def inspect_model(model: str) -> Inspection:
         bytes_per_old_position=round(held.share * num_bytes) if held and num_bytes else None,
         state_bytes=state_bytes_of(shape, ITEM_SIZES[DTYPE]) if shape else 0,
         checkpointed_state_bytes=shape.checkpoint_bytes(ITEM_SIZES[DTYPE]) if shape else 0,
-        cpu=on_devices.get("cpu"),
-        cuda=on_devices.get("cuda"),
+        cpu=paths.get("cpu"),
+        cuda=paths.get("cuda"),
         slots=_slots(sizes, config["max_position_embeddings"]) if sizes is not None and is_planned else {},
         has_chat_template=template is not None,
         thinking_markers=next((pair for pair in KNOWN if template and all(each in template for each in pair)), None),
@@ -252,7 +244,7 @@ def _chat_template(path: Path) -> str | None:
     return "" if has_tekken_alone(path) else None  # mistral-common writes its chats
 
 
-def _predictor(source: Source, config: dict[str, Any], on_a_cpu: DevicePath | None) -> str | None:
+def _predictor(source: Source, config: dict[str, Any], on_a_cpu: ComputePath | None) -> str | None:
     """Return the use of a checkpoint's multi-token prediction layers; None without any."""
     try:
         predictor_of(source.tensors or (), config, source.path)
