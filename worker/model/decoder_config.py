@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swiftbatch.worker.kernels.kernel_sizes import MLASizes, sizes_fault
+from swiftbatch.worker.kernels.kernel_sizes import sizes_fault
 from swiftbatch.worker.kernels.layer_specs import Activation
 from swiftbatch.worker.kernels.rope_scaling import Rotary
 from swiftbatch.worker.model.architectures.attention_layers import (
@@ -218,21 +218,12 @@ def _may_matter(key: str, value: Any, form: ArchitectureSpec) -> bool:
     return any(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers)
 
 
-def latent_sizes(config: Config) -> MLASizes | None:
-    """Return the sizes of latent attention, or None if the kernels do not run the model or it has none."""
+def kernel_config(config: Config) -> DecoderConfig | None:
+    """Read a text model's config, or return None if the kernels do not run the model."""
     try:
-        latent = read_decoder_config(config).latent
+        return read_decoder_config(config)
     except OtherDecoderError:
         return None
-    return None if latent is None else latent.sizes
-
-
-def kernel_windows(config: Config) -> Windows:
-    """Return the windows of layers, or no windows if the kernels do not run the model."""
-    try:
-        return read_decoder_config(config).windows
-    except OtherDecoderError:
-        return ()
 
 
 def refuse_other_tensors(dense: DecoderConfig, stored: set[str]) -> None:

@@ -112,14 +112,6 @@ class EncodedPrompt:
     last_marker: LastMarker | None = None
 
 
-@dataclass(frozen=True)
-class _Text:
-    """Text that is not yet tokenized."""
-
-    text: str
-    adds_special_tokens: bool
-
-
 class TextCodec:
     """Model's tokenizer and thinking markers: the named ones, none for (), or the model's own.
 
@@ -159,28 +151,32 @@ class TextCodec:
         """Return each prompt, or the error that `encode_one` would raise; one batch is cheaper."""
         self.chat.prepare((each.messages, each.options) for each in asked if isinstance(each, Chat))
         begun = [self._begun_with(each) for each in asked]
-        tokens = {}
-        for adds in (True, False):
-            texts = [each.text for each in begun if isinstance(each, _Text) and each.adds_special_tokens == adds]
-            encoded = self._encode_many(texts, adds)
-            tokens[adds] = map(self._with_one_bos, encoded) if adds else iter(encoded)
-        found = [next(tokens[each.adds_special_tokens]) if isinstance(each, _Text) else each for each in begun]
+        texts: dict[type, list[str]] = {str: [], Chat: []}  # a template writes its own special tokens
+        for own, text in zip(asked, begun, strict=True):
+            if isinstance(text, str):
+                texts[type(own)].append(text)
+        tokens = {
+            str: map(self._with_one_bos, self._encode_many(texts[str], add_special_tokens=True)),
+            Chat: iter(self._encode_many(texts[Chat], add_special_tokens=False)),
+        }
+        found = [
+            next(tokens[type(own)]) if isinstance(each, str) else each for own, each in zip(asked, begun, strict=True)
+        ]
         return [self._prompt_or_error(*each) for each in zip(asked, begun, found, strict=True)]
 
-    def _begun_with(self, asked: str | tuple[int, ...] | Chat) -> list[int] | ValueError | _Text:
+    def _begun_with(self, asked: str | tuple[int, ...] | Chat) -> list[int] | ValueError | str:
         """Return tokens if they are given, otherwise the text to encode, or an error."""
         try:
             if isinstance(asked, Chat):
                 if (token_ids := self.chat.own_tokens(asked.messages, asked.options)) is not None:
                     return token_ids
-                # a template writes its own special tokens
-                text = _Text(self.chat.render(asked.messages, asked.options), adds_special_tokens=False)
-                self.chat.refuse_lost(asked.messages, asked.options, text.text)
+                text = self.chat.render(asked.messages, asked.options)
+                self.chat.refuse_lost(asked.messages, asked.options, text)
             elif isinstance(asked, tuple):
                 return self._known(asked)
             else:
-                text = _Text(asked, adds_special_tokens=True)
-            self._refuse_far_too_long(text.text)
+                text = asked
+            self._refuse_far_too_long(text)
         except ValueError as error:
             return error
         return text
@@ -291,12 +287,12 @@ class TextCodec:
         return token_ids[1:] if is_there_twice else token_ids
 
     def _prompt_or_error(
-        self, asked: str | tuple[int, ...] | Chat, begun: list[int] | _Text | ValueError, found: list[int] | ValueError
+        self, asked: str | tuple[int, ...] | Chat, begun: list[int] | str | ValueError, found: list[int] | ValueError
     ) -> EncodedPrompt | ValueError:
         if isinstance(found, ValueError):
             return found
         try:
-            text = begun.text if isinstance(begun, _Text) else None
+            text = begun if isinstance(begun, str) else None
             return EncodedPrompt(self._checked(found), self._last_marker(asked, text, found))
         except ValueError as error:
             return error
