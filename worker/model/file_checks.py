@@ -26,11 +26,14 @@ def adapter_fault(path: Path) -> str | None:
 
 def folder_fault(path: Path) -> str | None:
     """Return why a folder with a config is not a complete model, or None if it is."""
-    if fault := small_files_fault(path) or _shards_fault(path):
+    if fault := small_files_fault(path):
         return fault
-    if weight_names(path):
-        return None
-    return f"no model.safetensors in {path}, nor an index; other weights are not loaded"
+    if not (names := weight_names(path)):
+        return f"no model.safetensors in {path}, nor an index; other weights are not loaded"
+    for name in sorted(names):
+        if Path(name).name != name or not _is_file(path / name):
+            return f"{path / INDEX_FILE} names {shown(name)}, which is no file of this folder; copy all files again"
+    return None
 
 
 def small_files_fault(path: Path) -> str | None:
@@ -73,16 +76,6 @@ def _index_fault(path: Path) -> str | None:
     if fault:
         return fault
     return None if weight_names(path) else f"{file} has no `weight_map` from tensors to files; copy it again"
-
-
-def _shards_fault(path: Path) -> str | None:
-    """Return a fault if the index names files in other folders."""
-    if (path / SINGLE_FILE).exists() or not (path / INDEX_FILE).exists():
-        return None
-    for name in sorted(weight_names(path)):
-        if Path(name).name != name or not _is_file(path / name):
-            return f"{path / INDEX_FILE} names {shown(name)}, which is no file of this folder; copy all files again"
-    return None
 
 
 def _is_file(file: Path) -> bool:

@@ -96,15 +96,15 @@ LATENT_KEYS = ("kv_lora_rank", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_
 UP = "key_value_up"  # role of the projection from a latent vector to the keys and values of all heads
 
 
+LATENT_LINEARS = {"key": "self_attn.kv_a_proj_with_mqa", UP: "self_attn.kv_b_proj", "output": "self_attn.o_proj"}
+QUERIES_OF_VECTORS = {"query_down": "self_attn.q_a_proj", "query": "self_attn.q_b_proj"}
+QUERIES_OF_ROWS = {"query": "self_attn.q_proj"}  # where queries have no latent vector of their own
+
+
 @dataclass(frozen=True)
 class MLASpec:
-    """The tensors and config keys of latent attention."""
+    """The config keys of latent attention."""
 
-    linears: dict[str, str]  # role -> name
-    queries_of_vectors: dict[str, str]  # more of them if queries have a latent vector of their own
-    queries_of_rows: dict[str, str]  # more of them if queries have no latent vector
-    query_norm: str
-    key_norm: str
     interleaving_key: str | None = None  # key of whether adjacent dimensions are rotated as a pair; without it they are
 
     def rules(self) -> dict[Any, KeyRule | None]:
@@ -117,7 +117,6 @@ class MLASpec:
 class MLAConfig:
     """The latent attention of a model's layers."""
 
-    spec: MLASpec
     sizes: MLASizes
     scale: float  # factor on scores
     is_interleaved: bool
@@ -125,14 +124,13 @@ class MLAConfig:
     @property
     def linears(self) -> dict[str, str]:
         """Names of stored projections by role."""
-        spec = self.spec
-        return spec.linears | (spec.queries_of_vectors if self.sizes.query_rank else spec.queries_of_rows)
+        return LATENT_LINEARS | (QUERIES_OF_VECTORS if self.sizes.query_rank else QUERIES_OF_ROWS)
 
     @property
     def norms(self) -> dict[str, str]:
         """Names of the norms of latent vectors, by role."""
-        of_queries = {"query_norm": self.spec.query_norm} if self.sizes.query_rank else {}
-        return of_queries | {"key_norm": self.spec.key_norm}
+        of_queries = {"query_norm": "self_attn.q_a_layernorm"} if self.sizes.query_rank else {}
+        return of_queries | {"key_norm": "self_attn.kv_a_layernorm"}
 
     @property
     def turned_order(self) -> list[int]:
@@ -157,7 +155,7 @@ def read_mla(config: Config, spec: MLASpec) -> MLAConfig:
     is_interleaved = True if spec.interleaving_key is None else config.get(spec.interleaving_key, True)
     if not isinstance(is_interleaved, bool):
         raise ValueError(f"its {spec.interleaving_key} is {is_interleaved!r:.80}")
-    return MLAConfig(spec, sizes, sizes.query_dim**-0.5 * _stretch(config) ** 2, is_interleaved)
+    return MLAConfig(sizes, sizes.query_dim**-0.5 * _stretch(config) ** 2, is_interleaved)
 
 
 def _stretch(config: Config) -> float:

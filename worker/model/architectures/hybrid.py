@@ -10,13 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from swiftbatch.worker.kernels.layer_specs import NormForm, RecurrentForm, Score
-from swiftbatch.worker.model.architectures.attention_layers import Windows, all_layers
+from swiftbatch.worker.model.architectures.attention_layers import MLASpec, Windows, all_layers
 from swiftbatch.worker.model.architectures.llama_like import BIASED, QK_NORMED, TIED
 from swiftbatch.worker.model.architectures.moe import (
     GRANITE_EXPERTS,
     GRANITE_MOE,
     GRANITE_SHARED,
-    LATENT,
     SCORED_BY_SIGMOID,
     SPARSE_KEYS,
 )
@@ -126,11 +125,10 @@ def _mamba_shape(config: Config, num_layers: int) -> RecurrentShape:
 
 
 def _nemotron_shape(config: Config, num_layers: int) -> RecurrentShape:
-    heads, groups = (
-        (config["mamba_num_heads"], config["mamba_head_dim"]),
-        (config["n_groups"], config["ssm_state_size"]),
+    groups = config["n_groups"], config["ssm_state_size"]
+    return _shape_of_groups(
+        num_layers, config["mamba_num_heads"], config["mamba_head_dim"], groups, config["conv_kernel"]
     )
-    return _shape_of_groups(num_layers, *heads, groups, config["conv_kernel"])
 
 
 def _shape_of_groups(
@@ -378,7 +376,7 @@ HYBRIDS: dict[str, ArchitectureSpec] = {
         known_keys=("layers_block_type",),
     ),
     "kimi_linear": ArchitectureSpec(
-        latent=LATENT,
+        latent=MLASpec(),
         experts=SCORED_BY_SIGMOID,
         mixer=MixerSpec(
             "delta attention (KDA)",

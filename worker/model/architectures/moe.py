@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from swiftbatch.worker.kernels.layer_specs import NormForm, Score
 from swiftbatch.worker.model.architectures.attention_layers import (
-    UP,
     MLASpec,
     Windows,
     by_layer_types,
@@ -65,15 +64,8 @@ SCORED_BY_SIGMOID = MoESpec(
     one_meaning={"moe_layer_freq": (1,), "ep_size": (1,)},
 )
 WITHOUT_BIASES = SCORED_BY_SIGMOID.one_meaning | {"attention_bias": (False,), "mlp_bias": (False,)}
-LATENT = MLASpec(
-    linears={"key": "self_attn.kv_a_proj_with_mqa", UP: "self_attn.kv_b_proj", "output": "self_attn.o_proj"},
-    queries_of_vectors={"query_down": "self_attn.q_a_proj", "query": "self_attn.q_b_proj"},
-    queries_of_rows={"query": "self_attn.q_proj"},
-    query_norm="self_attn.q_a_layernorm",
-    key_norm="self_attn.kv_a_layernorm",
-)
 DEEPSEEK_V3 = ArchitectureSpec(
-    latent=replace(LATENT, interleaving_key="rope_interleave"),
+    latent=MLASpec("rope_interleave"),
     experts=replace(SCORED_BY_SIGMOID, one_meaning=WITHOUT_BIASES),
     known_keys=("aux_loss_alpha", "num_mtp_layers"),
 )
@@ -178,21 +170,16 @@ MIXTURES: dict[str, ArchitectureSpec] = {
     ),
     "deepseek_v2": replace(
         DEEPSEEK_V3,
-        latent=LATENT,
+        latent=MLASpec(),
         rounds_angles=False,
-        experts=MoESpec(
-            Score.SOFTMAX,
-            behind_the_first,
+        experts=replace(
+            SCORED_BY_SIGMOID,
+            score=Score.SOFTMAX,
             names=MoETensorNames(shared=SHARED),
             normalises=False,
-            scale="routed_scaling_factor",
-            rounds_logits=False,
-            rounds_weights=False,
-            num_shared="n_shared_experts",
-            groups=("n_group", "topk_group"),
+            least_sum=0.0,
             grouping=("topk_method", "group_limited_greedy"),
             num_best_of_group=1,
-            keys=SCORED_BY_SIGMOID.keys,
             one_meaning=WITHOUT_BIASES
             | {"topk_method": ("greedy", "group_limited_greedy"), "norm_topk_prob": (False,)},
         ),

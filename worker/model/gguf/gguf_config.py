@@ -86,11 +86,7 @@ def _llama3(factors: np.ndarray, head_dim: int, base: float) -> Config | None:
     if (factors == 1).all():
         return None
     frequencies = base ** -(np.arange(0, head_dim, 2) / head_dim)
-    longest, low, high = (
-        LLAMA3["original_max_position_embeddings"],
-        LLAMA3["low_freq_factor"],
-        LLAMA3["high_freq_factor"],
-    )
+    low, high, longest = LLAMA3.values()
     factor = float(factors.max())
     smooth = ((longest * frequencies / (2 * math.pi) - low) / (high - low)).clip(0, 1)
     if len(factors) != len(frequencies) or not np.allclose(factors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-4):

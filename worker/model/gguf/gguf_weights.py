@@ -213,11 +213,8 @@ def _q8_0(blocks: Array) -> BlockParts:
 
 def _q2_k(blocks: Array) -> BlockParts:
     both, codes, scale, minimum = _split(blocks, 16, 64, 2, 2)
-    scales, offsets = (
-        _halves(scale) * (both & 15).astype(np.float32),
-        -(_halves(minimum) * (both >> 4).astype(np.float32)),
-    )
-    return BlockParts("uint4", _fields(codes, 32, 2), scales, offsets)
+    scales, offsets = _halves(scale) * (both & 15).astype(np.float32), _halves(minimum) * (both >> 4).astype(np.float32)
+    return BlockParts("uint4", _fields(codes, 32, 2), scales, -offsets)
 
 
 def _q3_k(blocks: Array) -> BlockParts:
