@@ -172,7 +172,7 @@ def inspect_model(model: str) -> Inspection:
         num_parameters=number,
         formats=_formats(source, layout),
         quantization=layout.format.words if layout and layout.format else None,
-        num_bytes=_num_bytes(source),
+        num_bytes=sum(each.num_bytes for _, each in source.tensors) if source.tensors else None,
         max_positions=config["max_position_embeddings"] if has_numbers else None,
         bytes_per_position=num_bytes,
         num_whole_positions=held.num_whole if held else None,
@@ -213,10 +213,6 @@ def _formats(source: Source, layout: Layout | None) -> dict[str, int]:
     for each in heads:
         numbers[each.dtype] += each.num_numbers
     return dict(numbers.most_common())
-
-
-def _num_bytes(source: Source) -> int | None:
-    return sum(each.num_bytes for _, each in source.tensors) if source.tensors else None
 
 
 def _slots(sizes: ModelSizes, most_positions: int) -> dict[str, dict[int, int]]:

@@ -290,7 +290,8 @@ def _weight_bytes(folder: Path) -> int:
 def write_tensors(file: Path, heads: Mapping[str, StoredTensor], tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write tensors as they come. Raises ValueError for one that differs from its header."""
     header, places, end = dict[str, Any]({"__metadata__": {"format": "pt"}}), dict[str, int](), 0
-    for name, head in sorted(heads.items(), key=_alignment):
+    # wide numbers are first, so that all are aligned
+    for name, head in sorted(heads.items(), key=lambda each: (-ITEM_BITS.get(each[1].dtype, 8), each[0])):
         header[name] = {"dtype": head.dtype, "shape": list(head.shape), "data_offsets": [end, end + head.num_bytes]}
         places[name], end = end, end + head.num_bytes
     words = json.dumps(header).encode()
@@ -306,8 +307,3 @@ def write_tensors(file: Path, heads: Mapping[str, StoredTensor], tensors: Iterab
             stream.write(memoryview(cast(Any, tensor.contiguous().view(-1).view(torch.uint8).numpy())))
     if places:
         raise ValueError(f"found no {min(places)}")
-
-
-def _alignment(head: tuple[str, StoredTensor]) -> tuple[int, str]:
-    """Sort wide numbers first, so that all are aligned."""
-    return -ITEM_BITS.get(head[1].dtype, 8), head[0]

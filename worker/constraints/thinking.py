@@ -171,7 +171,7 @@ class ThinkingConstraint:
         if self._text is None or self._thought.is_open:
             return None
         mask = self._text.mask()
-        if mask is None or not self._may_open():
+        if mask is None or self._thought.opened_at is not None or len(self._thought):
             return mask
         opened: np.ndarray = mask | mask_of(self._markers.start[:1], self._vocab_size)
         return opened
@@ -213,9 +213,6 @@ class ThinkingConstraint:
         # text under a rule cannot continue a partial marker
         is_half_open = self._text is not None and thought.opened_at is None and thought.num_matched > 0
         return self._markers.start[thought.num_matched] if is_half_open else None
-
-    def _may_open(self) -> bool:
-        return self._thought.opened_at is None and len(self._thought) == 0
 
     def _num_of_text(self) -> int:
         thought = self._thought

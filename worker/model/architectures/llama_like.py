@@ -133,10 +133,6 @@ def by_no_rope_layers(config: Config, windows: Windows) -> frozenset[int]:
     return frozenset(number for number, is_turned in enumerate(turns) if not is_turned)
 
 
-def _mistral_if_windowed(config: dict[str, Any]) -> dict[str, Any]:
-    return {"model_type": "mistral"} if config["sliding_window"] else {"sliding_window": None}
-
-
 def _smollm3_of_gguf(config: dict[str, Any]) -> dict[str, Any]:
     turned = [int(number % NOPE_LAYERS != 0) for number in range(1, config["num_hidden_layers"] + 1)]
     return {"no_rope_layers": turned, "no_rope_layer_interval": NOPE_LAYERS}
@@ -264,7 +260,7 @@ LLAMA_LIKE: dict[str, ArchitectureSpec] = {
             SILU | NO_BIASES,
             said=WINDOW,
             unsaid={"sliding_window": 0},
-            completed=_mistral_if_windowed,
+            completed=lambda said: {"model_type": "mistral"} if said["sliding_window"] else {"sliding_window": None},
             has_paired_heads=True,
         ),
     ),

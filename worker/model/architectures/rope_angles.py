@@ -89,7 +89,8 @@ def own_rotary(config: Config, form: ArchitectureSpec, head_dim: int, num_rotary
     if "longrope" in kinds:
         said = _long_angles(said, config, form)
     if "dynamic" in kinds and form.has_fixed_alpha:
-        said = _fixed_angles(said, head_dim)
+        base = number_of(said, "rope_theta") * number_of(said, "alpha") ** (head_dim / (head_dim - 2))
+        said = {"rope_type": "default", "rope_theta": base}
     rotary = rotary_of(said, num_rotary_dims, is_strict=True)
     rotary = replace(rotary, is_rounded=form.rounds_angles, growth=_growth(config, form))
     return rotary if num_rotary_dims == head_dim else rotary.beside_still(head_dim // 2)
@@ -103,11 +104,6 @@ def _growth(config: Config, form: ArchitectureSpec) -> QueryGrowth | None:
     if not length.is_integer():
         raise ValueError(f"its original_max_position_embeddings is {length}")
     return QueryGrowth(number_of(said, form.growth_key), int(length))
-
-
-def _fixed_angles(said: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    base = number_of(said, "rope_theta") * number_of(said, "alpha") ** (head_dim / (head_dim - 2))
-    return {"rope_type": "default", "rope_theta": base}
 
 
 def _long_angles(said: dict[str, Any], config: Config, form: ArchitectureSpec) -> dict[str, Any]:

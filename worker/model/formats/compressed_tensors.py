@@ -176,10 +176,6 @@ def _float_rows(weights: _Weights) -> tuple[str, Scheme]:
     return "FP8 (e4m3)", FloatScheme("scale", block)
 
 
-def _either_rows(weights: _Weights) -> tuple[str, Scheme]:
-    return _float_rows(weights) if weights.said.get("type") == "float" else _byte_rows(weights)
-
-
 def _nvfp4(weights: _Weights) -> tuple[str, Scheme]:
     weights.of_type("float", (4,), "tensor_group")
     one_of(weights.said, "group_size", (NVFP4_GROUP,), weights.where)
@@ -196,7 +192,7 @@ FORMS: dict[str, Callable[[_Weights], tuple[str, Scheme]]] = {
     PACKED: _packed_rows,
     BYTES: _byte_rows,
     FLOATS: _float_rows,
-    NAIVE: _either_rows,
+    NAIVE: lambda weights: _float_rows(weights) if weights.said.get("type") == "float" else _byte_rows(weights),
     NVFP4: _nvfp4,
     MXFP4: _mxfp4,
 }

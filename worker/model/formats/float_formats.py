@@ -204,8 +204,5 @@ MXFP4_KEYS = ("quant_method", "modules_to_not_convert", "dequantize")
 
 def read_mxfp4(said: Mapping[str, Any]) -> Format:
     refuse_unknown(said, MXFP4_KEYS, WHERE)
-    return Format("mxfp4", "MXFP4 (e2m1, an exponent for 32)", MXFP4_SUFFIXES, _scheme_of)
-
-
-def _scheme_of(_: str, heads: Mapping[str, StoredTensor]) -> Scheme | None:
-    return ExpertScheme() if "blocks" in heads else None
+    words, scheme = "MXFP4 (e2m1, an exponent for 32)", ExpertScheme()
+    return Format("mxfp4", words, MXFP4_SUFFIXES, lambda _, heads: scheme if "blocks" in heads else None)
