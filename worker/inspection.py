@@ -28,7 +28,13 @@ from swiftbatch.worker.model.compute_path import ComputePath, path_on
 from swiftbatch.worker.model.config_faults import config_fault, keys_fault
 from swiftbatch.worker.model.config_values import shown
 from swiftbatch.worker.model.digests import has_tekken_alone, weight_files
-from swiftbatch.worker.model.file_checks import adapter_fault, folder_fault, small_files_fault, zero_tail_fault
+from swiftbatch.worker.model.file_checks import (
+    adapter_fault,
+    folder_fault,
+    json_object,
+    small_files_fault,
+    zero_tail_fault,
+)
 from swiftbatch.worker.model.formats.contract import FormatError, StoredTensor
 from swiftbatch.worker.model.formats.layout import Layout, format_of, heads_in, layout_of
 from swiftbatch.worker.model.gguf.gguf_model import SUFFIX
@@ -229,14 +235,8 @@ def _chat_template(path: Path) -> str | None:
     for file in sorted(path.glob("*.jinja")):
         return file.read_text(encoding="utf-8", errors="replace")
     for file in (*sorted(path.glob("chat_template*.json")), path / "tokenizer_config.json"):
-        if not file.is_file():
-            continue
-        try:
-            said = json.loads(file.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(said, dict) and said.get("chat_template"):
-            return json.dumps(said["chat_template"], ensure_ascii=False)
+        if said := json_object(file)[0].get("chat_template"):
+            return json.dumps(said, ensure_ascii=False)
     return "" if has_tekken_alone(path) else None  # mistral-common writes its chats
 
 

@@ -45,7 +45,7 @@ def _generation_fault(path: Path) -> str | None:
     file = path / GENERATION_FILE
     if not file.exists():
         return None
-    settings, fault = _json_object(file)
+    settings, fault = json_object(file)
     return fault or eos_fault(str(file), settings)
 
 
@@ -63,7 +63,7 @@ def weight_names(path: Path) -> set[str]:
         return set(links)
     if (path / SINGLE_FILE).exists():
         return {SINGLE_FILE}
-    index, _ = _json_object(path / INDEX_FILE)
+    index, _ = json_object(path / INDEX_FILE)
     shards = index.get("weight_map")
     return set(map(str, shards.values())) if isinstance(shards, dict) else set()
 
@@ -72,7 +72,7 @@ def _index_fault(path: Path) -> str | None:
     file = path / INDEX_FILE
     if (path / SINGLE_FILE).exists() or not file.exists():
         return None
-    _, fault = _json_object(file)
+    _, fault = json_object(file)
     if fault:
         return fault
     return None if weight_names(path) else f"{file} has no `weight_map` from tensors to files; copy it again"
@@ -86,7 +86,7 @@ def _is_file(file: Path) -> bool:
         return False
 
 
-def _json_object(file: Path) -> tuple[dict[str, Any], str | None]:
+def json_object(file: Path) -> tuple[dict[str, Any], str | None]:
     """Return a file's JSON object, or an empty object and the fault."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))

@@ -21,6 +21,7 @@ from swiftbatch.worker.model.file_checks import (
     GENERATION_FILE,
     adapter_fault,
     folder_fault,
+    json_object,
     zero_tail_fault,
 )
 from swiftbatch.worker.model.formats.contract import FormatError
@@ -157,12 +158,9 @@ def read_config(model: str, path: Path) -> dict[str, Any]:
 
 def read_whole_config(model: str, path: Path) -> dict[str, Any]:
     """Read a published `config.json`. Raises ModelError if the file is missing or invalid."""
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"model {model}: {path / 'config.json'} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"model {model}: {path / 'config.json'} is no JSON object")
+    config, fault = json_object(path / "config.json")
+    if fault:
+        raise ModelError(f"model {model}: {fault}")
     return config
 
 

@@ -6,7 +6,7 @@ import json
 import unicodedata
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -343,11 +343,8 @@ class TextCodec:
     def _found_markers(self, files: ModelFiles, named: ThinkingMarkers) -> Markers | None:
         if named is not None and len(named) == 0:
             return None
-
-        def encode(text: str) -> list[int]:
-            return self.encode(text, add_special_tokens=False)
-
         try:
+            encode = partial(self.encode, add_special_tokens=False)
             return markers_of(self._tokenizer, encode, files.vocab_size, named)
         except ValueError as error:
             raise ModelError(f"model {files.name}: {error}") from None

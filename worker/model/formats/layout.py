@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from swiftbatch.worker.model.config_values import line_of, shown
 from swiftbatch.worker.model.digests import weight_files
+from swiftbatch.worker.model.file_checks import json_object
 from swiftbatch.worker.model.formats.compressed_tensors import read_compressed_tensors
 from swiftbatch.worker.model.formats.contract import UNUSED, Format, FormatError, Scheme, StoredTensor
 from swiftbatch.worker.model.formats.float_formats import read_fp8, read_modelopt, read_mxfp4
@@ -70,12 +70,9 @@ def _method(said: Any) -> Any:
 def _of_modelopt(file: Path) -> Mapping[str, Any] | None:
     if not file.exists():
         return None
-    try:
-        said = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise FormatError(f"{file} cannot be read: {error}") from None
-    if not isinstance(said, dict):
-        raise FormatError(f"{file} is no JSON object")
+    said, fault = json_object(file)
+    if fault:
+        raise FormatError(fault)
     how = said.get("quantization")
     if not isinstance(how, dict):
         raise FormatError(f"its weights are quantized ({QUANTIZATION_FILE} has {how!r:.80}); expected an object")
