@@ -232,7 +232,6 @@ def _check_names(schema: Mapping[str, Any]) -> None:
 
 # Structured output by llguidance: tokens with which a text can still fit the grammar.
 
-
 CACHED = 256
 
 # above the library's defaults, because a choice among thousands is one row of items; fuel still bounds time

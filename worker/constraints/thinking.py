@@ -223,7 +223,6 @@ class ThinkingConstraint:
 
 # Thinking markers, named or known for the tokenizer or chat template.
 
-
 KNOWN = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),

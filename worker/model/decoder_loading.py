@@ -208,7 +208,6 @@ def latent_linears(linears: Mapping[str, AnyLinear], latent: MLAConfig) -> dict[
 
 # Dense decoders straight from their files, without `transformers`, whose import takes seconds: see `decoder_config`.
 
-
 CPU = torch.device("cpu")
 SCALES_WITHIN = ("attention_in_scale", "key_scale", "attention_out_scale", "gate_scale", "down_scale")  # a layer
 

@@ -97,7 +97,6 @@ def json_object(file: Path) -> tuple[dict[str, Any], str | None]:
 
 # Finds weight files that end in zeros, as left by an interrupted download that had reserved its space.
 
-
 BLOCK = 512  # bytes; intact weights have at most 16 consecutive zeros
 STEP = 1 << 20  # bytes per read
 RUN = 32  # zeros that an intact row may have at its end

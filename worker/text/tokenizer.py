@@ -91,8 +91,6 @@ def _knows_all(parts: dict[str, Any]) -> bool:
 
 GENERIC = "TokenizersBackend"  # adds no rules to `tokenizer.json`
 NUM_STOPS = 4096
-
-
 NO_MARKERS = "and no markers of thinking are known of this model (--thinking-markers names them)"
 
 

@@ -91,11 +91,8 @@ def all_layers(config: Config, windows: Windows) -> frozenset[int]:
 
 # Latent attention (MLA): all heads share one latent vector per position.
 
-
 LATENT_KEYS = ("kv_lora_rank", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 UP = "key_value_up"  # role of the projection from a latent vector to the keys and values of all heads
-
-
 LATENT_LINEARS = {"key": "self_attn.kv_a_proj_with_mqa", UP: "self_attn.kv_b_proj", "output": "self_attn.o_proj"}
 QUERIES_OF_VECTORS = {"query_down": "self_attn.q_a_proj", "query": "self_attn.q_b_proj"}
 QUERIES_OF_ROWS = {"query": "self_attn.q_proj"}  # where queries have no latent vector of their own

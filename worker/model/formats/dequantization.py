@@ -65,7 +65,6 @@ def numbers(scales: Tensor) -> Tensor:
 
 # Decodes integer codes of 2 to 8 bits as `(code - zero) * scale`: compressed-tensors, GPTQ and AWQ.
 
-
 ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # index of each column within a word of AWQ
 
 
@@ -209,9 +208,7 @@ def _in_order(words: Tensor, num_columns: int) -> Tensor:
 
 # Decodes 8-bit and 4-bit floats.
 
-
 NAN = 0x7F  # e4m3's code for NaN, without its sign bit
-
 BIAS = 127  # bias of 8-bit exponents (e8m0)
 
 

@@ -87,8 +87,7 @@ def _whole(num_bits: int, bits: int) -> int:
     return num_bits // bits
 
 
-# GPTQ: integers of 2, 3, 4 or 8 bits, also with groups in the order of activations (`desc_act`). Without torch.
-
+# GPTQ: integers of 2, 3, 4 or 8 bits, also with groups in the order of activations (`desc_act`).
 
 ZERO_IS_LESS = {None: 1, "": 1, "gptq": 1, "gptq_v2": 0}  # the checkpoint's form -> number to add to stored zero points
 GPTQ_KEYS = (
@@ -118,8 +117,7 @@ def group_size(said: Mapping[str, Any]) -> int | None:
     return None if said.get("group_size") == -1 else positive(said, "group_size", WHERE)
 
 
-# AWQ: integers of 4 bits with zero points, in the order of AWQ's matrix kernels (`gemm`). Without torch.
-
+# AWQ: integers of 4 bits with zero points, in the order of AWQ's matrix kernels (`gemm`).
 
 AWQ_KEYS = (
     *("quant_method", "bits", "group_size", "q_group_size", "w_bit", "version", "format", "zero_point", "backend"),

@@ -74,7 +74,6 @@ def _said(folder: Path) -> dict[str, Any]:
 
 # A model in one or several GGUF files, as their headers describe it.
 
-
 SPLIT = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
 IN_LAYER = re.compile(r"^blk\.(?P<number>0|[1-9]\d*)\.(?P<part>\w+)\.(?P<what>weight|bias)$")
 FREQUENCIES = "rope_freqs.weight"  # the config already has these frequencies

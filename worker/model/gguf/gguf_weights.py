@@ -110,9 +110,6 @@ def _apart(weight: Weight, num_heads: int, name: str) -> Weight:
     return weight.rows(order) if isinstance(weight, PackedMatrix) else weight[order]
 
 
-# Quantized blocks.
-
-
 MOST_AT_ONCE = 1 << 20  # bytes of blocks that are unpacked at once, so that the result stays in a core's cache
 
 Array = np.ndarray

@@ -54,8 +54,6 @@ READABLE = {  # type numbers in files
     30: TensorType("BF16", 1, 2),
 }
 BITS = {each.name: each.num_bytes * 8 / each.block for each in READABLE.values()}  # bits per number
-
-
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 LONGEST_HEAD = 100_000_000  # bytes; those of the largest vocabularies have about 20 million
