@@ -17,6 +17,7 @@ from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.kernels.quantized_weights import PackedExperts, PackedMatrix, Weight, plain
 from swiftbatch.worker.model.digests import Hashing, exactly, fill, weight_files
 from swiftbatch.worker.model.formats.contract import FormatError
+from swiftbatch.worker.model.formats.dequantization import weight_of
 from swiftbatch.worker.model.formats.layout import Layout, PackedTensor
 from swiftbatch.worker.model.gguf.gguf_model import SUFFIX
 from swiftbatch.worker.model.gguf.gguf_weights import gguf_weights
@@ -65,7 +66,7 @@ class Assembly:
         if codes.dim() > 1 and _has_blank(codes.view(torch.uint8)):  # code 0 may stand for another number than zero
             raise _blank(matrix.name)
         try:
-            return matrix.scheme.weight(parts, self.dtype)
+            return weight_of(matrix.scheme, parts, self.dtype)
         except FormatError as error:
             raise FormatError(f"{matrix.name}: {error}") from None
 

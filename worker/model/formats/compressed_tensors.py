@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from swiftbatch.worker.model.config_values import shown
 from swiftbatch.worker.model.formats.contract import (
@@ -35,11 +35,6 @@ from swiftbatch.worker.model.formats.float_formats import (
     NVFP4Scheme,
 )
 
-if TYPE_CHECKING:
-    import torch
-
-    from swiftbatch.worker.kernels.quantized_weights import Weight
-
 SCALES = ("BF16", "F16", "F32")
 WORD = 32  # bits
 
@@ -59,11 +54,6 @@ class ByteScheme:
             fits("zero_point", part(heads, "zero_point", "I8").shape, scales)
         form = form_of_integers(8, depth, self.group, heads["scale"].dtype, is_centred="zero_point" not in heads)
         return StoredTensor("int8", (rows, depth), form)
-
-    def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
-        from swiftbatch.worker.model.formats.dequantization import byte_weight
-
-        return byte_weight(parts, self.group, dtype)
 
 
 @dataclass(frozen=True)
@@ -100,11 +90,6 @@ class PackedScheme:
         zeros = part(heads, "zero_point", "I32", "I8")
         packed = (-(-rows * self.bits // WORD), scales[-1] if len(scales) == 2 else 1)
         fits("zero_point", zeros.shape, *([packed] if zeros.dtype == "I32" else [scales]))
-
-    def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
-        from swiftbatch.worker.model.formats.dequantization import packed_weight
-
-        return packed_weight(parts, self.bits, self.group, dtype)
 
 
 SUFFIXES = {

@@ -6,15 +6,10 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 from swiftbatch.worker.model.config_values import shown
 from swiftbatch.worker.model.gguf.header import BITS, PackedKind
-
-if TYPE_CHECKING:
-    import torch
-
-    from swiftbatch.worker.kernels.quantized_weights import Weight
 
 # scales of inputs, outputs, keys and values are ignored, because only weights are quantized here
 UNUSED = re.compile(r"\.(?:input|output|q|k|v)_(?:scale|zero_point|global_scale)$")
@@ -49,9 +44,6 @@ class Scheme(Protocol):
 
     def head(self, heads: Mapping[str, StoredTensor]) -> StoredTensor:
         """Return the whole matrix, described by its parts. Raises FormatError for parts that do not fit."""
-
-    def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
-        """Return the matrix in the run's dtype. Raises FormatError for damaged parts."""
 
 
 @dataclass(frozen=True)

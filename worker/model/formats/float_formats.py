@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from swiftbatch.worker.model.config_values import shown
 from swiftbatch.worker.model.formats.contract import (
@@ -25,11 +25,6 @@ from swiftbatch.worker.model.formats.contract import (
     scale_shapes,
     two_sizes,
 )
-
-if TYPE_CHECKING:
-    import torch
-
-    from swiftbatch.worker.kernels.quantized_weights import Weight
 
 E4M3 = "F8_E4M3"
 BYTES = "U8"
@@ -56,11 +51,6 @@ class FloatScheme:
         form = form_of("e4m3", 8, shape[1], self.block and self.block[1]) if len(shape) == 2 else None
         return StoredTensor(E4M3, shape, form)
 
-    def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
-        from swiftbatch.worker.model.formats.dequantization import grid_weight
-
-        return grid_weight(parts[WHOLE], parts[self.scale], self.block, dtype)
-
     def _grids(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
         *front, rows, columns = shape
         if self.block is not None:
@@ -85,11 +75,6 @@ class NVFP4Scheme:
         fits(self.whole, part(heads, self.whole, "F32").shape, (), (1,), (1, 1))
         return StoredTensor("NVFP4", (rows, depth), form_of("e2m1", 4, depth, NVFP4_GROUP))
 
-    def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
-        from swiftbatch.worker.model.formats.dequantization import nvfp4_weight
-
-        return nvfp4_weight(parts[self.codes], parts["scale"], parts[self.whole], self.is_divided, dtype)
-
 
 class MXFP4Scheme:
     """Two e2m1 codes per byte, and an exponent per 32 codes."""
@@ -99,11 +84,6 @@ class MXFP4Scheme:
         rows, depth = _shape(part(heads, "packed", BYTES), MXFP4_GROUP)
         fits("scale", part(heads, "scale", BYTES).shape, (rows, depth // MXFP4_GROUP))
         return StoredTensor("MXFP4", (rows, depth), form_of("e2m1", 4, depth, MXFP4_GROUP))
-
-    def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
-        from swiftbatch.worker.model.formats.dequantization import mxfp4_weight
-
-        return mxfp4_weight(parts["packed"], parts["scale"], dtype)
 
 
 class ExpertScheme:
@@ -117,11 +97,6 @@ class ExpertScheme:
         fits("scales", scales, blocks[:-1])
         depth = blocks[2] * MXFP4_GROUP
         return StoredTensor("MXFP4", (blocks[0], depth, blocks[1]), form_of("e2m1", 4, depth, MXFP4_GROUP))
-
-    def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
-        from swiftbatch.worker.model.formats.dequantization import expert_weight
-
-        return expert_weight(parts["blocks"], parts["scales"], dtype)
 
 
 def _shape(codes: StoredTensor, group: int) -> tuple[int, int]:

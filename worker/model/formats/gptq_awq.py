@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from swiftbatch.worker.model.formats.contract import (
     WHERE,
@@ -20,11 +20,6 @@ from swiftbatch.worker.model.formats.contract import (
     positive,
     refuse_unknown,
 )
-
-if TYPE_CHECKING:
-    import torch
-
-    from swiftbatch.worker.kernels.quantized_weights import Weight
 
 SUFFIXES = {".qweight": "qweight", ".qzeros": "qzeros", ".scales": "scales", ".g_idx": "g_idx"}
 SCALES = ("F16", "BF16", "F32")
@@ -54,11 +49,6 @@ class GPTQScheme:
             f"int{self.bits}", (num_columns, depth), None if "g_idx" in heads and self.is_shuffled else form
         )
 
-    def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
-        from swiftbatch.worker.model.formats.dequantization import gptq_weight
-
-        return gptq_weight(parts, self.bits, self.group, self.zero_is_less, dtype)
-
 
 @dataclass(frozen=True)
 class AWQScheme:
@@ -74,11 +64,6 @@ class AWQScheme:
         fits("qzeros", part(heads, "qzeros", "I32").shape, (num_groups, words))
         form = form_of_integers(4, depth, self.group, heads["scales"].dtype, is_centred=False)
         return StoredTensor("int4", (words * 8, depth), form)
-
-    def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
-        from swiftbatch.worker.model.formats.dequantization import awq_weight
-
-        return awq_weight(parts, self.group, dtype)
 
 
 def _whole(num_bits: int, bits: int) -> int:
