@@ -188,7 +188,7 @@ class ArchitectureSpec:
         rules |= dict.fromkeys((self.epsilon_key, *self.scales.values(), windowed), POSITIVE)
         rules |= dict.fromkeys(self.caps.values(), POSITIVE.or_null())
         rules |= {key: POSITIVE.list_of(len(names)) for key, names in self.scale_lists.items()}
-        rules |= {self.thetas_key: None}  # `PER_LAYER` has the rule for `PER_LAYER` has
+        rules |= {self.thetas_key: None}  # `PER_LAYER` has its rule
         for part in (self.experts, self.mixer, self.latent):
             rules |= part.rules() if part else {}
         return {key: rule for key, rule in rules.items() if isinstance(key, str) and key != ALWAYS}
