@@ -110,8 +110,6 @@ OF_WEIGHTS = (
     *("num_bits", "type", "strategy", "symmetric", "group_size", "block_structure", "dynamic", "actorder"),
     *("observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
 )
-PACKED, BYTES, FLOATS = "pack-quantized", "int-quantized", "float-quantized"
-NAIVE, NVFP4, MXFP4, MIXED = "naive-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision"
 PATTERN = "re:"  # prefix of a target that is a regular expression
 CLASSES = ("Linear", "Embedding", "MoE")  # targets that are classes, not names of modules
 
@@ -174,12 +172,14 @@ def _mxfp4(weights: _Weights) -> tuple[str, Scheme]:
 
 
 FORMS: dict[str, Callable[[_Weights], tuple[str, Scheme]]] = {
-    PACKED: _packed_rows,
-    BYTES: _byte_rows,
-    FLOATS: _float_rows,
-    NAIVE: lambda weights: _float_rows(weights) if weights.said.get("type") == "float" else _byte_rows(weights),
-    NVFP4: _nvfp4,
-    MXFP4: _mxfp4,
+    "pack-quantized": _packed_rows,
+    "int-quantized": _byte_rows,
+    "float-quantized": _float_rows,
+    "naive-quantized": lambda weights: (
+        _float_rows(weights) if weights.said.get("type") == "float" else _byte_rows(weights)
+    ),
+    "nvfp4-pack-quantized": _nvfp4,
+    "mxfp4-pack-quantized": _mxfp4,
 }
 
 
