@@ -69,21 +69,16 @@ def whole(least: int, words: str, most: int = MOST) -> KeyRule:
     return KeyRule(words, lambda value: type(value) is int and least <= value <= most)
 
 
-def real(words: str, is_open: bool = True) -> KeyRule:
-    def holds(value: Any) -> bool:
-        return type(value) in (int, float) and (value > 0 if is_open else value >= 0) and value <= MOST_REAL
-
-    return KeyRule(words, holds)
-
-
 SIZE = whole(1, f"a positive integer, at most {MOST:,}")
 COUNT = whole(0, f"an integer from 0 to {MOST:,}")
 LAYERS = whole(1, f"a positive integer, at most {MOST_LAYERS:,}", MOST_LAYERS)
 SOME_LAYERS = whole(0, f"an integer from 0 to {MOST_LAYERS:,}", MOST_LAYERS)
 LAST_LAYER = whole(-1, f"an integer from -1 to {MOST_LAYERS:,}", MOST_LAYERS)
-POSITIVE = real("a finite number above 0")
+POSITIVE = KeyRule("a finite number above 0", lambda value: type(value) in (int, float) and 0 < value <= MOST_REAL)
 BASE = KeyRule("a finite number above 0, other than 1", lambda value: POSITIVE.holds(value) and value != 1)
-NOT_NEGATIVE = real("a finite number, 0 or more", is_open=False)
+NOT_NEGATIVE = KeyRule(
+    "a finite number, 0 or more", lambda value: type(value) in (int, float) and 0 <= value <= MOST_REAL
+)
 SHARE = KeyRule("a number above 0, at most 1", lambda value: type(value) in (int, float) and 0 < value <= 1)
 LIMIT = KeyRule(
     "a number, 0 or more, or Infinity",  # transformers writes it as `Infinity`
