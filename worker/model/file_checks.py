@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ def folder_fault(path: Path) -> str | None:
     if not (names := weight_names(path)):
         return f"no model.safetensors in {path}, nor an index; other weights are not loaded"
     for name in sorted(names):
-        if Path(name).name != name or not _is_file(path / name):
+        if Path(name).name != name or not os.path.isfile(path / name):
             return f"{path / INDEX_FILE} names {shown(name)}, which is no file of this folder; copy all files again"
     return None
 
@@ -76,14 +77,6 @@ def _index_fault(path: Path) -> str | None:
     if fault:
         return fault
     return None if weight_names(path) else f"{file} has no `weight_map` from tensors to files; copy it again"
-
-
-def _is_file(file: Path) -> bool:
-    """Return whether a file exists. Returns False, too, for a name that the file system does not allow."""
-    try:
-        return file.is_file()
-    except (OSError, ValueError):
-        return False
 
 
 def json_object(file: Path) -> tuple[dict[str, Any], str | None]:

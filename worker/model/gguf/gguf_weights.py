@@ -10,7 +10,6 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from io import RawIOBase
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, Code, PackedMatrix, Weight
 from swiftbatch.worker.model.architectures.spec import GGUFSpec
-from swiftbatch.worker.model.digests import Hashing, exactly, fill
+from swiftbatch.worker.model.digests import HashedStream
 from swiftbatch.worker.model.gguf.gguf_model import FREQUENCIES, form_of_link, num_experts_in, transformers_name
 from swiftbatch.worker.model.gguf.header import GGUFError, TensorHead, read_head
 
@@ -33,35 +32,27 @@ PIECE = 1 << 24  # bytes per read between tensors
 
 
 def gguf_weights(
-    file: Path, stream: RawIOBase, hashing: Hashing, config: dict[str, Any], dtype: torch.dtype
+    file: Path, hashed: HashedStream, config: dict[str, Any], dtype: torch.dtype
 ) -> Iterator[tuple[str, Weight]]:
     """Yield a linked file's weights by `transformers`' names. Raises ValueError for a damaged file."""
     head, form = read_head(file), form_of_link(file)
-    if hashlib.sha256(_taken(stream, head.num_bytes, hashing)).hexdigest() != head.sha256:
+    if hashlib.sha256(hashed.read(head.num_bytes)).hexdigest() != head.sha256:
         raise GGUFError("it has changed while it was read")
     place = 0
     for tensor in head.tensors:
-        _pass_over(stream, tensor.offset - place, hashing)
+        _pass_over(hashed, tensor.offset - place)
         data = torch.empty(tensor.num_bytes, dtype=torch.uint8)
-        room = memoryview(cast(Any, data.numpy()))
-        fill(stream, room)
-        hashing.take(room)
+        hashed.fill(memoryview(cast(Any, data.numpy())))
         place = tensor.offset + tensor.num_bytes
         if tensor.name != FREQUENCIES:
             name = transformers_name(tensor.name, form)
             yield from weights_of(name, tensor, data, form, config, dtype)
-    _pass_over(stream, os.fstat(stream.fileno()).st_size - head.num_bytes - place, hashing)
+    _pass_over(hashed, os.fstat(hashed.stream.fileno()).st_size - head.num_bytes - place)
 
 
-def _taken(stream: RawIOBase, size: int, hashing: Hashing) -> bytes:
-    data = exactly(stream, size)
-    hashing.take(data)
-    return data
-
-
-def _pass_over(stream: RawIOBase, size: int, hashing: Hashing) -> None:
+def _pass_over(hashed: HashedStream, size: int) -> None:
     while size > 0:
-        size -= len(_taken(stream, min(size, PIECE), hashing))
+        size -= len(hashed.read(min(size, PIECE)))
 
 
 def weights_of(
