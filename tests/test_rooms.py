@@ -23,7 +23,7 @@ WORKER = {
     "worker.forward": "batch-invariant forwards of the target model",
     "worker.drafters": "engines, what they share, and the catalogue of them",
     "worker.inspection": "what a model is and how it would run, before its weights are read",
-    "worker.quantization": "a plain model made into a quantized one, and what that costs on a text",
+    "worker.quantizing": "a plain model made into a quantized one, and what that costs on a text",
     "worker.engine": "the decoding loop: prefill, proposing, verifying, stopping",
     "worker.config": "what decides a run's bytes",
     "worker.exactness": "whether a machine keeps the promise",
@@ -63,7 +63,6 @@ MAY_IMPORT[OUTSIDE] = tuple(MAY_IMPORT)
 MOST_LINES = 200  # of two modules merged
 ALONE = {  # modules with one importer that stay separate
     "scheduler.__main__": "signals are taken before the command is imported",
-    "worker.model.formats.catalogue": "a format of weights has a module of its own",
 }
 FOR_MYPY, AS_A_PROGRAM = "TYPE_CHECKING", "__name__ == '__main__'"
 

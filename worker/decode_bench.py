@@ -39,6 +39,7 @@ from swiftbatch.worker.kv.kv_capacity import check_folder
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.sampling.draft_tree import Verification
 from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.text.tokenizer import TextCodec
 
 BASELINE = "autoregressive"
 NUM_ROUNDS = 5  # engines take turns, so that other load on the machine affects all
@@ -344,10 +345,7 @@ def render(records: list[Record]) -> Table:
 
 
 def encode(files: ModelFiles, text: str) -> list[int]:
-    from transformers import AutoTokenizer  # imported here because it takes half a second
-
-    tokenizer = AutoTokenizer.from_pretrained(files.path, local_files_only=True, trust_remote_code=False)
-    return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+    return TextCodec(files).encode(text, add_special_tokens=False)
 
 
 def read_text(path: Path) -> str:

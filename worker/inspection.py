@@ -23,14 +23,19 @@ from swiftbatch.worker.kv.kv_capacity import (
 )
 from swiftbatch.worker.kv.model_sizes import ModelSizes, sizes_of_stored
 from swiftbatch.worker.model.architectures.catalogue import recurrent_shape
-from swiftbatch.worker.model.compute_path import path_on
+from swiftbatch.worker.model.compute_path import ComputePath, path_on
 from swiftbatch.worker.model.config_faults import config_fault, keys_fault
 from swiftbatch.worker.model.config_values import shown
 from swiftbatch.worker.model.digests import has_tekken_alone, weight_files
-from swiftbatch.worker.model.file_checks import adapter_fault, folder_fault, small_files_fault, zero_tail_fault
-from swiftbatch.worker.model.formats.catalogue import format_of
+from swiftbatch.worker.model.file_checks import (
+    adapter_fault,
+    folder_fault,
+    json_object,
+    small_files_fault,
+    zero_tail_fault,
+)
 from swiftbatch.worker.model.formats.contract import FormatError, StoredTensor
-from swiftbatch.worker.model.formats.layout import Layout, heads_in, layout_of
+from swiftbatch.worker.model.formats.layout import Layout, format_of, heads_in, layout_of
 from swiftbatch.worker.model.gguf.gguf_model import SUFFIX
 from swiftbatch.worker.model.hub import hub_snapshot, split_revision
 from swiftbatch.worker.model.model_files import (
@@ -116,13 +121,6 @@ GPUS = {"A100 80 GB": 108, "H100 80 GB": 132}
 SLOT_LENGTHS = (8_192, 32_768, 100_000)
 
 
-class DevicePath(Frozen):
-    """Code that runs forwards on a device, and why it is not faster."""
-
-    name: str
-    reason: str | None
-
-
 class Inspection(Frozen):
     """Model as `swiftbatch inspect` shows it; None means unknown."""
 
@@ -140,8 +138,8 @@ class Inspection(Frozen):
     bytes_per_old_position: int | None  # bytes of older positions
     state_bytes: int
     checkpointed_state_bytes: int  # a checkpoint has this part of them
-    cpu: DevicePath | None
-    cuda: DevicePath | None
+    cpu: ComputePath | None
+    cuda: ComputePath | None
     slots: dict[str, dict[int, int]]  # counts jobs that fit with plain decoding, by GPU and positions
     has_chat_template: bool
     thinking_markers: tuple[str, str] | None
@@ -166,9 +164,8 @@ def inspect_model(model: str) -> Inspection:
     stored = set(heads) or None
     template = _chat_template(source.path)
     paths = {device: path_on(device, config, stored) for device in ("cpu", "cuda")} if refusal is None else {}
-    on_devices = {device: DevicePath(name=path.name, reason=path.reason) for device, path in paths.items()}
     shape = recurrent_shape(config) if refusal is None else None
-    predictor = _predictor(source, config, on_devices.get("cpu")) if refusal is None else None
+    predictor = _predictor(source, config, paths.get("cpu")) if refusal is None else None
     is_planned = sizes is not None and (paths["cuda"].name == "kernels" or shape is not None)
     num_bytes = bytes_per_position(config, DTYPE) if refusal is None else None
     held = held_of(config) if num_bytes is not None else None
@@ -180,15 +177,15 @@ def inspect_model(model: str) -> Inspection:
         num_parameters=number,
         formats=_formats(source, layout),
         quantization=layout.format.words if layout and layout.format else None,
-        num_bytes=_num_bytes(source),
+        num_bytes=sum(each.num_bytes for _, each in source.tensors) if source.tensors else None,
         max_positions=config["max_position_embeddings"] if has_numbers else None,
         bytes_per_position=num_bytes,
         num_whole_positions=held.num_whole if held else None,
         bytes_per_old_position=round(held.share * num_bytes) if held and num_bytes else None,
         state_bytes=state_bytes_of(shape, ITEM_SIZES[DTYPE]) if shape else 0,
         checkpointed_state_bytes=shape.checkpoint_bytes(ITEM_SIZES[DTYPE]) if shape else 0,
-        cpu=on_devices.get("cpu"),
-        cuda=on_devices.get("cuda"),
+        cpu=paths.get("cpu"),
+        cuda=paths.get("cuda"),
         slots=_slots(sizes, config["max_position_embeddings"]) if sizes is not None and is_planned else {},
         has_chat_template=template is not None,
         thinking_markers=next((pair for pair in KNOWN if template and all(each in template for each in pair)), None),
@@ -223,10 +220,6 @@ def _formats(source: Source, layout: Layout | None) -> dict[str, int]:
     return dict(numbers.most_common())
 
 
-def _num_bytes(source: Source) -> int | None:
-    return sum(each.num_bytes for _, each in source.tensors) if source.tensors else None
-
-
 def _slots(sizes: ModelSizes, most_positions: int) -> dict[str, dict[int, int]]:
     sizes = replace(sizes, held=held_in_windows(sizes.windows, NUM_UNWRITTEN))
     found: dict[str, dict[int, int]] = {}
@@ -241,18 +234,12 @@ def _chat_template(path: Path) -> str | None:
     for file in sorted(path.glob("*.jinja")):
         return file.read_text(encoding="utf-8", errors="replace")
     for file in (*sorted(path.glob("chat_template*.json")), path / "tokenizer_config.json"):
-        if not file.is_file():
-            continue
-        try:
-            said = json.loads(file.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(said, dict) and said.get("chat_template"):
-            return json.dumps(said["chat_template"], ensure_ascii=False)
+        if said := json_object(file)[0].get("chat_template"):
+            return json.dumps(said, ensure_ascii=False)
     return "" if has_tekken_alone(path) else None  # mistral-common writes its chats
 
 
-def _predictor(source: Source, config: dict[str, Any], on_a_cpu: DevicePath | None) -> str | None:
+def _predictor(source: Source, config: dict[str, Any], on_a_cpu: ComputePath | None) -> str | None:
     """Return the use of a checkpoint's multi-token prediction layers; None without any."""
     try:
         predictor_of(source.tensors or (), config, source.path)

@@ -11,7 +11,8 @@ from swiftbatch.scheduler.commands.exit_codes import SOME_FAILED
 from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES
 
 if TYPE_CHECKING:
-    from swiftbatch.worker.inspection import DevicePath, Inspection
+    from swiftbatch.worker.inspection import Inspection
+    from swiftbatch.worker.model.compute_path import ComputePath
 
 
 @click.command()
@@ -92,7 +93,7 @@ def _cache(found: Inspection) -> str:
     return words
 
 
-def _path(path: DevicePath) -> str:
+def _path(path: ComputePath) -> str:
     """Describe a device path: what computes it, and why not faster."""
     words = {
         "kernels": "swiftbatch's kernels",

@@ -38,7 +38,7 @@ def quantize(model: str, format_: str, output: Path, text: Path | None) -> None:
       swiftbatch quantize Qwen/Qwen3-0.6B --format int8 --output qwen3-int8 --text book.txt
     """
     from swiftbatch.worker.model.model_files import locate_model
-    from swiftbatch.worker.quantization.quantizing import quantize_model
+    from swiftbatch.worker.quantizing import quantize_model
 
     files = locate_model(model)
     token_ids = None if text is None else _token_ids(files, text)
@@ -56,7 +56,7 @@ def quantize(model: str, format_: str, output: Path, text: Path | None) -> None:
 
 def _token_ids(files: ModelFiles, text: Path) -> list[int]:
     """Raise UsageError, ModelError if the text has no tokens."""
-    from swiftbatch.worker.quantization.quantizing import text_token_ids
+    from swiftbatch.worker.quantizing import text_token_ids
 
     try:
         return text_token_ids(files, text.read_text(encoding="utf-8"))
@@ -66,7 +66,7 @@ def _token_ids(files: ModelFiles, text: Path) -> list[int]:
 
 def _score(before: ModelFiles, after: ModelFiles, token_ids: list[int]) -> None:
     from swiftbatch.worker.forward.target_model import TargetModel
-    from swiftbatch.worker.quantization.quantizing import text_loss
+    from swiftbatch.worker.quantizing import text_loss
 
     say(f"scoring {len(token_ids):,} tokens with both models")
     losses = [text_loss(TargetModel.load(files, "bfloat16", "auto"), token_ids) for files in (before, after)]

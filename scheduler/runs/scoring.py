@@ -22,7 +22,7 @@ from swiftbatch.worker.config import Computation
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.replay.scoring import Scorer
-from swiftbatch.worker.text.tokenizer import TextCodec
+from swiftbatch.worker.text.tokenizer import Chat, TextCodec
 
 Line = dict[str, Any]
 
@@ -111,7 +111,8 @@ class TextScorer:
             *earlier, last = line.messages
             if line.text is not None or line.prompt or last.role != "assistant" or not earlier:
                 raise ValueError("field 'messages': expected an assistant's message last, and no 'prompt' or 'text'")
-            return self._codec.encode_chat(earlier, None), self._codec.encode(last.content, add_special_tokens=False)
+            prompt_ids = self._codec.encode_one(Chat(tuple(earlier), None)).token_ids
+            return prompt_ids, self._codec.encode(last.content, add_special_tokens=False)
         if not line.text:
             raise ValueError("field 'text': found nothing, expected a text or token ids")
         prompt, text = line.prompt, line.text
@@ -128,7 +129,7 @@ class TextScorer:
     def _begin(self, prompt: str | tuple[int, ...]) -> list[int]:
         """Return a prompt's tokens; an empty one is the token that begins or ends texts."""
         if not isinstance(prompt, str):
-            return self._codec.encode_prompt(prompt)
+            return self._codec.encode_one(prompt).token_ids
         return self._codec.encode(prompt) or [min(self._target.eos_token_ids)]
 
 

@@ -95,10 +95,6 @@ def is_lark(structure: Structure) -> bool:
     return structure.kind == "grammar" and is_lark_syntax(structure.text)
 
 
-def named_tokens(lark: str) -> list[str]:
-    return list(dict.fromkeys(found[1] for found in QUOTED_OR_TOKEN.finditer(lark) if found[1]))
-
-
 def reason_of(text: str, has_lines: bool = False) -> str:
     """Return the library's message in one line, with line numbers if `has_lines`."""
     place = PLACE.match(text)
@@ -235,7 +231,6 @@ def _check_names(schema: Mapping[str, Any]) -> None:
 
 
 # Structured output by llguidance: tokens with which a text can still fit the grammar.
-
 
 CACHED = 256
 
@@ -422,7 +417,7 @@ class GrammarTokenizer:
         """Refuse a grammar that names a token for the text's end. Raises ConstraintError."""
         from llguidance import LLMatcher
 
-        for token in named_tokens(lark):
+        for token in dict.fromkeys(found[1] for found in QUOTED_OR_TOKEN.finditer(lark) if found[1]):
             alone = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(f'start: {token} "a"'), log_level=0)
             mask = np.frombuffer(alone.compute_bitmask(), dtype=np.uint32)
             if not alone.is_error() and any(allows(mask, token_id) for token_id in self._eos_token_ids):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -38,10 +37,6 @@ class Markers:
         start, end = ends  # if both end together, one contains the other
         return None if start == end else "start" if start > end else "end"
 
-    @cached_property
-    def fallbacks(self) -> tuple[list[int], list[int]]:
-        return _fallbacks(self.start), _fallbacks(self.end)
-
 
 @dataclass(frozen=True)
 class Thinking:
@@ -63,19 +58,25 @@ class Thought:
 
     def __init__(self, thinking: Thinking) -> None:
         self._thinking = thinking
-        self._matched: list[int] = []  # after each token, how many tokens of the next marker match
+        self._token_ids: list[int] = []
         self.opened_at: int | None = 0 if thinking.is_open else None  # number of output tokens before the thought
         self.closed_at: int | None = None  # number of output tokens up to the end of the closing marker
 
     def __len__(self) -> int:
-        return len(self._matched)
+        return len(self._token_ids)
 
     @property
     def num_matched(self) -> int:
         """Return how many tokens of the next marker match at the output's end."""
-        if self._matched:
-            return self._matched[-1]
-        return MISSED if self._thinking.opening == "never" and self.opened_at is None else 0
+        markers, opening = self._thinking.markers, self._thinking.opening
+        if self.closed_at is not None:
+            return 0
+        if self.opened_at is not None:
+            return _num_matched(markers.end, self._token_ids, self.opened_at)
+        if opening == "anywhere":
+            return _num_matched(markers.start, self._token_ids)
+        begins = opening == "first" and (*self._token_ids[: len(markers.start)],) == markers.start[: len(self)]
+        return len(self) if begins else MISSED
 
     @property
     def is_open(self) -> bool:
@@ -100,52 +101,25 @@ class Thought:
         return len(self) if self.closed_at is None else self.closed_at
 
     def push(self, token_id: int) -> None:
-        if self.closed_at is not None:
-            self._matched.append(0)
-        elif self.opened_at is None:
-            self._look_for_start(token_id)
-        else:
-            self._look_for_end(token_id)
+        self._token_ids.append(token_id)
+        if self.opened_at is None:
+            self.opened_at = len(self) if self.num_matched == len(self._thinking.markers.start) else None
+        elif self.closed_at is None:
+            self.closed_at = len(self) if self.num_matched == len(self._thinking.markers.end) else None
 
     def pop(self, num_tokens: int) -> None:
         if num_tokens:
-            del self._matched[-num_tokens:]
+            del self._token_ids[-num_tokens:]
         if self.closed_at is not None and self.closed_at > len(self):
             self.closed_at = None
         if self.opened_at is not None and self.opened_at > len(self):
             self.opened_at = None
 
-    def _look_for_start(self, token_id: int) -> None:
-        marker, matched = self._thinking.markers.start, self.num_matched
-        if self._thinking.opening == "anywhere":
-            matched = _matched_behind(marker, self._thinking.markers.fallbacks[0], matched, token_id)
-        else:
-            matched = matched + 1 if matched != MISSED and marker[matched] == token_id else MISSED
-        if matched == len(marker):
-            matched, self.opened_at = 0, len(self) + 1
-        self._matched.append(matched)
 
-    def _look_for_end(self, token_id: int) -> None:
-        marker = self._thinking.markers.end
-        matched = _matched_behind(marker, self._thinking.markers.fallbacks[1], self.num_matched, token_id)
-        if matched == len(marker):
-            matched, self.closed_at = 0, len(self) + 1
-        self._matched.append(matched)
-
-
-def _fallbacks(marker: tuple[int, ...]) -> list[int]:
-    """Return Knuth, Morris and Pratt's table."""
-    table = [0]
-    for token_id in marker[1:]:
-        table.append(_matched_behind(marker, table, table[-1], token_id))
-    return table
-
-
-def _matched_behind(marker: tuple[int, ...], table: list[int], matched: int, token_id: int) -> int:
-    """Return how many tokens of a marker match after one more token."""
-    while matched and marker[matched] != token_id:
-        matched = table[matched - 1]
-    return matched + (marker[matched] == token_id)
+def _num_matched(marker: tuple[int, ...], token_ids: list[int], first: int = 0) -> int:
+    """Return how many tokens at the end, from index `first` on, begin a marker."""
+    end = len(token_ids)
+    return next(n for n in range(min(len(marker), end - first), -1, -1) if (*token_ids[end - n :],) == marker[:n])
 
 
 def reasoning_of(
@@ -197,7 +171,7 @@ class ThinkingConstraint:
         if self._text is None or self._thought.is_open:
             return None
         mask = self._text.mask()
-        if mask is None or not self._may_open():
+        if mask is None or self._thought.opened_at is not None or len(self._thought):
             return mask
         opened: np.ndarray = mask | mask_of(self._markers.start[:1], self._vocab_size)
         return opened
@@ -240,9 +214,6 @@ class ThinkingConstraint:
         is_half_open = self._text is not None and thought.opened_at is None and thought.num_matched > 0
         return self._markers.start[thought.num_matched] if is_half_open else None
 
-    def _may_open(self) -> bool:
-        return self._thought.opened_at is None and len(self._thought) == 0
-
     def _num_of_text(self) -> int:
         thought = self._thought
         if thought.closed_at is not None:
@@ -251,7 +222,6 @@ class ThinkingConstraint:
 
 
 # Thinking markers, named or known for the tokenizer or chat template.
-
 
 KNOWN = (
     ("<think>", "</think>"),

@@ -7,8 +7,7 @@ import numpy as np
 from swiftbatch.jobs.sampling_params import RepetitionDetection, SamplingParams
 from swiftbatch.worker.constraints.thinking import Thinking
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.text.output_text import OutputText
-from swiftbatch.worker.text.text_search import first_stop
+from swiftbatch.worker.text.output_text import OutputText, first_stop
 
 LENGTH, STOP, REPETITION, ERROR = "length", "stop", "repetition", "error"
 ROOM = 4096  # tokens between two moves of a loop detector's window

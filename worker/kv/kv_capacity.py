@@ -17,7 +17,7 @@ from swiftbatch.worker.kernels.kernel_sizes import BLOCK, KV_SCALE_BYTES, ROW_CH
 from swiftbatch.worker.model.architectures.attention_layers import Windows
 from swiftbatch.worker.model.architectures.catalogue import num_attending_layers, recurrent_shape
 from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentShape
-from swiftbatch.worker.model.decoder_config import kernel_windows, latent_sizes
+from swiftbatch.worker.model.decoder_config import kernel_config
 
 if TYPE_CHECKING:
     import torch
@@ -49,8 +49,8 @@ class PagesError(KVRoomError):
 
 def bytes_per_position(config: dict[str, Any], dtype: str, kv_dtype: KVDtype | None = None) -> int | None:
     """Return the bytes of one position in a text model's cache, or None if the config does not tell."""
-    if (latent := latent_sizes(config)) is not None:
-        return int(config["num_hidden_layers"] * latent.entry_dim * ITEM_SIZES[dtype])
+    if (dense := kernel_config(config)) is not None and dense.latent is not None:
+        return dense.num_layers * dense.latent.sizes.entry_dim * ITEM_SIZES[dtype]
     num_heads, hidden_size = config.get("num_attention_heads"), config.get("hidden_size")
     num_kv_heads = config.get("num_key_value_heads") or num_heads
     head_dim = config.get("head_dim") or (hidden_size // num_heads if num_heads and hidden_size else None)
@@ -97,7 +97,8 @@ def held_positions(windows: Windows, num_unwritten: int = NUM_UNWRITTEN) -> Held
 
 def held_of(config: dict[str, Any]) -> HeldPositions | None:
     """Return `held_positions` of a text model on a CPU, from its config."""
-    return None if recurrent_shape(config) is not None else held_positions(kernel_windows(config))
+    dense = None if recurrent_shape(config) is not None else kernel_config(config)
+    return None if dense is None else held_positions(dense.windows)
 
 
 # Pages that growing caches take, without torch, because the driver plans with them.

@@ -17,15 +17,9 @@ from swiftbatch.worker.model.architectures.attention_layers import Windows
 from swiftbatch.worker.model.architectures.catalogue import recurrent_shape
 from swiftbatch.worker.model.architectures.moe_layers import MoEConfig
 from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentConfig, RecurrentShape
-from swiftbatch.worker.model.decoder_config import (
-    DecoderConfig,
-    OtherDecoderError,
-    latent_sizes,
-    read_decoder_config,
-)
+from swiftbatch.worker.model.decoder_config import DecoderConfig, kernel_config
 from swiftbatch.worker.model.formats.contract import StoredTensor
 from swiftbatch.worker.model.formats.layout import heads_in
-from swiftbatch.worker.model.gguf.header import PACKED, PackedKind
 from swiftbatch.worker.model.model_files import ModelFiles, read_config, stored_layout
 from swiftbatch.worker.model.text_config import EMBEDDING, HEAD, is_of_text
 
@@ -109,17 +103,13 @@ def num_floats(heads: Mapping[str, StoredTensor], experts: MoEConfig, sinks: str
 def num_beside(heads: Mapping[str, StoredTensor], config: dict[str, Any]) -> int:
     """Count the elements of a packed tied head, which is stored in addition to the plain embedding."""
     embedding = heads.get(EMBEDDING)
-    if embedding is None or _kind(embedding) is None or not config.get("tie_word_embeddings"):
+    if embedding is None or embedding.form is None or not config.get("tie_word_embeddings"):
         return 0
     return embedding.num_numbers
 
 
-def _kind(head: StoredTensor) -> PackedKind | None:
-    return PACKED.get(head.dtype) if head.form is None else head.form
-
-
 def _part(heads: list[StoredTensor]) -> PackedPart | None:
-    kinds = {_kind(head) for head in heads}
+    kinds = {head.form for head in heads}
     kind = kinds.pop()
     if kinds or kind is None or not fills_blocks(kind.group, heads[0].shape[-1]):
         return None
@@ -219,7 +209,7 @@ def read_sizes(files: ModelFiles, dtype: str) -> ModelSizes | None:
 def sizes_of_stored(config: dict[str, Any], heads: Mapping[str, StoredTensor], dtype: str) -> ModelSizes | None:
     """Return the sizes from stored tensors; an unpacked tied head counts once, as on the device."""
     number = sum(each.num_numbers for name, each in heads.items() if is_of_text(name, config))
-    dense = _run_by_kernels(config)
+    dense = kernel_config(config)
     experts = None if dense is None else dense.experts
     packed = packed_parts(heads, config, experts, None if dense is None else dense.mixer)
     sizes = sizes_of(config, number + num_beside(heads, config), dtype, packed)
@@ -228,14 +218,6 @@ def sizes_of_stored(config: dict[str, Any], heads: Mapping[str, StoredTensor], d
     routing, floats = experts.routing, num_floats(heads, experts, dense.form.sinks)
     numbers = (routing.num_experts, routing.num_chosen, experts.width, floats)
     return replace(sizes, experts=ExpertSizes(*numbers))
-
-
-def _run_by_kernels(config: dict[str, Any]) -> DecoderConfig | None:
-    """Return the decoder's config if our GPU kernels run the model, else None."""
-    try:
-        return read_decoder_config(config)
-    except OtherDecoderError:
-        return None
 
 
 def _hides(dense: DecoderConfig) -> bool:
@@ -255,8 +237,8 @@ def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[Pack
     )
     if num_bytes is None or not (num_heads and hidden and intermediate):
         return None
-    dense = _run_by_kernels(config)
-    latent = latent_sizes(config)
+    dense = kernel_config(config)
+    latent = None if dense is None or dense.latent is None else dense.latent.sizes
     num_kv_heads, head_dim = config.get("num_key_value_heads") or num_heads, config.get("head_dim")
     return ModelSizes(
         num_parameters=number,

@@ -16,7 +16,7 @@ from transformers.utils import logging
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.kernels.quantized_weights import plain
 from swiftbatch.worker.model.config_values import shown
-from swiftbatch.worker.model.formats.catalogue import CONFIG_KEYS
+from swiftbatch.worker.model.formats.layout import CONFIG_KEYS
 from swiftbatch.worker.model.model_files import ModelFiles, eos_token_ids_of, read_config, read_whole_config
 from swiftbatch.worker.model.text_config import class_name, is_another, is_transposed
 from swiftbatch.worker.model.weight_files import read_tensors

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from swiftbatch.worker.kernels.kernel_sizes import HEAD_DIMS
 from swiftbatch.worker.model.architectures.catalogue import architecture_of, layer_types
 from swiftbatch.worker.model.architectures.recurrent_layers import RECURRENT, STATELESS
-from swiftbatch.worker.model.config_values import Config
+from swiftbatch.worker.model.config_values import POSITIVE, Config
 from swiftbatch.worker.model.decoder_config import OtherDecoderError, read_decoder_config, refuse_other_tensors
-from swiftbatch.worker.model.formats.catalogue import CONFIG_KEYS
+from swiftbatch.worker.model.formats.layout import CONFIG_KEYS
 
 PathName = Literal["kernels", "kernels attend", "transformers"]
 MOST_LAYERS = 1000
@@ -105,7 +105,7 @@ def shifting_types(config: Config) -> set[str]:
         kind
         for said in _rotary_parameters(config)
         for kind in (str(said.get("rope_type")), str(said.get("type")))
-        if kind in SHIFTING and not (is_fixed_by_alpha and kind == "dynamic" and _is_number(said.get("alpha")))
+        if kind in SHIFTING and not (is_fixed_by_alpha and kind == "dynamic" and POSITIVE.holds(said.get("alpha")))
     }
 
 
@@ -115,7 +115,3 @@ def _rotary_parameters(config: Config) -> Iterator[Config]:
     for value in config.values():
         if isinstance(value, dict):
             yield from _rotary_parameters(value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

@@ -87,9 +87,9 @@ def config_fault(config: Config) -> str | None:
             return fault_of(key, value, RULES[key])
     if fault := eos_fault("config.json", config):
         return fault
-    if architecture_of(config) is None:
+    if (form := architecture_of(config)) is None:
         return None
-    return _value_fault(config) or next((fault for find in RELATIONS for fault in find(config)), None)
+    return _value_fault(config) or next((fault for find in (form.faults, *RELATIONS) for fault in find(config)), None)
 
 
 def unsaid_fault(config: Config) -> str | None:
@@ -150,11 +150,6 @@ def _layers(config: Config) -> Iterator[str]:
         yield fault_of("moe_topk", config["moe_topk"], chosen)
     if WINDOWED in (config.get("layer_types") or ()) and "sliding_window" in config and not config["sliding_window"]:
         yield fault_of("sliding_window", config["sliding_window"], SIZE)
-
-
-def _own(config: Config) -> Iterator[str]:
-    form = architecture_of(config)
-    yield from form.faults(config) if form else ()
 
 
 def _heads(config: Config) -> Iterator[str]:
@@ -223,4 +218,4 @@ def keys_fault(config: Config, stored: Mapping[str, StoredTensor]) -> str | None
     return f"its weights have {KEYS} as {list(found.shape)}; by its config.json expected {expected}"
 
 
-RELATIONS = (_layers, _own, _heads, _experts, _states)
+RELATIONS = (_layers, _heads, _experts, _states)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,37 +16,6 @@ KNOWN_ACTIVATIONS = {  # transformers' names
     *("relu2", "relu6", "sigmoid", "silu", "sqrtsoftplus", "swish", "tanh", "xielu"),
 }
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
-
-
-def number_of(config: Config, key: str) -> float:
-    """Read a number above 0. Raises KeyError or ValueError."""
-    value = config[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"its {key} is {value!r:.80}")
-    return float(value)
-
-
-def numbers_of(config: Config, key: str, count: int) -> list[float]:
-    """Read `count` numbers; null means that all are 1. Raises KeyError or ValueError."""
-    values = [1.0] * count if config[key] is None else config[key]
-    if not isinstance(values, list) or len(values) != count:
-        raise ValueError(f"its {key} is {values!r:.80}")
-    return [number_of({key: value}, key) for value in values]
-
-
-def integer_of(config: Config, key: str, least: int = 1) -> int:
-    """Read an integer that is at least `least`. Raises KeyError or ValueError."""
-    value = config[key]
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"its {key} is {value!r:.80}")
-    return value
-
-
-def switch_of(config: Config, key: str) -> bool:
-    """Read true or false. Raises KeyError or ValueError."""
-    if not isinstance(config[key], bool):
-        raise ValueError(f"its {key} is {config[key]!r:.80}")
-    return bool(config[key])
 
 
 def list_of_layers(config: Config, key: str, allowed: Collection[Any]) -> list[Any]:
@@ -76,6 +44,12 @@ class KeyRule:
     words: str
     holds: Callable[[Any], bool]
 
+    def of(self, config: Config, key: str) -> Any:
+        """Read a value. Raises KeyError if it is absent, ValueError if it is another one than expected."""
+        if not self.holds(config[key]):
+            raise ValueError(f"its {key} is {config[key]!r:.80}")
+        return config[key]
+
     def or_null(self) -> KeyRule:
         return self.or_else(KeyRule("null", lambda value: value is None))
 
@@ -95,21 +69,16 @@ def whole(least: int, words: str, most: int = MOST) -> KeyRule:
     return KeyRule(words, lambda value: type(value) is int and least <= value <= most)
 
 
-def real(words: str, is_open: bool = True) -> KeyRule:
-    def holds(value: Any) -> bool:
-        return type(value) in (int, float) and (value > 0 if is_open else value >= 0) and value <= MOST_REAL
-
-    return KeyRule(words, holds)
-
-
 SIZE = whole(1, f"a positive integer, at most {MOST:,}")
 COUNT = whole(0, f"an integer from 0 to {MOST:,}")
 LAYERS = whole(1, f"a positive integer, at most {MOST_LAYERS:,}", MOST_LAYERS)
 SOME_LAYERS = whole(0, f"an integer from 0 to {MOST_LAYERS:,}", MOST_LAYERS)
 LAST_LAYER = whole(-1, f"an integer from -1 to {MOST_LAYERS:,}", MOST_LAYERS)
-POSITIVE = real("a finite number above 0")
+POSITIVE = KeyRule("a finite number above 0", lambda value: type(value) in (int, float) and 0 < value <= MOST_REAL)
 BASE = KeyRule("a finite number above 0, other than 1", lambda value: POSITIVE.holds(value) and value != 1)
-NOT_NEGATIVE = real("a finite number, 0 or more", is_open=False)
+NOT_NEGATIVE = KeyRule(
+    "a finite number, 0 or more", lambda value: type(value) in (int, float) and 0 <= value <= MOST_REAL
+)
 SHARE = KeyRule("a number above 0, at most 1", lambda value: type(value) in (int, float) and 0 < value <= 1)
 LIMIT = KeyRule(
     "a number, 0 or more, or Infinity",  # transformers writes it as `Infinity`
@@ -122,3 +91,8 @@ ACTIVATION = KeyRule(
 )
 WORD = KeyRule("a word", lambda value: isinstance(value, str))
 DTYPE = KeyRule(f"one of {', '.join(DTYPES)}", lambda value: isinstance(value, str) and value in DTYPES)
+
+
+def number_of(config: Config, key: str) -> float:
+    """Read a number above 0. Raises KeyError or ValueError."""
+    return float(POSITIVE.of(config, key))

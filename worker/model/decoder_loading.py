@@ -146,14 +146,7 @@ def _mixer_linears(
         weight, bias = tensors[f"{prefix}{name}.weight"], tensors.get(f"{prefix}{name}.bias")
         if (order := mixer.spec.orders.get(name)) is not None:
             weight = of_rows(weight, order(mixer.shape))
-        if len(roles) == 1:
-            yield roles[0], linear_from(weight, None if bias is None else plain(bias))
-            continue
-        widths = [columns[role] for role in roles]
-        if any(each.shape[0] != sum(widths) for each in (weight, bias) if each is not None):
-            raise ValueError(f"found rows of {name} that are not those of {roles}")
-        biases = [None] * len(roles) if bias is None else plain(bias).split(widths)
-        yield from zip(roles, map(linear_from, weight.split(widths), biases), strict=True)
+        yield from _split(name, roles, (weight, bias), [columns[role] for role in roles if len(roles) > 1])
 
 
 def of_rows(weight: Weight, rows: list[int]) -> Weight:
@@ -214,7 +207,6 @@ def latent_linears(linears: Mapping[str, AnyLinear], latent: MLAConfig) -> dict[
 
 
 # Dense decoders straight from their files, without `transformers`, whose import takes seconds: see `decoder_config`.
-
 
 CPU = torch.device("cpu")
 SCALES_WITHIN = ("attention_in_scale", "key_scale", "attention_out_scale", "gate_scale", "down_scale")  # a layer
@@ -385,11 +377,16 @@ def _parts(names: Mapping[str, str]) -> dict[str, list[str]]:
 def _linears(
     tensors: Mapping[str, Weight], prefix: str, part: tuple[str, list[str]], rows: Mapping[str, int]
 ) -> Iterator[tuple[str, AnyLinear]]:
-    """Split a stored linear layer among its roles. Raises ValueError."""
     name, roles = part
-    weight, stored = tensors[f"{prefix}{name}.weight"], tensors.get(f"{prefix}{name}.bias")
-    bias = None if stored is None else plain(stored)
-    widths = [rows[role] for role in roles if len(roles) > 1 or role in ("gate", "up")]
+    stored = tensors[f"{prefix}{name}.weight"], tensors.get(f"{prefix}{name}.bias")
+    return _split(name, roles, stored, [rows[role] for role in roles if len(roles) > 1 or role in ("gate", "up")])
+
+
+def _split(
+    name: str, roles: Sequence[str], stored: tuple[Weight, Weight | None], widths: list[int]
+) -> Iterator[tuple[str, AnyLinear]]:
+    """Split a stored linear layer among its roles. Raises ValueError for other `widths`, if any are given."""
+    weight, bias = stored[0], None if stored[1] is None else plain(stored[1])
     if widths and any(each.shape[0] != sum(widths) for each in (weight, bias) if each is not None):
         raise ValueError(f"found rows of {name} that are not those of {roles}")
     if len(roles) == 1:

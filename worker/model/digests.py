@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from io import RawIOBase
+from io import BufferedReader
 from pathlib import Path
 
 from swiftbatch.worker.model.file_checks import GENERATION_FILE, INDEX_FILE, weight_names
@@ -102,17 +102,27 @@ def _fingerprint(digests: Mapping[str, str]) -> str:
     return whole.hexdigest()
 
 
-class Hashing:
-    """A SHA-256 that another thread computes, one piece at a time."""
+class HashedStream:
+    """A file that is read while another thread computes its SHA-256, one piece at a time."""
 
-    def __init__(self, thread: ThreadPoolExecutor) -> None:
+    def __init__(self, stream: BufferedReader, thread: ThreadPoolExecutor) -> None:
+        self.stream = stream
         self._sha256 = hashlib.sha256()
         self._thread = thread
         self._pending: Future[None] | None = None
 
-    def take(self, data: bytes | memoryview) -> None:
+    def read(self, size: int) -> bytes:
+        """Read `size` bytes. Raises ValueError if the file ends earlier."""
+        data = bytearray(size)
+        self.fill(memoryview(data))
+        return bytes(data)
+
+    def fill(self, room: memoryview) -> None:
+        """Read until the buffer `room` is full. Raises ValueError if the file ends earlier."""
+        if (num_read := self.stream.readinto(room)) < len(room):
+            raise ValueError(f"found its end, expected {len(room) - num_read:,} bytes more")
         self._finish()
-        self._pending = self._thread.submit(self._sha256.update, data)
+        self._pending = self._thread.submit(self._sha256.update, room)
 
     def digest(self) -> str:
         self._finish()
@@ -122,18 +132,3 @@ class Hashing:
         if self._pending is not None:
             self._pending.result()
             self._pending = None
-
-
-def exactly(stream: RawIOBase, size: int) -> bytes:
-    """Read `size` bytes. Raises ValueError if the file ends earlier."""
-    data = bytearray(size)
-    fill(stream, memoryview(data))
-    return bytes(data)
-
-
-def fill(stream: RawIOBase, room: memoryview) -> None:
-    """Read until the buffer `room` is full. Raises ValueError if the file ends earlier."""
-    while room:
-        if not (num_read := stream.readinto(room)):
-            raise ValueError(f"found its end, expected {len(room):,} bytes more")
-        room = room[num_read:]

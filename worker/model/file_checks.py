@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +27,14 @@ def adapter_fault(path: Path) -> str | None:
 
 def folder_fault(path: Path) -> str | None:
     """Return why a folder with a config is not a complete model, or None if it is."""
-    if fault := small_files_fault(path) or _shards_fault(path):
+    if fault := small_files_fault(path):
         return fault
-    if weight_names(path):
-        return None
-    return f"no model.safetensors in {path}, nor an index; other weights are not loaded"
+    if not (names := weight_names(path)):
+        return f"no model.safetensors in {path}, nor an index; other weights are not loaded"
+    for name in sorted(names):
+        if Path(name).name != name or not os.path.isfile(path / name):
+            return f"{path / INDEX_FILE} names {shown(name)}, which is no file of this folder; copy all files again"
+    return None
 
 
 def small_files_fault(path: Path) -> str | None:
@@ -42,7 +46,7 @@ def _generation_fault(path: Path) -> str | None:
     file = path / GENERATION_FILE
     if not file.exists():
         return None
-    settings, fault = _json_object(file)
+    settings, fault = json_object(file)
     return fault or eos_fault(str(file), settings)
 
 
@@ -60,7 +64,7 @@ def weight_names(path: Path) -> set[str]:
         return set(links)
     if (path / SINGLE_FILE).exists():
         return {SINGLE_FILE}
-    index, _ = _json_object(path / INDEX_FILE)
+    index, _ = json_object(path / INDEX_FILE)
     shards = index.get("weight_map")
     return set(map(str, shards.values())) if isinstance(shards, dict) else set()
 
@@ -69,31 +73,13 @@ def _index_fault(path: Path) -> str | None:
     file = path / INDEX_FILE
     if (path / SINGLE_FILE).exists() or not file.exists():
         return None
-    _, fault = _json_object(file)
+    _, fault = json_object(file)
     if fault:
         return fault
     return None if weight_names(path) else f"{file} has no `weight_map` from tensors to files; copy it again"
 
 
-def _shards_fault(path: Path) -> str | None:
-    """Return a fault if the index names files in other folders."""
-    if (path / SINGLE_FILE).exists() or not (path / INDEX_FILE).exists():
-        return None
-    for name in sorted(weight_names(path)):
-        if Path(name).name != name or not _is_file(path / name):
-            return f"{path / INDEX_FILE} names {shown(name)}, which is no file of this folder; copy all files again"
-    return None
-
-
-def _is_file(file: Path) -> bool:
-    """Return whether a file exists. Returns False, too, for a name that the file system does not allow."""
-    try:
-        return file.is_file()
-    except (OSError, ValueError):
-        return False
-
-
-def _json_object(file: Path) -> tuple[dict[str, Any], str | None]:
+def json_object(file: Path) -> tuple[dict[str, Any], str | None]:
     """Return a file's JSON object, or an empty object and the fault."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
@@ -103,7 +89,6 @@ def _json_object(file: Path) -> tuple[dict[str, Any], str | None]:
 
 
 # Finds weight files that end in zeros, as left by an interrupted download that had reserved its space.
-
 
 BLOCK = 512  # bytes; intact weights have at most 16 consecutive zeros
 STEP = 1 << 20  # bytes per read

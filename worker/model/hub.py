@@ -8,8 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from swiftbatch.jobs.errors import ModelError
 
@@ -18,8 +18,6 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # used if the hub does not say how long 
 BUSY = {429: "too many requests", 500: "an error of its own", 502: "busy", 503: "busy", 504: "busy"}
 SNAPSHOTS = "snapshots"  # subfolder of a model in the cache, with a folder per commit
 TOKEN = "set HF_TOKEN to a token of https://huggingface.co/settings/tokens that may read it"
-
-Result = TypeVar("Result")
 
 
 def split_revision(model: str) -> tuple[str, str | None]:
@@ -47,11 +45,9 @@ def hub_snapshot(model: str, wanted: Sequence[str]) -> Path:
         )
     from huggingface_hub import snapshot_download
 
-    def download() -> Path:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(wanted)))
-
     with _alone_on_this_machine(name):
-        return _patiently(model, download)
+        download = partial(snapshot_download, name, revision=revision, allow_patterns=list(wanted))
+        return Path(_patiently(model, download))
 
 
 @contextmanager
@@ -73,7 +69,7 @@ def _alone_on_this_machine(name: str) -> Iterator[None]:
         yield
 
 
-def _patiently(model: str, ask: Callable[[], Result]) -> Result:
+def _patiently(model: str, ask: Callable[[], str]) -> str:
     """Call `ask`, and repeat it while the hub is busy. Raises ModelError."""
     last, pause = time.monotonic() + PATIENCE_SECONDS, FIRST_PAUSE
     while True:
@@ -86,11 +82,8 @@ def _patiently(model: str, ask: Callable[[], Result]) -> Result:
             seconds = pause if told is None else told
             if status not in BUSY or time.monotonic() + seconds > last:
                 raise ModelError(f"model {model}: {_problem(model, causes, status)}") from error
-        print(
-            f"model {model}: the hub answers {status} ({BUSY[status]}); asked again in {seconds:g} s",
-            file=sys.stderr,
-            flush=True,
-        )
+        said = f"model {model}: the hub answers {status} ({BUSY[status]}); asked again in {seconds:g} s"
+        print(said, file=sys.stderr, flush=True)
         time.sleep(seconds)
         pause = min(2 * pause, LONGEST_PAUSE)
 

@@ -25,11 +25,11 @@ from swiftbatch.worker.model.file_checks import (
     GENERATION_FILE,
     adapter_fault,
     folder_fault,
+    json_object,
     zero_tail_fault,
 )
-from swiftbatch.worker.model.formats.catalogue import QUANTIZATION_FILE, format_of
 from swiftbatch.worker.model.formats.contract import FormatError
-from swiftbatch.worker.model.formats.layout import Layout, layout_in
+from swiftbatch.worker.model.formats.layout import QUANTIZATION_FILE, Layout, format_of, layout_in
 from swiftbatch.worker.model.gguf.gguf_folder import gguf_folder
 from swiftbatch.worker.model.gguf.gguf_model import SUFFIX
 from swiftbatch.worker.model.hub import at_commit, commit_of, hub_snapshot
@@ -163,19 +163,16 @@ def read_config(model: str, path: Path) -> dict[str, Any]:
 
 def read_whole_config(model: str, path: Path) -> dict[str, Any]:
     """Read a published `config.json`. Raises ModelError if the file is missing or invalid."""
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"model {model}: {path / 'config.json'} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"model {model}: {path / 'config.json'} is no JSON object")
+    config, fault = json_object(path / "config.json")
+    if fault:
+        raise ModelError(f"model {model}: {fault}")
     return config
 
 
 def let_others_read(path: Path) -> None:
-    """Let others read a file, since safetensors gives access only to the owner."""
+    """Let others read a file or folder, since safetensors and `tempfile` give access only to the owner."""
     os.umask(umask := os.umask(0))
-    path.chmod(0o666 & ~umask)
+    path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
 
 
 def sampling_defaults_of(files: ModelFiles) -> dict[str, Any]:

@@ -21,9 +21,8 @@ from swiftbatch.worker.model.decoder_config import (
     refuse_other_tensors,
 )
 from swiftbatch.worker.model.digests import weight_files
-from swiftbatch.worker.model.formats.catalogue import format_of
 from swiftbatch.worker.model.formats.contract import FormatError, StoredTensor
-from swiftbatch.worker.model.formats.layout import Layout, heads_in, layout_of
+from swiftbatch.worker.model.formats.layout import Layout, format_of, heads_in, layout_of
 from swiftbatch.worker.model.gguf.gguf_model import SUFFIX
 from swiftbatch.worker.model.text_config import EMBEDDING, HEAD, LAYER, PREDICTORS, WHOLE_DECODER
 
@@ -50,32 +49,25 @@ class MTPSpec:
     feeds_normed: bool = True  # the next row of a draft gets the output after the norm, not before it
 
 
+def _named(prefix: str, *names: str) -> dict[str, str]:
+    return {role: prefix + name for role, name in zip(ROLES, names, strict=True)}
+
+
 FORMS = (
-    MTPSpec(  # Qwen3-Next, Qwen3.5
-        "mtp.layers.0.",
-        dict(zip(ROLES, ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"), strict=True)),
-    ),
+    MTPSpec("mtp.layers.0.", _named("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")),  # Qwen
     MTPSpec(  # MiMo
         "model.mtp_layers.0.",
-        {
-            role: f"model.mtp_layers.0.{name}"
-            for role, name in zip(
-                ROLES, ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"), strict=True
-            )
-        },
+        _named("model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
         is_hidden_first=True,
     ),
     MTPSpec(  # DeepSeek V3, GLM-4.5 and later
         "model.layers.{}.",
-        {
-            role: f"model.layers.{{}}.{name}"
-            for role, name in zip(ROLES, ("enorm", "hnorm", "eh_proj", "shared_head.norm"), strict=True)
-        },
+        _named("model.layers.{}.", "enorm", "hnorm", "eh_proj", "shared_head.norm"),
         copies=("model.layers.{}.embed_tokens.weight", "model.layers.{}.shared_head.head.weight"),
         feeds_normed=False,
     ),
 )
-TRAINED = MTPSpec(ONE_LAYER, {role: OWN + role for role in ROLES})
+TRAINED = MTPSpec(ONE_LAYER, _named(OWN, *ROLES))
 """As our own training writes it."""
 
 

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from io import RawIOBase
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,8 +14,9 @@ from torch import Tensor
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.kernels.quantized_weights import PackedExperts, PackedMatrix, Weight, plain
-from swiftbatch.worker.model.digests import Hashing, exactly, fill, weight_files
+from swiftbatch.worker.model.digests import HashedStream, weight_files
 from swiftbatch.worker.model.formats.contract import FormatError
+from swiftbatch.worker.model.formats.dequantization import weight_of
 from swiftbatch.worker.model.formats.layout import Layout, PackedTensor
 from swiftbatch.worker.model.gguf.gguf_model import SUFFIX
 from swiftbatch.worker.model.gguf.gguf_weights import gguf_weights
@@ -65,7 +65,7 @@ class Assembly:
         if codes.dim() > 1 and _has_blank(codes.view(torch.uint8)):  # code 0 may stand for another number than zero
             raise _blank(matrix.name)
         try:
-            return matrix.scheme.weight(parts, self.dtype)
+            return weight_of(matrix.scheme, parts, self.dtype)
         except FormatError as error:
             raise FormatError(f"{matrix.name}: {error}") from None
 
@@ -83,10 +83,10 @@ def read_tensors(
     config = read_config(files.name, files.path)
     assembly = Assembly(stored_layout(files.name, files.path), dtype)
     for file in weight_files(files.path):
-        with file.open("rb", buffering=0) as stream, ThreadPoolExecutor(max_workers=1) as thread:
-            hashing = Hashing(thread)
+        with file.open("rb") as stream, ThreadPoolExecutor(max_workers=1) as thread:
+            hashed = HashedStream(stream, thread)
             try:
-                for name, weight in _weights_in(file, cast(RawIOBase, stream), hashing, assembly, config):
+                for name, weight in _weights_in(file, hashed, assembly, config):
                     _refuse_blank(name, weight)
                     weights[name] = weight if name in kept else place(weight)
             except FormatError as error:
@@ -96,20 +96,20 @@ def read_tensors(
                 raise ModelError(
                     f"model {files.name}: {file} can't be read as {form} ({error}); copy it again"
                 ) from None
-            files.refuse_other_weights(file.name, hashing.digest())
+            files.refuse_other_weights(file.name, hashed.digest())
     if config.get("tie_word_embeddings") and EMBEDDING in weights:
         _drop_head_of(weights, files)
     return weights
 
 
 def _weights_in(
-    file: Path, stream: RawIOBase, hashing: Hashing, assembly: Assembly, config: dict[str, Any]
+    file: Path, hashed: HashedStream, assembly: Assembly, config: dict[str, Any]
 ) -> Iterator[tuple[str, Weight]]:
     """Yield the weights in a file. Raises ValueError for a damaged file."""
     if file.suffix == SUFFIX:
-        yield from gguf_weights(file, stream, hashing, config, assembly.dtype)
+        yield from gguf_weights(file, hashed, config, assembly.dtype)
         return
-    for name, tensor in _stored(stream, hashing):
+    for name, tensor in _stored(hashed):
         if (found := assembly.take(name, tensor)) is not None:
             yield found
 
@@ -151,25 +151,20 @@ def _drop_head_of(weights: dict[str, Weight], files: ModelFiles) -> None:
         )
 
 
-def _stored(stream: RawIOBase, hashing: Hashing) -> Iterator[tuple[str, torch.Tensor]]:
+def _stored(hashed: HashedStream) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a safetensors file's tensors in order. Raises ValueError for a damaged file."""
-    start = exactly(stream, 8)
-    size = int.from_bytes(start, "little")
+    size = int.from_bytes(hashed.read(8), "little")
     if size > LONGEST_HEADER:
         raise ValueError(f"found a header of {size:,} bytes")
-    header = exactly(stream, size)
-    hashing.take(start + header)
-    said = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+    said = {name: entry for name, entry in json.loads(hashed.read(size)).items() if name != "__metadata__"}
     end = 0
     for name, entry in sorted(said.items(), key=lambda pair: tuple(pair[1]["data_offsets"])):
         shape, dtype = _form(name, entry, end)
         end = entry["data_offsets"][1]
         data = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
-        room = memoryview(cast(Any, data.numpy()))
-        fill(stream, room)
-        hashing.take(room)
+        hashed.fill(memoryview(cast(Any, data.numpy())))
         yield name, data.view(dtype).view(shape)
-    if stream.read(1):
+    if hashed.stream.read(1):
         raise ValueError(f"found more than the {end:,} bytes of its tensors")
 
 

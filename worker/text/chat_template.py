@@ -277,6 +277,7 @@ class ChatTemplate:
         self._texts.refuse_lost(messages, options or TemplateOptions(), prompt)
 
     def own_tokens(self, messages: Sequence[Message], options: TemplateOptions | None) -> list[int] | None:
+        """Return the tokens of messages if these do not come from their text."""
         return None
 
     def without_answer(self, messages: Sequence[Message], options: TemplateOptions | None) -> str:

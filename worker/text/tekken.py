@@ -8,7 +8,7 @@ from typing import Any
 
 from swiftbatch.jobs.job import Message, TemplateOptions
 from swiftbatch.worker.model.digests import TEKKEN_FILE
-from swiftbatch.worker.text.chat_template import MessageTexts, words_of
+from swiftbatch.worker.text.chat_template import ChatTemplate, words_of
 from swiftbatch.worker.text.token_bytes import DecoderSteps, TokenBytes
 
 BYTES_AS_THEY_ARE = DecoderSteps(lambda name, is_first: name, str.encode, b" ", 0)
@@ -18,7 +18,6 @@ class TekkenTokenizer:
     """`tekken.json` with the interface of a `transformers` tokenizer, as far as needed."""
 
     chat_template = None
-    model_max_length = 0
 
     def __init__(self, folder: Path) -> None:
         """Raise ImportError without the library, and its errors for an unreadable file."""
@@ -81,14 +80,8 @@ class TekkenBytes(TokenBytes):
         return self._tekken.bytes_of(token_id) if token_id < self._tekken.num_tokens else b""
 
 
-class TekkenChat:
+class TekkenChat(ChatTemplate):
     """Chats as tokens by mistral-common, without a template."""
-
-    reads_clock = False
-
-    def __init__(self, tokenizer: TekkenTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._texts = MessageTexts(lambda given, options: tokenizer.decode(self._tokens(given, options)))
 
     def own_tokens(self, messages: Sequence[Message], options: TemplateOptions | None) -> list[int]:
         """Return token ids of messages. Raises ValueError, for the user, if the library refuses them."""
@@ -100,24 +93,15 @@ class TekkenChat:
         self._texts.refuse_lost(messages, options, self._tokenizer.decode(token_ids))
         return token_ids
 
-    def refuse_lost(self, messages: Sequence[Message], options: TemplateOptions | None, prompt: str) -> None:
-        """Do nothing, because `own_tokens` refuses messages that lose a text."""
-
     def render(self, messages: Sequence[Message], options: TemplateOptions | None) -> str:
         """Return the text of messages with the names of control tokens."""
-        return self._tokenizer.decode(self.own_tokens(messages, options))
+        return str(self._tokenizer.decode(self.own_tokens(messages, options)))
 
-    def without_answer(self, messages: Sequence[Message], options: TemplateOptions | None) -> str:
-        """Return the same text as `render`, because Mistral's chats do not start the answer."""
-        return self.render(messages, options)
+    def _rendered(self, messages: list[dict[str, Any]], options: TemplateOptions) -> str:
+        return str(self._tokenizer.decode(self._tokens(messages, options)))
 
-    def prepare(self, chats: Iterable[tuple[Sequence[Message], TemplateOptions | None]]) -> None:
-        """Do nothing."""
-
-    def unread(self, messages: Sequence[Message], options: TemplateOptions | None) -> list[str]:
-        """Return names of fields and options without effect."""
-        options = options or TemplateOptions()
-        return [*options.kwargs, *self._texts.unread(messages, options)]
+    def _mentions(self, name: str) -> bool:
+        return False
 
     def _tokens(self, messages: Sequence[dict[str, Any]], options: TemplateOptions) -> list[int]:
         from mistral_common.protocol.instruct.request import ChatCompletionRequest

@@ -6,7 +6,7 @@ import json
 import unicodedata
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -90,8 +90,6 @@ def _knows_all(parts: dict[str, Any]) -> bool:
 
 GENERIC = "TokenizersBackend"  # adds no rules to `tokenizer.json`
 NUM_STOPS = 4096
-
-
 NO_MARKERS = "and no markers of thinking are known of this model (--thinking-markers names them)"
 
 
@@ -109,14 +107,6 @@ class EncodedPrompt:
 
     token_ids: list[int]
     last_marker: LastMarker | None = None
-
-
-@dataclass(frozen=True)
-class _Text:
-    """Text that is not yet tokenized."""
-
-    text: str
-    adds_special_tokens: bool
 
 
 class TextCodec:
@@ -137,57 +127,53 @@ class TextCodec:
             ) from error
         self._max_positions, self._vocab_size = files.max_positions, files.vocab_size
         self._eos_token_ids = eos_token_ids_of(files)
-        self._tokenizer.model_max_length = files.max_positions
         self._idle_stop = lru_cache(NUM_STOPS)(self._found_idle_stop)
         is_tekken = isinstance(self._tokenizer, TekkenTokenizer)
         self.chat = TekkenChat(self._tokenizer) if is_tekken else ChatTemplate(self._tokenizer, clock)
         self.markers = self._found_markers(files, thinking_markers)
 
     def prompt_of(self, job: Job) -> EncodedPrompt:
-        """Return a prompt to compute once. Raises ValueError as `encode_prompt` and `encode_chat` do."""
+        """Return a job's prompt. Raises ValueError as `encode_one` does."""
         chat = None if job.messages is None else Chat(job.messages, job.template)
-        return self._encode_one(chat or job.prompt_ids or job.prompt or "")
+        return self.encode_one(chat or job.prompt_ids or job.prompt or "")
 
-    def encode_prompt(self, prompt: str | tuple[int, ...]) -> list[int]:
-        """Return a prompt's token ids. Raises ValueError, for the user."""
-        return self._encode_one(prompt).token_ids
-
-    def encode_chat(self, messages: Sequence[Message], options: TemplateOptions | None) -> list[int]:
-        """Return token ids of messages. Raises ValueError as `encode_prompt` and `ChatTemplate.render` do."""
-        return self._encode_one(Chat(messages, options)).token_ids
-
-    def _encode_one(self, asked: str | tuple[int, ...] | Chat) -> EncodedPrompt:
+    def encode_one(self, asked: str | tuple[int, ...] | Chat) -> EncodedPrompt:
+        """Return one prompt. Raises ValueError, for the user."""
         [found] = self.encode_all([asked])
         if isinstance(found, ValueError):
             raise found
         return found
 
     def encode_all(self, asked: Sequence[str | tuple[int, ...] | Chat]) -> list[EncodedPrompt | ValueError]:
-        """Return each prompt, or the error that `encode_prompt` or `encode_chat` would raise; one batch is cheaper."""
+        """Return each prompt, or the error that `encode_one` would raise; one batch is cheaper."""
         self.chat.prepare((each.messages, each.options) for each in asked if isinstance(each, Chat))
         begun = [self._begun_with(each) for each in asked]
-        tokens = {}
-        for adds in (True, False):
-            texts = [each.text for each in begun if isinstance(each, _Text) and each.adds_special_tokens == adds]
-            encoded = self._encode_many(texts, adds)
-            tokens[adds] = map(self._with_one_bos, encoded) if adds else iter(encoded)
-        found = [next(tokens[each.adds_special_tokens]) if isinstance(each, _Text) else each for each in begun]
+        texts: dict[type, list[str]] = {str: [], Chat: []}  # a template writes its own special tokens
+        for own, text in zip(asked, begun, strict=True):
+            if isinstance(text, str):
+                texts[type(own)].append(text)
+        tokens = {
+            str: map(self._with_one_bos, self._encode_many(texts[str], add_special_tokens=True)),
+            Chat: iter(self._encode_many(texts[Chat], add_special_tokens=False)),
+        }
+        found = [
+            next(tokens[type(own)]) if isinstance(each, str) else each for own, each in zip(asked, begun, strict=True)
+        ]
         return [self._prompt_or_error(*each) for each in zip(asked, begun, found, strict=True)]
 
-    def _begun_with(self, asked: str | tuple[int, ...] | Chat) -> list[int] | ValueError | _Text:
+    def _begun_with(self, asked: str | tuple[int, ...] | Chat) -> list[int] | ValueError | str:
         """Return tokens if they are given, otherwise the text to encode, or an error."""
         try:
             if isinstance(asked, Chat):
                 if (token_ids := self.chat.own_tokens(asked.messages, asked.options)) is not None:
                     return token_ids
-                # a template writes its own special tokens
-                text = _Text(self.chat.render(asked.messages, asked.options), adds_special_tokens=False)
-                self.chat.refuse_lost(asked.messages, asked.options, text.text)
+                text = self.chat.render(asked.messages, asked.options)
+                self.chat.refuse_lost(asked.messages, asked.options, text)
             elif isinstance(asked, tuple):
                 return self._known(asked)
             else:
-                text = _Text(asked, adds_special_tokens=True)
-            self._refuse_far_too_long(text.text)
+                text = asked
+            self._refuse_far_too_long(text)
         except ValueError as error:
             return error
         return text
@@ -298,12 +284,12 @@ class TextCodec:
         return token_ids[1:] if is_there_twice else token_ids
 
     def _prompt_or_error(
-        self, asked: str | tuple[int, ...] | Chat, begun: list[int] | _Text | ValueError, found: list[int] | ValueError
+        self, asked: str | tuple[int, ...] | Chat, begun: list[int] | str | ValueError, found: list[int] | ValueError
     ) -> EncodedPrompt | ValueError:
         if isinstance(found, ValueError):
             return found
         try:
-            text = begun.text if isinstance(begun, _Text) else None
+            text = begun if isinstance(begun, str) else None
             return EncodedPrompt(self._checked(found), self._last_marker(asked, text, found))
         except ValueError as error:
             return error
@@ -354,11 +340,8 @@ class TextCodec:
     def _found_markers(self, files: ModelFiles, named: ThinkingMarkers) -> Markers | None:
         if named is not None and len(named) == 0:
             return None
-
-        def encode(text: str) -> list[int]:
-            return self.encode(text, add_special_tokens=False)
-
         try:
+            encode = partial(self.encode, add_special_tokens=False)
             return markers_of(self._tokenizer, encode, files.vocab_size, named)
         except ValueError as error:
             raise ModelError(f"model {files.name}: {error}") from None

@@ -77,7 +77,7 @@ class WordTokens:
         self._around = {adds: self._tokens_around(adds) for adds in (True, False)}
 
     def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        pieces = [None if self._may_have_added(text) else PIECE.findall(text) for text in texts]
+        pieces = [None if any(map(text.__contains__, self._first_of_added)) else PIECE.findall(text) for text in texts]
         known = self._of_pieces({piece for own in pieces if own is not None for piece in own})
         whole = [text for text, own in zip(texts, pieces, strict=True) if own is None]
         others = iter(self._tokenizer.encode_batch_fast(whole, add_special_tokens=add_special_tokens))
@@ -97,9 +97,6 @@ class WordTokens:
         self._known.update((piece, ids) for piece, ids in found.items() if len(piece) <= LONGEST_WORD)
         is_all_kept = all(len(piece) <= LONGEST_WORD for piece in new)
         return self._known if is_all_kept else self._known | found
-
-    def _may_have_added(self, text: str) -> bool:
-        return any(letter in text for letter in self._first_of_added)
 
     def _tokens_around(self, add_special_tokens: bool) -> tuple[list[int], list[int]]:
         bare, whole = (self._tokenizer.encode("a", add_special_tokens=adds).ids for adds in (False, add_special_tokens))

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from swiftbatch.scheduler.commands import quantize
-from swiftbatch.worker.quantization.quantizing import FORMATS
+from swiftbatch.worker.quantizing import FORMATS
 from tests.scheduler.commands.command_parts import invoke, refusal
 
 

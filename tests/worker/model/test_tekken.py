@@ -18,7 +18,7 @@ from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.model.digests import TEKKEN_FILE, digests_of
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
-from swiftbatch.worker.text.tokenizer import TextCodec
+from swiftbatch.worker.text.tokenizer import Chat, TextCodec
 
 MERGES = ("th", "the", " q", " qu", " qui", " quic", " quick")
 NUM_SPECIAL = 22
@@ -101,7 +101,7 @@ def test_beside_a_tokenizer_json_the_file_is_not_read(tiny_model: Path, tmp_path
 
 
 def test_a_text_is_its_bytes_and_merges_behind_the_first_token(codec: TextCodec) -> None:
-    token_ids = codec.encode_prompt("the quick\u00e9 \U0001f642</s>")
+    token_ids = codec.encode_one("the quick\u00e9 \U0001f642</s>").token_ids
     assert token_ids[:3] == [1, NUM_SPECIAL + 257, NUM_SPECIAL + 262]
     assert 2 not in token_ids, "what a user writes ends no text"
     assert codec.decode(token_ids) == "the quick\u00e9 \U0001f642</s>"
@@ -124,23 +124,23 @@ def test_a_chat_has_the_tokens_of_the_library(codec: TextCodec, folder: Path) ->
     expected = MistralTokenizer.from_file(folder / TEKKEN_FILE).encode_chat_completion(
         ChatCompletionRequest(messages=[SystemMessage(content="be brief"), UserMessage(content=USER.content)])
     )
-    found = codec.encode_chat([Message(role="system", content="be brief"), USER], None)
+    found = codec.encode_one(Chat([Message(role="system", content="be brief"), USER], None)).token_ids
     assert found == expected.tokens
     assert [token_id for token_id in found if token_id < NUM_SPECIAL] == [1, 17, 18, 3, 4]
 
 
 def test_an_answer_that_is_begun_goes_on(codec: TextCodec) -> None:
     begun, options = Message(role="assistant", content="the quick"), TemplateOptions(continue_final_message=True)
-    found = codec.encode_chat([USER, begun], options)
+    found = codec.encode_one(Chat([USER, begun], options)).token_ids
     assert found[-2:] == codec.encode("the quick", add_special_tokens=False)
-    assert found[:-2] == codec.encode_chat([USER], None)
+    assert found[:-2] == codec.encode_one(Chat([USER], None)).token_ids
     with pytest.raises(ValueError, match=r"\Amessages: mistral-common refuses them: .*\Z"):
-        codec.encode_chat([USER, begun], None)
+        codec.encode_one(Chat([USER, begun], None))
 
 
 def test_parts_of_a_message_and_what_has_no_effect(codec: TextCodec) -> None:
     whole = Message.model_validate({"role": "user", "content": [{"type": "text", "text": text} for text in ("a", "b")]})
-    assert codec.encode_chat([whole], None)[-1] == 4
+    assert codec.encode_one(Chat([whole], None)).token_ids[-1] == 4
     named = Message(role="user", content="a", name="x")
     assert codec.chat.unread([named], TemplateOptions(kwargs={"enable_thinking": True})) == [
         "enable_thinking",

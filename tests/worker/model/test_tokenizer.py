@@ -45,12 +45,12 @@ def test_many_prompts_come_to_the_tokens_that_each_comes_to_alone(embedded_files
     for text, each in zip(texts, found, strict=False):
         if text == texts[4]:
             with pytest.raises(ValueError, match=re.escape(str(each))):
-                codec.encode_prompt(text)
+                codec.encode_one(text)
         else:
             num_added = int(text == texts[3])  # it begins with the BOS token itself
             assert isinstance(each, EncodedPrompt)
-            assert each.token_ids == codec._tokenizer.encode(text)[num_added:] == codec.encode_prompt(text)
-    assert found[-3] == EncodedPrompt(codec.encode_chat(chat.messages, None))
+            assert each.token_ids == codec._tokenizer.encode(text)[num_added:] == codec.encode_one(text).token_ids
+    assert found[-3] == codec.encode_one(chat)
     assert found[-2] == EncodedPrompt([3, 4])
     assert "found the token id 1,000,000" in str(found[-1])
 

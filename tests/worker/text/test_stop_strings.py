@@ -12,8 +12,7 @@ from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.constraints.thinking import Markers, Thinking
 from swiftbatch.worker.engine.stopping import StopRule, text_of
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.text.output_text import LibraryText, OutputText
-from swiftbatch.worker.text.text_search import first_stop
+from swiftbatch.worker.text.output_text import LibraryText, OutputText, first_stop
 from swiftbatch.worker.text.token_bytes import steps_of
 from tests.worker.text.text_parts import CHARACTERS, KINDS, Kind
 

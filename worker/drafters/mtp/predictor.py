@@ -33,9 +33,8 @@ from swiftbatch.worker.model.causal_lm import decoder_of
 from swiftbatch.worker.model.config_values import Config
 from swiftbatch.worker.model.decoder_loading import layer_alone
 from swiftbatch.worker.model.digests import weight_files
-from swiftbatch.worker.model.formats.catalogue import CONFIG_KEYS
 from swiftbatch.worker.model.formats.contract import FormatError
-from swiftbatch.worker.model.formats.layout import heads_in
+from swiftbatch.worker.model.formats.layout import CONFIG_KEYS, heads_in
 from swiftbatch.worker.model.model_files import ModelFiles, read_config
 from swiftbatch.worker.model.mtp_layers import (
     ONE_LAYER,

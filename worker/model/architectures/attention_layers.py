@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swiftbatch.worker.kernels.kernel_sizes import MLASizes
-from swiftbatch.worker.model.config_values import SIZE, SWITCH, Config, KeyRule, integer_of, list_of_layers
+from swiftbatch.worker.model.config_values import SIZE, SWITCH, Config, KeyRule, list_of_layers
 
 Windows = tuple[int | None, ...]
 """For each layer the positions that a row sees, the last of them its own; None for all."""
@@ -67,13 +67,13 @@ class TypesOrPattern:
     def __call__(self, config: Config) -> Windows:
         if config.get("layer_types") is not None:
             return by_layer_types(config)
-        pattern = integer_of({self.key: self.pattern} | dict(config), self.key) if self.key else self.pattern
+        pattern = SIZE.of({self.key: self.pattern} | dict(config), self.key) if self.key else self.pattern
         size = window_size(config)
         return tuple(None if (number + 1) % pattern == 0 else size for number in range(config["num_hidden_layers"]))
 
 
 def window_size(config: Config) -> int:
-    return integer_of(config, "sliding_window")
+    return int(SIZE.of(config, "sliding_window"))
 
 
 def without_windows(config: Config, windows: Windows) -> frozenset[int]:
@@ -91,20 +91,17 @@ def all_layers(config: Config, windows: Windows) -> frozenset[int]:
 
 # Latent attention (MLA): all heads share one latent vector per position.
 
-
 LATENT_KEYS = ("kv_lora_rank", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 UP = "key_value_up"  # role of the projection from a latent vector to the keys and values of all heads
+LATENT_LINEARS = {"key": "self_attn.kv_a_proj_with_mqa", UP: "self_attn.kv_b_proj", "output": "self_attn.o_proj"}
+QUERIES_OF_VECTORS = {"query_down": "self_attn.q_a_proj", "query": "self_attn.q_b_proj"}
+QUERIES_OF_ROWS = {"query": "self_attn.q_proj"}  # where queries have no latent vector of their own
 
 
 @dataclass(frozen=True)
 class MLASpec:
-    """The tensors and config keys of latent attention."""
+    """The config keys of latent attention."""
 
-    linears: dict[str, str]  # role -> name
-    queries_of_vectors: dict[str, str]  # more of them if queries have a latent vector of their own
-    queries_of_rows: dict[str, str]  # more of them if queries have no latent vector
-    query_norm: str
-    key_norm: str
     interleaving_key: str | None = None  # key of whether adjacent dimensions are rotated as a pair; without it they are
 
     def rules(self) -> dict[Any, KeyRule | None]:
@@ -117,7 +114,6 @@ class MLASpec:
 class MLAConfig:
     """The latent attention of a model's layers."""
 
-    spec: MLASpec
     sizes: MLASizes
     scale: float  # factor on scores
     is_interleaved: bool
@@ -125,14 +121,13 @@ class MLAConfig:
     @property
     def linears(self) -> dict[str, str]:
         """Names of stored projections by role."""
-        spec = self.spec
-        return spec.linears | (spec.queries_of_vectors if self.sizes.query_rank else spec.queries_of_rows)
+        return LATENT_LINEARS | (QUERIES_OF_VECTORS if self.sizes.query_rank else QUERIES_OF_ROWS)
 
     @property
     def norms(self) -> dict[str, str]:
         """Names of the norms of latent vectors, by role."""
-        of_queries = {"query_norm": self.spec.query_norm} if self.sizes.query_rank else {}
-        return of_queries | {"key_norm": self.spec.key_norm}
+        of_queries = {"query_norm": "self_attn.q_a_layernorm"} if self.sizes.query_rank else {}
+        return of_queries | {"key_norm": "self_attn.kv_a_layernorm"}
 
     @property
     def turned_order(self) -> list[int]:
@@ -157,7 +152,7 @@ def read_mla(config: Config, spec: MLASpec) -> MLAConfig:
     is_interleaved = True if spec.interleaving_key is None else config.get(spec.interleaving_key, True)
     if not isinstance(is_interleaved, bool):
         raise ValueError(f"its {spec.interleaving_key} is {is_interleaved!r:.80}")
-    return MLAConfig(spec, sizes, sizes.query_dim**-0.5 * _stretch(config) ** 2, is_interleaved)
+    return MLAConfig(sizes, sizes.query_dim**-0.5 * _stretch(config) ** 2, is_interleaved)
 
 
 def _stretch(config: Config) -> float:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from swiftbatch.worker.model.architectures.deepseek import DEEPSEEKS
-from swiftbatch.worker.model.architectures.gemma import GEMMAS
 from swiftbatch.worker.model.architectures.hybrid import HYBRIDS
 from swiftbatch.worker.model.architectures.llama_like import LLAMA_LIKE
 from swiftbatch.worker.model.architectures.moe import MIXTURES
@@ -23,7 +21,7 @@ from swiftbatch.worker.model.architectures.recurrent_layers import (
 from swiftbatch.worker.model.architectures.spec import ArchitectureSpec
 from swiftbatch.worker.model.config_values import Config, shown
 
-ARCHITECTURES = dict(sorted((LLAMA_LIKE | GEMMAS | DEEPSEEKS | MIXTURES | HYBRIDS).items()))
+ARCHITECTURES = dict(sorted((LLAMA_LIKE | MIXTURES | HYBRIDS).items()))
 ALIASES = {alias: kind for kind, spec in ARCHITECTURES.items() for alias in spec.aliases}
 NESTED = {whole: kind for kind, spec in ARCHITECTURES.items() for whole in spec.nested_in}
 MIXER_CLASSES = {

@@ -10,10 +10,15 @@ from dataclasses import replace
 from typing import Any
 
 from swiftbatch.worker.kernels.layer_specs import NormForm, RecurrentForm, Score
-from swiftbatch.worker.model.architectures.attention_layers import Windows, all_layers
-from swiftbatch.worker.model.architectures.deepseek import LATENT, SCORED_BY_SIGMOID
+from swiftbatch.worker.model.architectures.attention_layers import MLASpec, all_layers
 from swiftbatch.worker.model.architectures.llama_like import BIASED, QK_NORMED, TIED
-from swiftbatch.worker.model.architectures.moe import GRANITE_EXPERTS, GRANITE_MOE, GRANITE_SHARED, SPARSE_KEYS
+from swiftbatch.worker.model.architectures.moe import (
+    GRANITE_EXPERTS,
+    GRANITE_MOE,
+    GRANITE_SHARED,
+    SCORED_BY_SIGMOID,
+    SPARSE_KEYS,
+)
 from swiftbatch.worker.model.architectures.moe_layers import (
     FusedNames,
     MoESpec,
@@ -65,10 +70,6 @@ def _queries_to_gates(shape: RecurrentShape) -> list[int]:
     return _by_key_heads(shape, (shape.key_dim, shape.key_dim, values, values))
 
 
-def _betas_and_steps(shape: RecurrentShape) -> list[int]:
-    return _by_key_heads(shape, (shape.num_heads // shape.num_key_heads,) * 2)
-
-
 def _next_layers(config: Config) -> list[str]:
     interval = config.get("full_attention_interval") or 4
     numbers = range(1, (config.get("num_hidden_layers") or 0) + 1)
@@ -95,7 +96,10 @@ JOINT_DELTA_NET = replace(
     DELTA_NET,
     layer_classes=("Qwen3NextGatedDeltaNet",),
     linears={"in_proj_qkvz": ("inputs", "gates"), "in_proj_ba": ("betas", "steps"), **OUTPUT},
-    orders={"in_proj_qkvz": _queries_to_gates, "in_proj_ba": _betas_and_steps},
+    orders={
+        "in_proj_qkvz": _queries_to_gates,
+        "in_proj_ba": lambda shape: _by_key_heads(shape, (shape.num_heads // shape.num_key_heads,) * 2),
+    },
 )
 QWEN35 = replace(QK_NORMED, norm_form=NormForm.ONE_MORE, partial_rotary_factor=0.25, gates_heads=True, mixer=DELTA_NET)
 SHARED_EXPERT = MoESpec(
@@ -120,11 +124,10 @@ def _mamba_shape(config: Config, num_layers: int) -> RecurrentShape:
 
 
 def _nemotron_shape(config: Config, num_layers: int) -> RecurrentShape:
-    heads, groups = (
-        (config["mamba_num_heads"], config["mamba_head_dim"]),
-        (config["n_groups"], config["ssm_state_size"]),
+    groups = config["n_groups"], config["ssm_state_size"]
+    return _shape_of_groups(
+        num_layers, config["mamba_num_heads"], config["mamba_head_dim"], groups, config["conv_kernel"]
     )
-    return _shape_of_groups(num_layers, *heads, groups, config["conv_kernel"])
 
 
 def _shape_of_groups(
@@ -142,10 +145,6 @@ def _bamba_layers(config: Config) -> list[str]:
 
 def by_their_names(config: Config) -> frozenset[int]:
     return frozenset(number for number, each in enumerate(listed_layers(config) or ()) if each in EXPERTS_ALONE)
-
-
-def nope_if_said(config: Config, windows: Windows) -> frozenset[int]:
-    return all_layers(config, windows) if config["position_embedding_type"] == "nope" else frozenset()
 
 
 def _with_count(config: Config) -> dict[str, Any]:
@@ -238,10 +237,6 @@ def lfm2_width(config: Config) -> int:
         width = int(config["block_ffn_dim_multiplier"] * width)
         width = -(-width // multiple) * multiple
     return width
-
-
-def behind_the_dense_ones(config: Config) -> frozenset[int]:
-    return behind_the_first(config, "num_dense_layers")
 
 
 LFM2_MLP = {"gate": "w1", "up": "w3", "down": "w2"}
@@ -363,7 +358,9 @@ HYBRIDS: dict[str, ArchitectureSpec] = {
         GRANITE_MOE,
         names=GRANITE_SHARED,
         intermediate_key="shared_intermediate_size",
-        nope=nope_if_said,
+        nope=lambda config, windows: (
+            frozenset(range(len(windows))) if config["position_embedding_type"] == "nope" else frozenset()
+        ),
         experts=replace(GRANITE_EXPERTS, shared_width="shared_intermediate_size", may_be_none=True),
         mixer=MAMBA,
         unlisted_layers=lambda config: ["mamba"] * (config.get("num_hidden_layers") or 0),
@@ -372,7 +369,7 @@ HYBRIDS: dict[str, ArchitectureSpec] = {
         known_keys=("layers_block_type",),
     ),
     "kimi_linear": ArchitectureSpec(
-        latent=LATENT,
+        latent=MLASpec(),
         experts=SCORED_BY_SIGMOID,
         mixer=MixerSpec(
             "delta attention (KDA)",
@@ -392,7 +389,7 @@ HYBRIDS: dict[str, ArchitectureSpec] = {
         width=None,
         experts=MoESpec(
             Score.SIGMOID,
-            behind_the_dense_ones,
+            lambda config: behind_the_first(config, "num_dense_layers"),
             names=MoETensorNames(
                 router="feed_forward.gate.weight",
                 each={role: f"feed_forward.experts.{{}}.{name}.weight" for role, name in LFM2_MLP.items()},

@@ -1,4 +1,4 @@
-"""Dense decoders: Llama, Mistral, Qwen2, Qwen3, Phi, GLM, OLMo, Cohere, Granite and others. Without torch."""
+"""Dense decoders: Llama, Mistral, Qwen2, Qwen3, Gemma, Phi, GLM, OLMo, Cohere, Granite and others. Without torch."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from swiftbatch.worker.model.architectures.attention_layers import (
     without_windows_if_said,
 )
 from swiftbatch.worker.model.architectures.spec import (
+    ACTIVATIONS,
     ALWAYS,
     BEHIND,
     IN_FRONT,
@@ -32,7 +33,7 @@ from swiftbatch.worker.model.architectures.spec import (
     GGUFSpec,
     WindowAngles,
 )
-from swiftbatch.worker.model.config_values import POSITIVE, SWITCH, Config, list_of_layers, switch_of
+from swiftbatch.worker.model.config_values import SIZE, SWITCH, Config, list_of_layers
 
 SIDE_BY_SIDE = "its norms subtract means, and its layers attend and feed forward side by side"
 FUSED_QUERIES = dict.fromkeys(("query", "key", "value"), "self_attn.qkv_proj")
@@ -79,11 +80,43 @@ HUNYUAN = replace(
     ),
     rules=NULL_HEADS,
 )
+GEMMA_NORMS = {"mlp_norm": "pre_feedforward_layernorm", "input_norm": "input_layernorm"}
+SOFTCAPS = {"scores": "attn_logit_softcapping", "logits": "final_logit_softcapping"}
+SCORE_RULE = {"query_pre_attn_scalar": SIZE}
+GEMMA3_PATTERN = 6  # every sixth layer of Gemma 3 has no window
+GEMMA = ArchitectureSpec(
+    "attention_bias", "attention_bias", norm_form=NormForm.ONE_MORE, scales_by_width=True, defaults=TIED
+)
+GEMMA2 = replace(
+    GEMMA,
+    norms=GEMMA_NORMS | BEHIND,
+    activation_key="hidden_activation",
+    scales={"score_width": "query_pre_attn_scalar"},
+    caps=SOFTCAPS,
+    windows=TypesOrPattern(2, None),
+    known_keys=("sliding_window_size",),
+    rules=SCORE_RULE,
+)
+
+GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
+GEMMA2_GGUF = GGUFSpec(
+    "gemma2",
+    GELU,
+    said=WINDOW | {key: key for key in SOFTCAPS.values()},
+    unsaid={"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    names={
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    completed=lambda config: {"query_pre_attn_scalar": _score_width(config, num_layers_of_largest=46)},
+    has_raised_norms=True,
+)
 
 
 def where_switched_on(config: Config) -> Windows:
     """Return Qwen's windows if `use_sliding_window` is true, otherwise none."""
-    is_on = switch_of({"use_sliding_window": False} | dict(config), "use_sliding_window")
+    is_on = SWITCH.of({"use_sliding_window": False} | dict(config), "use_sliding_window")
     if not is_on and not isinstance(config.get("sliding_window"), int | None):
         raise ValueError(f"its sliding_window is {config['sliding_window']!r:.80}")
     if config.get("layer_types"):
@@ -100,13 +133,24 @@ def by_no_rope_layers(config: Config, windows: Windows) -> frozenset[int]:
     return frozenset(number for number, is_turned in enumerate(turns) if not is_turned)
 
 
-def _mistral_if_windowed(config: dict[str, Any]) -> dict[str, Any]:
-    return {"model_type": "mistral"} if config["sliding_window"] else {"sliding_window": None}
-
-
 def _smollm3_of_gguf(config: dict[str, Any]) -> dict[str, Any]:
     turned = [int(number % NOPE_LAYERS != 0) for number in range(1, config["num_hidden_layers"] + 1)]
     return {"no_rope_layers": turned, "no_rope_layer_interval": NOPE_LAYERS}
+
+
+def _score_width(config: dict[str, Any], num_layers_of_largest: int) -> int:
+    """Return the number whose square root divides queries.
+
+    In the largest model it is `hidden_size / num_attention_heads`.
+    """
+    is_largest = config["num_hidden_layers"] == num_layers_of_largest
+    return int(config["hidden_size"] // config["num_attention_heads"] if is_largest else config["head_dim"])
+
+
+def _gemma3_of_gguf(config: dict[str, Any]) -> dict[str, Any]:
+    numbers = range(1, config["num_hidden_layers"] + 1)
+    types = ["sliding_attention" if number % GEMMA3_PATTERN else "full_attention" for number in numbers]
+    return {"query_pre_attn_scalar": _score_width(config, num_layers_of_largest=62), "layer_types": types}
 
 
 LLAMA_LIKE: dict[str, ArchitectureSpec] = {
@@ -143,13 +187,48 @@ LLAMA_LIKE: dict[str, ArchitectureSpec] = {
         nope=without_windows_if_said,
         known_keys=("sliding_window_pattern",),
     ),
+    "gemma": replace(
+        GEMMA,
+        activations={**ACTIVATIONS, "gelu": Activation.GELU_TANH},
+        gguf=GGUFSpec("gemma", GELU, has_raised_norms=True),
+    ),
+    "gemma2": replace(GEMMA2, gguf=GEMMA2_GGUF),
+    "gemma3_text": replace(
+        GEMMA2,
+        has_qk_norms=True,
+        windows=TypesOrPattern(GEMMA3_PATTERN),
+        window_angles=WindowAngles(1e6, 1e4, "rope_local_base_freq"),
+        known_keys=("_sliding_window_pattern", "sliding_window_pattern"),
+        defaults={
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "max_position_embeddings": 131_072,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "query_pre_attn_scalar": 256,
+            "rms_norm_eps": 1e-6,
+            "sliding_window": 4096,
+            "tie_word_embeddings": True,
+            "vocab_size": 262_208,
+        },
+        rules=SCORE_RULE | PATTERN_RULE,
+        nested_in=("gemma3",),
+        gguf=replace(
+            GEMMA2_GGUF,
+            name="gemma3",
+            unsaid=dict.fromkeys(SOFTCAPS.values()),
+            completed=_gemma3_of_gguf,
+            local_base="rope.freq_base_swa",
+        ),
+    ),
     "glm": GLM,
     "glm4": replace(
         GLM, norms=IN_FRONT | {"output_norm": "post_self_attn_layernorm", "down_norm": "post_mlp_layernorm"}
     ),
     "gpt_neox": ArchitectureSpec(
         epsilon_key="layer_norm_eps",
-        rules={"rotary_emb_base": POSITIVE, "use_parallel_residual": SWITCH},
         kernels_lack=SIDE_BY_SIDE,
     ),
     "granite": replace(
@@ -181,7 +260,7 @@ LLAMA_LIKE: dict[str, ArchitectureSpec] = {
             SILU | NO_BIASES,
             said=WINDOW,
             unsaid={"sliding_window": 0},
-            completed=_mistral_if_windowed,
+            completed=lambda said: {"model_type": "mistral"} if said["sliding_window"] else {"sliding_window": None},
             has_paired_heads=True,
         ),
     ),
@@ -191,14 +270,12 @@ LLAMA_LIKE: dict[str, ArchitectureSpec] = {
         windows=window_in_all_layers, rules=NULL_WIDTH, nested_in=("mistral3",), is_taken_over=True
     ),
     "olmo": ArchitectureSpec(
-        rules=NULL_HEADS | {"clip_qkv": POSITIVE.or_null()},
+        rules=NULL_HEADS,
         kernels_lack="its norms have no weights, and subtract means",
     ),
     "olmo2": OLMO2,
     "olmo3": replace(OLMO2, windows=TypesOrPattern(4, None), window_angles=WindowAngles(5e5, 5e5)),
-    "phi": ArchitectureSpec(
-        epsilon_key="layer_norm_eps", rules=NULL_HEADS | {"qk_layernorm": SWITCH}, kernels_lack=SIDE_BY_SIDE
-    ),
+    "phi": ArchitectureSpec(epsilon_key="layer_norm_eps", rules=NULL_HEADS, kernels_lack=SIDE_BY_SIDE),
     "phi3": ArchitectureSpec(
         partial_rotary_factor=1.0,
         names=FUSED_QUERIES | FUSED_GATES,
@@ -261,4 +338,5 @@ LLAMA_LIKE: dict[str, ArchitectureSpec] = {
         known_keys=("layer_norm_epsilon",),
         defaults=TIED,
     ),
+    "vaultgemma": replace(GEMMA2, norms=GEMMA_NORMS),
 }

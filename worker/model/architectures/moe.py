@@ -1,4 +1,7 @@
-"""Decoders with experts: Mixtral, Qwen's, gpt-oss, GLM, MiniMax, Granite, Cohere, OLMo and others. Without torch."""
+"""Decoders with experts: Mixtral, DeepSeek, Qwen's, gpt-oss, GLM, MiniMax, Granite, Cohere and others. Without torch.
+
+DeepSeek's have latent attention (MLA), too. Kimi K2 is DeepSeek V3.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from dataclasses import replace
 
 from swiftbatch.worker.kernels.layer_specs import NormForm, Score
 from swiftbatch.worker.model.architectures.attention_layers import (
+    MLASpec,
     Windows,
     by_layer_types,
     from_max_window_layers,
@@ -14,7 +18,6 @@ from swiftbatch.worker.model.architectures.attention_layers import (
     without_windows,
     without_windows_if_said,
 )
-from swiftbatch.worker.model.architectures.deepseek import SCORED_BY_SIGMOID, SHARED
 from swiftbatch.worker.model.architectures.llama_like import BIASED, COHERE, GRANITE, HUNYUAN, OLMO2, QK_NORMED, TIED
 from swiftbatch.worker.model.architectures.moe_layers import (
     ROLES,
@@ -39,15 +42,33 @@ from swiftbatch.worker.model.architectures.spec import (
 from swiftbatch.worker.model.config_values import (
     COUNT,
     LAST_LAYER,
-    NOT_NEGATIVE,
     POSITIVE,
     SIZE,
     SOME_LAYERS,
-    SWITCH,
     Config,
-    integer_of,
 )
 
+SHARED = mlp_linears("mlp.shared_experts")
+SCORED_BY_SIGMOID = MoESpec(
+    Score.SIGMOID,
+    behind_the_first,
+    names=MoETensorNames(choice_bias="mlp.gate.e_score_correction_bias", shared=SHARED),
+    normalises="norm_topk_prob",
+    least_sum=1e-20,
+    scale="routed_scaling_factor",
+    groups=("n_group", "topk_group"),
+    rounds_logits=False,
+    rounds_weights=False,
+    num_shared="n_shared_experts",
+    keys={"first_k_dense_replace": SOME_LAYERS},
+    one_meaning={"moe_layer_freq": (1,), "ep_size": (1,)},
+)
+WITHOUT_BIASES = SCORED_BY_SIGMOID.one_meaning | {"attention_bias": (False,), "mlp_bias": (False,)}
+DEEPSEEK_V3 = ArchitectureSpec(
+    latent=MLASpec("rope_interleave"),
+    experts=replace(SCORED_BY_SIGMOID, one_meaning=WITHOUT_BIASES),
+    known_keys=("aux_loss_alpha", "num_mtp_layers"),
+)
 PLAIN = MoESpec(Score.SOFTMAX, experts_in_all_layers, "intermediate_size")
 MIXTRAL = "block_sparse_moe"
 OF_MIXTRAL = {role: f"{MIXTRAL}.experts.{{}}.w{number}.weight" for role, number in zip(ROLES, (1, 3, 2), strict=True)}
@@ -117,25 +138,14 @@ def by_thetas(config: Config, windows: Windows) -> frozenset[int]:
 
 def between(config: Config) -> frozenset[int]:
     """Return Ernie's layers with experts: every `moe_layer_interval`-th one between the first and the last."""
-    step, first = integer_of(config, "moe_layer_interval"), integer_of(config, "moe_layer_start_index", least=0)
-    last = integer_of({"moe_layer_end_index": -1} | dict(config), "moe_layer_end_index", least=-1)
+    step, first = SIZE.of(config, "moe_layer_interval"), COUNT.of(config, "moe_layer_start_index")
+    last = LAST_LAYER.of({"moe_layer_end_index": -1} | dict(config), "moe_layer_end_index")
     last = config["num_hidden_layers"] - 1 if last == -1 else last
     return frozenset(each for each in range(first, last + 1) if (each + 1) % step == 0) & experts_in_all_layers(config)
 
 
 MIXTURES: dict[str, ArchitectureSpec] = {
-    "afmoe": ArchitectureSpec(
-        rules=NULL_HEADS
-        | {
-            "global_attn_every_n_layers": COUNT.or_null(),
-            "moe_intermediate_size": SIZE,
-            "mup_enabled": SWITCH,
-            "num_dense_layers": SOME_LAYERS,
-            "num_shared_experts": COUNT,
-            "route_scale": POSITIVE,
-        },
-        kernels_lack="its attention has gates",
-    ),
+    "afmoe": ArchitectureSpec(rules=NULL_HEADS, kernels_lack="its attention has gates"),
     "cohere2_moe": replace(
         COHERE,
         windows=by_layer_types,
@@ -158,6 +168,24 @@ MIXTURES: dict[str, ArchitectureSpec] = {
             keys={"first_k_dense_replace": SOME_LAYERS, "prefix_dense_sliding_window_pattern": COUNT},
         ),
     ),
+    "deepseek_v2": replace(
+        DEEPSEEK_V3,
+        latent=MLASpec(),
+        rounds_angles=False,
+        experts=replace(
+            SCORED_BY_SIGMOID,
+            score=Score.SOFTMAX,
+            names=MoETensorNames(shared=SHARED),
+            normalises=False,
+            least_sum=0.0,
+            grouping=("topk_method", "group_limited_greedy"),
+            num_best_of_group=1,
+            one_meaning=WITHOUT_BIASES
+            | {"topk_method": ("greedy", "group_limited_greedy"), "norm_topk_prob": (False,)},
+        ),
+        rules=NULL_HEADS,
+    ),
+    "deepseek_v3": replace(DEEPSEEK_V3, rules=NULL_HEADS, aliases=("kimi_k2",), nested_in=("kimi_k25",)),
     "dots1": replace(QK_NORMED, windows=by_layer_types_if_said, rules=NULL_HEADS, experts=SCORED_BY_SIGMOID),
     "ernie4_5_moe": ArchitectureSpec(
         "use_bias",
@@ -197,6 +225,15 @@ MIXTURES: dict[str, ArchitectureSpec] = {
     "flex_olmo": replace(OLMO2, experts=replace(PLAIN, normalises="norm_topk_prob")),
     "glm4_moe": ArchitectureSpec(
         "attention_bias", qk_norms_key="use_qk_norm", partial_rotary_factor=0.5, experts=SCORED_BY_SIGMOID
+    ),
+    "glm4_moe_lite": replace(
+        DEEPSEEK_V3,
+        experts=replace(
+            SCORED_BY_SIGMOID,
+            layers=SparseOr(all_but_the_first),
+            keys={},
+            one_meaning=WITHOUT_BIASES | {"first_k_dense_replace": (1,)},
+        ),
     ),
     "gpt_oss": replace(
         BIASED,
@@ -263,24 +300,9 @@ MIXTURES: dict[str, ArchitectureSpec] = {
             num_shared="num_shared_experts",
         ),
     ),
-    "laguna": ArchitectureSpec(
-        rules={
-            "moe_apply_router_weight_on_input": SWITCH,
-            "moe_intermediate_size": SIZE,
-            "moe_routed_scaling_factor": POSITIVE,
-            "moe_router_logit_softcapping": NOT_NEGATIVE,
-            "shared_expert_intermediate_size": COUNT,
-        },
-        kernels_lack="its attention has gates, and its layers different numbers of heads",
-    ),
+    "laguna": ArchitectureSpec(kernels_lack="its attention has gates, and its layers different numbers of heads"),
     "llama4_text": ArchitectureSpec(
-        rules=dict.fromkeys(("attention_chunk_size", "floor_scale", "intermediate_size_mlp"), SIZE)
-        | dict.fromkeys(("interleave_moe_layer_step", "no_rope_layer_interval"), SIZE)
-        | dict.fromkeys(("attn_temperature_tuning", "use_qk_norm"), SWITCH)
-        | {"attn_scale": NOT_NEGATIVE, "moe_layers": COUNT.list_of().or_null()},
-        nested_in=("llama4",),
-        kernels_lack="its layers have experts and chunks",
-        attends_in_chunks=True,
+        nested_in=("llama4",), kernels_lack="its layers have experts and chunks", attends_in_chunks=True
     ),
     "mellum": replace(
         QK_NORMED,

@@ -16,10 +16,8 @@ from swiftbatch.worker.model.config_values import (
     SWITCH,
     Config,
     KeyRule,
-    integer_of,
     list_of_layers,
     number_of,
-    switch_of,
 )
 
 MoELayers = Callable[[Config], frozenset[int]]
@@ -102,14 +100,14 @@ def experts_in_all_layers(config: Config) -> frozenset[int]:
 
 def in_each_so_many(config: Config) -> frozenset[int]:
     """Return the layers with experts: every `decoder_sparse_step`-th one."""
-    step, without = integer_of(config, "decoder_sparse_step"), config.get("mlp_only_layers") or []
+    step, without = SIZE.of(config, "decoder_sparse_step"), config.get("mlp_only_layers") or []
     if not isinstance(without, list):
         raise ValueError(f"its mlp_only_layers are {without!r:.80}")
     return frozenset(each for each in experts_in_all_layers(config) if (each + 1) % step == 0) - set(without)
 
 
 def behind_the_first(config: Config, key: str = "first_k_dense_replace") -> frozenset[int]:
-    first = integer_of(config, key, least=0)
+    first = COUNT.of(config, key)
     return frozenset(each for each in experts_in_all_layers(config) if each >= first)
 
 
@@ -186,7 +184,7 @@ def read_moe(config: Config, form: MoESpec | None) -> MoEConfig | None:
         num_experts=_agreed(config, COUNT_KEYS),
         num_chosen=_agreed(config, CHOSEN_KEYS),
         score=form.score,
-        is_normalised=form.normalises if isinstance(form.normalises, bool) else switch_of(config, form.normalises),
+        is_normalised=form.normalises if isinstance(form.normalises, bool) else SWITCH.of(config, form.normalises),
         least_sum=_number(config, form.least_sum),
         scale=_number(config, form.scale, 1.0),
         num_groups=groups[0],
@@ -212,7 +210,7 @@ def read_moe(config: Config, form: MoESpec | None) -> MoEConfig | None:
 def _groups(config: Config, form: MoESpec) -> tuple[int, int]:
     if form.groups is None or (form.grouping is not None and config.get(form.grouping[0]) != form.grouping[1]):
         return 1, 1
-    number, chosen = (int(number_of(config, key)) for key in form.groups)
+    number, chosen = (SIZE.of(config, key) for key in form.groups)
     return number, chosen
 
 
@@ -237,11 +235,12 @@ def _shared_width(config: Config, form: MoESpec, width: int) -> int:
         return _width(config, form.shared_width) if config[form.shared_width] != 0 else 0
     if form.num_shared is None or not config[form.num_shared]:
         return 0
-    return width * int(number_of(config, form.num_shared))
+    return width * int(SIZE.of(config, form.num_shared))
 
 
 def _width(config: Config, key: str) -> int:
-    if (width := integer_of(config, key)) % LANES:
+    width: int = SIZE.of(config, key)
+    if width % LANES:
         raise ValueError(f"its {key} is {width}, no multiple of {LANES}")
     return width
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swiftbatch.worker.kernels.layer_specs import RecurrentForm, RecurrentSizes
-from swiftbatch.worker.model.config_values import POSITIVE, SWITCH, Config, KeyRule, number_of, numbers_of, switch_of
+from swiftbatch.worker.model.config_values import POSITIVE, SWITCH, Config, KeyRule, number_of
 
 # names that configs use for types of layers
 ATTENDING = {"attention", "full_attention", "sliding_attention", "chunked_attention", "hybrid", "*"}
@@ -137,6 +137,7 @@ def read_recurrent_layers(
         return None
     if shape is None:
         raise ValueError("the sizes of its states are left to a default")
+    scales = None if spec.part_scales is None else POSITIVE.list_of(NUM_PARTS).of(config, spec.part_scales)
     return RecurrentConfig(
         spec,
         shape,
@@ -145,7 +146,7 @@ def read_recurrent_layers(
         frozenset(number for number, each in enumerate(types) if each in ATTENDING),
         _is_said(config, spec.bias),
         _is_said(config, spec.tap_bias),
-        None if spec.part_scales is None else tuple(numbers_of(config, spec.part_scales, NUM_PARTS)),
+        scales and tuple(map(float, scales)),
     )
 
 
@@ -171,7 +172,7 @@ def _sizes(config: Config, spec: MixerSpec, shape: RecurrentShape) -> RecurrentS
 
 
 def _has_norm(config: Config, spec: MixerSpec) -> bool:
-    has_norm = spec.norm is None or switch_of(config, spec.norm)
+    has_norm = spec.norm is None or SWITCH.of(config, spec.norm)
     if has_norm and _is_said(config, spec.norm_in_front):
         raise ValueError(f"its {spec.norm_in_front} is True")
     return has_norm
@@ -188,4 +189,4 @@ def _time_step_limits(config: Config, spec: MixerSpec) -> tuple[float, float]:
 
 
 def _is_said(config: Config, key: str | None) -> bool:
-    return key is not None and switch_of(config, key)
+    return key is not None and bool(SWITCH.of(config, key))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,10 +39,6 @@ NO_BIASES = {"attention_bias": False, "mlp_bias": False}
 WINDOW = {"attention.sliding_window": "sliding_window"}
 
 
-def none_more(config: Config) -> dict[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True)
 class GGUFSpec:
     """An architecture as llama.cpp writes it into GGUF files."""
@@ -52,7 +48,7 @@ class GGUFSpec:
     said: Mapping[str, str] = field(default_factory=dict)  # key of the metadata -> key of the config
     unsaid: Mapping[str, Any] = field(default_factory=dict)  # defaults for `said` keys that the metadata lacks
     names: Mapping[str, str] = field(default_factory=dict)  # tensor names that differ from Llama's
-    completed: Callable[[dict[str, Any]], dict[str, Any]] = none_more  # adds keys that follow from others
+    completed: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: {}  # adds keys that follow from others
     local_base: str | None = None  # key of the rotary base of layers with windows
     turns_parts: bool = False  # rotary positions may apply to only a part of each head
     has_paired_heads: bool = False  # rows of queries and keys that form a rotary pair are adjacent
@@ -70,14 +66,6 @@ class WindowAngles:
 
     def theta(self, layers: str) -> float:
         return self.windowed if IS_WINDOWED[layers] else self.full
-
-
-def none_named(config: Config) -> list[str] | None:
-    return None
-
-
-def no_faults(config: Config) -> Iterator[str]:
-    yield from ()
 
 
 @dataclass(frozen=True)
@@ -138,14 +126,14 @@ class ArchitectureSpec:
     experts: MoESpec | None = None
     mixer: MixerSpec | None = None  # layers with a mixer instead of attention or beside it
     latent: MLASpec | None = None  # heads share one latent vector per position
-    unlisted_layers: Callable[[Config], list[str] | None] = none_named  # finds types of unlisted layers
+    unlisted_layers: Callable[[Config], list[str] | None] = lambda config: None  # finds types of unlisted layers
 
     # keys of its config
     one_meaning: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # key -> its only supported values
     known_keys: tuple[str, ...] = ()  # prefixes of more keys that are read or do not change the forward
     defaults: Mapping[str, Any] = field(default_factory=dict)  # the class's defaults, which published configs rely on
     rules: Mapping[str, KeyRule | None] = field(default_factory=dict)  # rules of other keys; None if a key is not read
-    faults: Callable[[Config], Iterator[str]] = no_faults  # yields more faults, one line each
+    faults: Callable[[Config], Iterable[str]] = lambda config: ()  # yields more faults, one line each
     view: Callable[[Config], dict[str, Any]] = dict  # returns its config with the usual keys
     defaults_head_dim: bool = False  # its class in transformers has a default `head_dim`
 
@@ -200,7 +188,7 @@ class ArchitectureSpec:
         rules |= dict.fromkeys((self.epsilon_key, *self.scales.values(), windowed), POSITIVE)
         rules |= dict.fromkeys(self.caps.values(), POSITIVE.or_null())
         rules |= {key: POSITIVE.list_of(len(names)) for key, names in self.scale_lists.items()}
-        rules |= {self.thetas_key: None}  # `PER_LAYER` has the rule for `PER_LAYER` has
+        rules |= {self.thetas_key: None}  # `PER_LAYER` has its rule
         for part in (self.experts, self.mixer, self.latent):
             rules |= part.rules() if part else {}
         return {key: rule for key, rule in rules.items() if isinstance(key, str) and key != ALWAYS}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from swiftbatch.worker.model.config_values import shown
 from swiftbatch.worker.model.formats.contract import (
+    WHERE,
     WHOLE,
     Format,
     FormatError,
@@ -23,14 +24,16 @@ from swiftbatch.worker.model.formats.contract import (
     part,
     positive,
     refuse_unknown,
+    scale_shapes,
+    two_sizes,
 )
-from swiftbatch.worker.model.formats.float_rows import MXFP4_GROUP, NVFP4_GROUP, FloatScheme, MXFP4Scheme, NVFP4Scheme
-from swiftbatch.worker.model.gguf.header import PackedKind
-
-if TYPE_CHECKING:
-    import torch
-
-    from swiftbatch.worker.kernels.quantized_weights import Weight
+from swiftbatch.worker.model.formats.float_formats import (
+    MXFP4_GROUP,
+    NVFP4_GROUP,
+    FloatScheme,
+    MXFP4Scheme,
+    NVFP4Scheme,
+)
 
 SCALES = ("BF16", "F16", "F32")
 WORD = 32  # bits
@@ -41,25 +44,16 @@ class ByteScheme:
     """`weight` of int8, with scales and zero points for the whole matrix, for rows or for groups."""
 
     group: int | None
-    numbers: str = "int8"
 
-    def shape(self, heads: Mapping[str, StoredTensor]) -> tuple[int, ...]:
+    def head(self, heads: Mapping[str, StoredTensor]) -> StoredTensor:
         only(heads, WHOLE, "scale", "zero_point")
         rows, depth = matrix_shape(part(heads, WHOLE, "I8"))
         scales = part(heads, "scale", *SCALES).shape
         fits("scale", scales, *scale_shapes(rows, depth, self.group))
         if "zero_point" in heads:
             fits("zero_point", part(heads, "zero_point", "I8").shape, scales)
-        return rows, depth
-
-    def form(self, heads: Mapping[str, StoredTensor]) -> PackedKind | None:
-        is_centred = "zero_point" not in heads
-        return form_of_integers(8, self.shape(heads)[1], self.group, heads["scale"].dtype, is_centred)
-
-    def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
-        from swiftbatch.worker.model.formats.dequantization import byte_weight
-
-        return byte_weight(parts, self.group, dtype)
+        form = form_of_integers(8, depth, self.group, heads["scale"].dtype, is_centred="zero_point" not in heads)
+        return StoredTensor("int8", (rows, depth), form)
 
 
 @dataclass(frozen=True)
@@ -70,11 +64,7 @@ class PackedScheme:
     group: int | None
     is_symmetric: bool
 
-    @property
-    def numbers(self) -> str:
-        return f"int{self.bits}"
-
-    def shape(self, heads: Mapping[str, StoredTensor]) -> tuple[int, ...]:
+    def head(self, heads: Mapping[str, StoredTensor]) -> StoredTensor:
         only(heads, "packed", "scale", "zero_point", "shape", "g_idx")
         rows, words = matrix_shape(part(heads, "packed", "I32"))
         scales = part(heads, "scale", *SCALES).shape
@@ -87,13 +77,8 @@ class PackedScheme:
             raise FormatError(f"it has {'' if self.is_symmetric else 'no '}zero_point, unlike its config says")
         if not self.is_symmetric:
             self._check_zeros(heads, rows, scales)
-        return rows, depth
-
-    def form(self, heads: Mapping[str, StoredTensor]) -> PackedKind | None:
-        if "g_idx" in heads:
-            return None
-        scales = heads["scale"].dtype
-        return form_of_integers(self.bits, self.shape(heads)[1], self.group, scales, self.is_symmetric)
+        form = form_of_integers(self.bits, depth, self.group, heads["scale"].dtype, self.is_symmetric)
+        return StoredTensor(f"int{self.bits}", (rows, depth), None if "g_idx" in heads else form)
 
     def _depth(self, words: int, scales: tuple[int, ...]) -> int:
         most = words * WORD // self.bits
@@ -105,20 +90,6 @@ class PackedScheme:
         zeros = part(heads, "zero_point", "I32", "I8")
         packed = (-(-rows * self.bits // WORD), scales[-1] if len(scales) == 2 else 1)
         fits("zero_point", zeros.shape, *([packed] if zeros.dtype == "I32" else [scales]))
-
-    def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
-        from swiftbatch.worker.model.formats.dequantization import packed_weight
-
-        return packed_weight(parts, self.bits, self.group, dtype)
-
-
-def scale_shapes(rows: int, depth: int, group: int | None) -> list[tuple[int, ...]]:
-    if group is None:
-        return [(), (1,), (1, 1), (rows,), (rows, 1)]
-    return [(rows, -(-depth // group))]
-
-
-# compressed-tensors: groups of modules, each with its own packing. Without torch.
 
 
 SUFFIXES = {
@@ -139,8 +110,6 @@ OF_WEIGHTS = (
     *("num_bits", "type", "strategy", "symmetric", "group_size", "block_structure", "dynamic", "actorder"),
     *("observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
 )
-PACKED, BYTES, FLOATS = "pack-quantized", "int-quantized", "float-quantized"
-NAIVE, NVFP4, MXFP4, MIXED = "naive-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision"
 PATTERN = "re:"  # prefix of a target that is a regular expression
 CLASSES = ("Linear", "Embedding", "MoE")  # targets that are classes, not names of modules
 
@@ -186,17 +155,8 @@ def _byte_rows(weights: _Weights) -> tuple[str, Scheme]:
 
 def _float_rows(weights: _Weights) -> tuple[str, Scheme]:
     weights.of_type("float", (8,), "tensor", "channel", "block")
-    block = None
-    if weights.strategy == "block":
-        said = weights.said.get("block_structure")
-        if not isinstance(said, list) or len(said) != 2 or not all(type(each) is int and each > 0 for each in said):
-            raise FormatError(f"{weights.where} has block_structure = {said!r:.80}; expected two positive integers")
-        block = (said[0], said[1])
+    block = two_sizes(weights.said, "block_structure", weights.where) if weights.strategy == "block" else None
     return "FP8 (e4m3)", FloatScheme("scale", block)
-
-
-def _either_rows(weights: _Weights) -> tuple[str, Scheme]:
-    return _float_rows(weights) if weights.said.get("type") == "float" else _byte_rows(weights)
 
 
 def _nvfp4(weights: _Weights) -> tuple[str, Scheme]:
@@ -212,22 +172,23 @@ def _mxfp4(weights: _Weights) -> tuple[str, Scheme]:
 
 
 FORMS: dict[str, Callable[[_Weights], tuple[str, Scheme]]] = {
-    PACKED: _packed_rows,
-    BYTES: _byte_rows,
-    FLOATS: _float_rows,
-    NAIVE: _either_rows,
-    NVFP4: _nvfp4,
-    MXFP4: _mxfp4,
+    "pack-quantized": _packed_rows,
+    "int-quantized": _byte_rows,
+    "float-quantized": _float_rows,
+    "naive-quantized": lambda weights: (
+        _float_rows(weights) if weights.said.get("type") == "float" else _byte_rows(weights)
+    ),
+    "nvfp4-pack-quantized": _nvfp4,
+    "mxfp4-pack-quantized": _mxfp4,
 }
 
 
 def read_compressed_tensors(said: Mapping[str, Any]) -> Format:
-    where = "its quantization_config"
-    _refuse_other_compression(said, where)
-    groups = mapping(said.get("config_groups"), f"{where}, config_groups,")
+    _refuse_other_compression(said)
+    groups = mapping(said.get("config_groups"), f"{WHERE}, config_groups,")
     if not groups:
-        raise FormatError(f"{where} has no config_groups")
-    read = [_group(each, said, f"{where}, {shown(name)},") for name, each in groups.items()]
+        raise FormatError(f"{WHERE} has no config_groups")
+    read = [_group(each, said, f"{WHERE}, {shown(name)},") for name, each in groups.items()]
     words = dict.fromkeys(form for _, form, _ in read)
 
     def scheme_of(name: str, heads: Mapping[str, StoredTensor]) -> Scheme | None:
@@ -243,13 +204,13 @@ def read_compressed_tensors(said: Mapping[str, Any]) -> Format:
     return Format("compressed-tensors", "; ".join(words), SUFFIXES, scheme_of)
 
 
-def _refuse_other_compression(said: Mapping[str, Any], where: str) -> None:
+def _refuse_other_compression(said: Mapping[str, Any]) -> None:
     """Raise FormatError for sparse or rotated weights, because the stored weights are not the model's matrices."""
     sparsity = said.get("sparsity_config") or {}
-    if sparsity and mapping(sparsity, f"{where}, sparsity_config,").get("format") not in (None, "dense"):
+    if sparsity and mapping(sparsity, f"{WHERE}, sparsity_config,").get("format") not in (None, "dense"):
         form = f"{sparsity.get('format')!r:.80}"
-        raise FormatError(f"{where} has sparsity_config, {form}; sparse weights are not read here")
-    refuse_unknown(said, (*KNOWN, "sparsity_config"), where)
+        raise FormatError(f"{WHERE} has sparsity_config, {form}; sparse weights are not read here")
+    refuse_unknown(said, (*KNOWN, "sparsity_config"), WHERE)
 
 
 def _group(group: Any, whole: Mapping[str, Any], where: str) -> tuple[list[str], str, Scheme]:

@@ -6,19 +6,15 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from swiftbatch.worker.model.config_values import shown
 from swiftbatch.worker.model.gguf.header import BITS, PackedKind
 
-if TYPE_CHECKING:
-    import torch
-
-    from swiftbatch.worker.kernels.quantized_weights import Weight
-
 # scales of inputs, outputs, keys and values are ignored, because only weights are quantized here
 UNUSED = re.compile(r"\.(?:input|output|q|k|v)_(?:scale|zero_point|global_scale)$")
 ITEM_BITS = {"F64": 64, "I64": 64, "F32": 32, "I32": 32, "BF16": 16, "F16": 16, "I16": 16}  # all others: 8
+WHERE = "its quantization_config"
 WHOLE = "weight"  # the part whose name is that of the whole matrix
 
 
@@ -32,7 +28,7 @@ class StoredTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    form: PackedKind | None = None  # set if the tensor is a matrix that is stored in parts and stays packed
+    form: PackedKind | None = None  # the form in which a quantized matrix stays packed; None if it is dequantized
 
     @property
     def num_numbers(self) -> int:
@@ -46,18 +42,8 @@ class StoredTensor:
 class Scheme(Protocol):
     """The packing of one matrix."""
 
-    @property
-    def numbers(self) -> str:
-        """Return the name of the stored numbers' type."""
-
-    def shape(self, heads: Mapping[str, StoredTensor]) -> tuple[int, ...]:
-        """Return the matrix's shape. Raises FormatError for parts that do not fit."""
-
-    def form(self, heads: Mapping[str, StoredTensor]) -> PackedKind | None:
-        """Return the form in which the matrix stays packed, or None if it is dequantized."""
-
-    def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
-        """Return the matrix in the run's dtype. Raises FormatError for damaged parts."""
+    def head(self, heads: Mapping[str, StoredTensor]) -> StoredTensor:
+        """Return the whole matrix, described by its parts. Raises FormatError for parts that do not fit."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +88,13 @@ def matrix_shape(head: StoredTensor) -> tuple[int, int]:
     if len(head.shape) != 2 or 0 in head.shape:
         raise FormatError(f"it is stored in the shape {list(head.shape)}; expected a matrix")
     return head.shape[0], head.shape[1]
+
+
+def scale_shapes(rows: int, depth: int, group: int | None) -> list[tuple[int, ...]]:
+    """Return the shapes that scales of a matrix may have; without groups, they are of rows or of the whole matrix."""
+    if group is None:
+        return [(), (1,), (1, 1), (rows,), (rows, 1)]
+    return [(rows, -(-depth // group))]
 
 
 SMALLEST_GROUP = 16  # smaller groups would need more bytes for scales than for codes
@@ -150,15 +143,26 @@ def one_of(said: Mapping[str, Any], key: str, allowed: Collection[Any], where: s
 
 def positive(said: Mapping[str, Any], key: str, where: str) -> int:
     value = said.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 2**31:
+    if not _is_size(value):
         raise FormatError(f"{where} has {key} = {_short(value)}; expected a positive integer")
     return value
+
+
+def two_sizes(said: Mapping[str, Any], key: str, where: str) -> tuple[int, int]:
+    value = said.get(key)
+    if not isinstance(value, list) or len(value) != 2 or not all(map(_is_size, value)):
+        raise FormatError(f"{where} has {key} = {value!r:.80}; expected two positive integers")
+    return value[0], value[1]
 
 
 def mapping(value: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise FormatError(f"{where} is {_short(value)}; expected an object")
     return value
+
+
+def _is_size(value: Any) -> TypeGuard[int]:
+    return type(value) is int and 1 <= value <= 2**31
 
 
 def _short(value: Any) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +18,19 @@ from swiftbatch.worker.kernels.quantized_weights import (
     Weight,
     plain,
 )
-from swiftbatch.worker.model.formats.contract import WHOLE, FormatError, group_that_divides
+from swiftbatch.worker.model.formats.compressed_tensors import ByteScheme, PackedScheme
+from swiftbatch.worker.model.formats.contract import WHOLE, FormatError, Scheme, group_that_divides
+from swiftbatch.worker.model.formats.float_formats import (
+    MXFP4_GROUP,
+    NVFP4_GROUP,
+    ExpertScheme,
+    FloatScheme,
+    MXFP4Scheme,
+    NVFP4Scheme,
+)
+from swiftbatch.worker.model.formats.gptq_awq import AWQScheme, GPTQScheme
 
+Parts = Mapping[str, Tensor]
 CHUNK = 1 << 24  # numbers that are in float32 at the same time
 SPARE_BITS = {4: 0xF, 8: 0xFF}  # by bits of a code: low bits of a scale that must be 0 for exact products
 
@@ -64,7 +76,6 @@ def numbers(scales: Tensor) -> Tensor:
 
 
 # Decodes integer codes of 2 to 8 bits as `(code - zero) * scale`: compressed-tensors, GPTQ and AWQ.
-
 
 ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # index of each column within a word of AWQ
 
@@ -138,18 +149,18 @@ def from_words(words: Tensor, bits: int, num_codes: int) -> Tensor:
     return ((pairs >> shift) & ((1 << bits) - 1)).to(torch.uint8)
 
 
-def byte_weight(parts: Mapping[str, Tensor], group: int | None, dtype: torch.dtype) -> Weight:
+def _bytes(scheme: ByteScheme, parts: Parts, dtype: torch.dtype) -> Weight:
     codes = parts[WHOLE].view(torch.uint8) ^ 128
     rows, depth = codes.shape
     scales = _by_row(numbers(parts["scale"]), rows)
     zeros = torch.full_like(scales, 128, dtype=torch.int16)
     if "zero_point" in parts:
         zeros = _by_row(parts["zero_point"], rows).to(torch.int16) + 128
-    return Integers(codes, zeros, scales, 8, group or depth).weight(dtype)
+    return Integers(codes, zeros, scales, 8, scheme.group or depth).weight(dtype)
 
 
-def packed_weight(parts: Mapping[str, Tensor], bits: int, group: int | None, dtype: torch.dtype) -> Weight:
-    """Raise FormatError."""
+def _packed_rows(scheme: PackedScheme, parts: Parts, dtype: torch.dtype) -> Weight:
+    bits, group = scheme.bits, scheme.group
     rows, words = parts["packed"].shape
     said_rows, depth = parts["shape"].tolist()
     if said_rows != rows or not words - 1 < depth * bits / 32 <= words:
@@ -165,7 +176,7 @@ def packed_weight(parts: Mapping[str, Tensor], bits: int, group: int | None, dty
     return Integers(codes, _zeros(parts, bits, scales), scales, bits, size, group_of).weight(dtype)
 
 
-def _zeros(parts: Mapping[str, Tensor], bits: int, scales: Tensor) -> Tensor:
+def _zeros(parts: Parts, bits: int, scales: Tensor) -> Tensor:
     middle = 1 << (bits - 1)
     stored = parts.get("zero_point")
     if stored is None:
@@ -181,24 +192,22 @@ def _by_row(values: Tensor, rows: int) -> Tensor:
     return values.reshape(-1, 1).expand(rows, 1).contiguous()
 
 
-def gptq_weight(
-    parts: Mapping[str, Tensor], bits: int, group: int | None, zero_is_less: int, dtype: torch.dtype
-) -> Weight:
-    """Raise FormatError."""
+def _gptq(scheme: GPTQScheme, parts: Parts, dtype: torch.dtype) -> Weight:
+    bits = scheme.bits
     scales = numbers(parts["scales"]).T.contiguous()
     num_columns, num_groups = scales.shape
     depth = parts["qweight"].shape[0] * 32 // bits
     codes = from_words(parts["qweight"].T, bits, depth)
-    zeros = from_words(parts["qzeros"], bits, num_columns).T.to(torch.int16) + zero_is_less
-    size = group or depth
+    zeros = from_words(parts["qzeros"], bits, num_columns).T.to(torch.int16) + scheme.zero_is_less
+    size = scheme.group or depth
     group_of = group_index(parts["g_idx"], num_groups, size) if "g_idx" in parts else None
     return Integers(codes, zeros, scales, bits, size, group_of).weight(dtype)
 
 
-def awq_weight(parts: Mapping[str, Tensor], group: int | None, dtype: torch.dtype) -> Weight:
+def _awq(scheme: AWQScheme, parts: Parts, dtype: torch.dtype) -> Weight:
     scales = numbers(parts["scales"]).T.contiguous()
     codes, zeros = (_in_order(parts[name], len(scales)) for name in ("qweight", "qzeros"))
-    return Integers(codes, zeros.to(torch.int16), scales, 4, group or codes.shape[1]).weight(dtype)
+    return Integers(codes, zeros.to(torch.int16), scales, 4, scheme.group or codes.shape[1]).weight(dtype)
 
 
 def _in_order(words: Tensor, num_columns: int) -> Tensor:
@@ -209,23 +218,18 @@ def _in_order(words: Tensor, num_columns: int) -> Tensor:
 
 # Decodes 8-bit and 4-bit floats.
 
-
 NAN = 0x7F  # e4m3's code for NaN, without its sign bit
-
 BIAS = 127  # bias of 8-bit exponents (e8m0)
 
 
-def grid_weight(stored: Tensor, scales: Tensor, block: tuple[int, int] | None, dtype: torch.dtype) -> Weight:
-    """Return a matrix of e4m3 with scales of blocks or rows, or the experts of one tensor.
-
-    Raises FormatError for NaN.
-    """
-    codes, scales = stored.view(torch.uint8), numbers(scales)
+def _floats(scheme: FloatScheme, parts: Parts, dtype: torch.dtype) -> Weight:
+    """Return a matrix, or the experts of one tensor. Raises FormatError for NaN."""
+    codes, scales, block = parts[WHOLE].view(torch.uint8), numbers(parts[scheme.scale]), scheme.block
     if bool(((codes & NAN) == NAN).any()):
         raise FormatError("its codes are not all numbers: the file is damaged")
     if codes.dim() == 2:
         return _matrix(codes, scales, block, dtype)
-    whole = torch.empty(stored.shape, dtype=dtype)
+    whole = torch.empty(codes.shape, dtype=dtype)
     for expert, each in enumerate(codes):
         whole[expert] = plain(_matrix(each, scales[expert], block, dtype))
     return whole
@@ -238,31 +242,40 @@ def _matrix(codes: Tensor, scales: Tensor, block: tuple[int, int] | None, dtype:
     return scaled("e4m3", codes, scales[torch.arange(rows) // block[0]], block[1], dtype)
 
 
-def nvfp4_weight(codes: Tensor, scales: Tensor, whole: Tensor, is_divided: bool, dtype: torch.dtype) -> Weight:
-    """Return a matrix whose group scales are multiplied or divided by the common scale.
-
-    Raises FormatError if a scale is not finite.
-    """
-    groups, one = numbers(scales), numbers(whole).reshape(())
-    together = numbers(groups / one if is_divided else groups * one)
-    return scaled("e2m1", codes, together, codes.shape[1] * 2 // scales.shape[1], dtype)
+def _nvfp4(scheme: NVFP4Scheme, parts: Parts, dtype: torch.dtype) -> Weight:
+    """Return a matrix whose group scales are multiplied or divided by the common scale."""
+    groups, one = numbers(parts["scale"]), numbers(parts[scheme.whole]).reshape(())
+    together = numbers(groups / one if scheme.is_divided else groups * one)
+    return scaled("e2m1", parts[scheme.codes], together, NVFP4_GROUP, dtype)
 
 
-def mxfp4_weight(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Weight:
-    return scaled("e2m1", codes, powers(exponents), codes.shape[1] * 2 // exponents.shape[1], dtype)
+def _mxfp4(_: MXFP4Scheme, parts: Parts, dtype: torch.dtype) -> Weight:
+    return scaled("e2m1", parts["packed"], _powers(parts["scale"]), MXFP4_GROUP, dtype)
 
 
-def expert_weight(blocks: Tensor, exponents: Tensor, dtype: torch.dtype) -> Weight:
-    """Return the experts stored as `blocks [num_experts, rows, num_groups, 16]`.
-
-    Raises FormatError for a scale of NaN.
-    """
-    codes, scales = blocks.flatten(2).flatten(0, 1), powers(exponents).flatten(0, 1)
-    return PackedExperts("e2m1", codes, scales, dtype, num_experts=len(blocks), is_transposed=True)
+def _experts(_: ExpertScheme, parts: Parts, dtype: torch.dtype) -> Weight:
+    codes, scales = parts["blocks"].flatten(2).flatten(0, 1), _powers(parts["scales"]).flatten(0, 1)
+    return PackedExperts("e2m1", codes, scales, dtype, num_experts=len(parts["blocks"]), is_transposed=True)
 
 
-def powers(exponents: Tensor) -> Tensor:
-    """Raise FormatError."""
+def _powers(exponents: Tensor) -> Tensor:
     if bool((exponents == 255).any()):
         raise FormatError("its scales are not all numbers: the file is damaged")
     return torch.ldexp(torch.ones(exponents.shape), exponents.int() - BIAS)
+
+
+DECODERS: dict[type, Callable[[Any, Parts, torch.dtype], Weight]] = {
+    AWQScheme: _awq,
+    ByteScheme: _bytes,
+    ExpertScheme: _experts,
+    FloatScheme: _floats,
+    GPTQScheme: _gptq,
+    MXFP4Scheme: _mxfp4,
+    NVFP4Scheme: _nvfp4,
+    PackedScheme: _packed_rows,
+}
+
+
+def weight_of(scheme: Scheme, parts: Parts, dtype: torch.dtype) -> Weight:
+    """Return a matrix in the run's dtype. Raises FormatError for damaged parts."""
+    return DECODERS[type(scheme)](scheme, parts, dtype)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from swiftbatch.worker.model.formats.contract import (
+    WHERE,
     Format,
     FormatError,
-    Scheme,
     StoredTensor,
     fits,
     form_of_integers,
@@ -20,12 +20,6 @@ from swiftbatch.worker.model.formats.contract import (
     positive,
     refuse_unknown,
 )
-from swiftbatch.worker.model.gguf.header import PackedKind
-
-if TYPE_CHECKING:
-    import torch
-
-    from swiftbatch.worker.kernels.quantized_weights import Weight
 
 SUFFIXES = {".qweight": "qweight", ".qzeros": "qzeros", ".scales": "scales", ".g_idx": "g_idx"}
 SCALES = ("F16", "BF16", "F32")
@@ -41,11 +35,7 @@ class GPTQScheme:
     zero_is_less: int
     is_shuffled: bool  # groups may be in the order of activations (`desc_act`)
 
-    @property
-    def numbers(self) -> str:
-        return f"int{self.bits}"
-
-    def shape(self, heads: Mapping[str, StoredTensor]) -> tuple[int, ...]:
+    def head(self, heads: Mapping[str, StoredTensor]) -> StoredTensor:
         only(heads, "qweight", "qzeros", "scales", "g_idx")
         words, num_columns = matrix_shape(part(heads, "qweight", "I32"))
         depth = _whole(words * WORD, self.bits)
@@ -54,18 +44,10 @@ class GPTQScheme:
         fits("qzeros", part(heads, "qzeros", "I32").shape, (num_groups, -(-num_columns * self.bits // WORD)))
         if "g_idx" in heads:
             fits("g_idx", part(heads, "g_idx", "I32").shape, (depth,))
-        return num_columns, depth
-
-    def form(self, heads: Mapping[str, StoredTensor]) -> PackedKind | None:
-        if "g_idx" in heads and self.is_shuffled:
-            return None
-        scales = heads["scales"].dtype
-        return form_of_integers(self.bits, self.shape(heads)[1], self.group, scales, is_centred=False)
-
-    def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
-        from swiftbatch.worker.model.formats.dequantization import gptq_weight
-
-        return gptq_weight(parts, self.bits, self.group, self.zero_is_less, dtype)
+        form = form_of_integers(self.bits, depth, self.group, heads["scales"].dtype, is_centred=False)
+        return StoredTensor(
+            f"int{self.bits}", (num_columns, depth), None if "g_idx" in heads and self.is_shuffled else form
+        )
 
 
 @dataclass(frozen=True)
@@ -73,23 +55,15 @@ class AWQScheme:
     """`qweight [depth, num_columns / 8]`: 4 bits per code, with the columns of a word in AWQ's order."""
 
     group: int | None
-    numbers: str = "int4"
 
-    def shape(self, heads: Mapping[str, StoredTensor]) -> tuple[int, ...]:
+    def head(self, heads: Mapping[str, StoredTensor]) -> StoredTensor:
         only(heads, "qweight", "qzeros", "scales")
         depth, words = matrix_shape(part(heads, "qweight", "I32"))
         num_groups = -(-depth // (self.group or depth))
         fits("scales", part(heads, "scales", *SCALES).shape, (num_groups, words * 8))
         fits("qzeros", part(heads, "qzeros", "I32").shape, (num_groups, words))
-        return words * 8, depth
-
-    def form(self, heads: Mapping[str, StoredTensor]) -> PackedKind | None:
-        return form_of_integers(4, self.shape(heads)[1], self.group, heads["scales"].dtype, is_centred=False)
-
-    def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
-        from swiftbatch.worker.model.formats.dequantization import awq_weight
-
-        return awq_weight(parts, self.group, dtype)
+        form = form_of_integers(4, depth, self.group, heads["scales"].dtype, is_centred=False)
+        return StoredTensor("int4", (words * 8, depth), form)
 
 
 def _whole(num_bits: int, bits: int) -> int:
@@ -98,10 +72,8 @@ def _whole(num_bits: int, bits: int) -> int:
     return num_bits // bits
 
 
-# GPTQ: integers of 2, 3, 4 or 8 bits, also with groups in the order of activations (`desc_act`). Without torch.
+# GPTQ: integers of 2, 3, 4 or 8 bits, also with groups in the order of activations (`desc_act`).
 
-
-WHERE = "its quantization_config"
 ZERO_IS_LESS = {None: 1, "": 1, "gptq": 1, "gptq_v2": 0}  # the checkpoint's form -> number to add to stored zero points
 GPTQ_KEYS = (
     *("quant_method", "bits", "group_size", "desc_act", "static_groups", "sym", "true_sequential", "damp_percent"),
@@ -121,19 +93,16 @@ def read_gptq(said: Mapping[str, Any]) -> Format:
         said, "format", tuple(ZERO_IS_LESS), WHERE
     )
     scheme = GPTQScheme(bits, group_size(said), ZERO_IS_LESS[form], bool(said.get("desc_act")))
-
-    def scheme_of(_: str, heads: Mapping[str, StoredTensor]) -> Scheme | None:
-        return scheme if "qweight" in heads else None
-
-    return Format("gptq", f"GPTQ (int{bits})", SUFFIXES, scheme_of, ".weight")
+    return Format(
+        "gptq", f"GPTQ (int{bits})", SUFFIXES, lambda _, heads: scheme if "qweight" in heads else None, ".weight"
+    )
 
 
 def group_size(said: Mapping[str, Any]) -> int | None:
     return None if said.get("group_size") == -1 else positive(said, "group_size", WHERE)
 
 
-# AWQ: integers of 4 bits with zero points, in the order of AWQ's matrix kernels (`gemm`). Without torch.
-
+# AWQ: integers of 4 bits with zero points, in the order of AWQ's matrix kernels (`gemm`).
 
 AWQ_KEYS = (
     *("quant_method", "bits", "group_size", "q_group_size", "w_bit", "version", "format", "zero_point", "backend"),
@@ -148,8 +117,4 @@ def read_awq(said: Mapping[str, Any]) -> Format:
     for key in ("version", "format"):
         one_of(said, key, (None, "gemm", "GEMM"), WHERE)
     scheme = AWQScheme(group_size(said))
-
-    def scheme_of(_: str, heads: Mapping[str, StoredTensor]) -> Scheme | None:
-        return scheme if "qweight" in heads else None
-
-    return Format("awq", "AWQ (int4)", SUFFIXES, scheme_of, ".weight")
+    return Format("awq", "AWQ (int4)", SUFFIXES, lambda _, heads: scheme if "qweight" in heads else None, ".weight")

@@ -1,9 +1,9 @@
-"""The tensors in a model's files, by their names in the text model. Without torch."""
+"""The format of a model's weights, and its tensors by their names in the text model. Without torch."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,71 @@ from safetensors import SafetensorError, safe_open
 
 from swiftbatch.worker.model.config_values import line_of, shown
 from swiftbatch.worker.model.digests import weight_files
-from swiftbatch.worker.model.formats.catalogue import format_of
+from swiftbatch.worker.model.file_checks import json_object
+from swiftbatch.worker.model.formats.compressed_tensors import read_compressed_tensors
 from swiftbatch.worker.model.formats.contract import UNUSED, Format, FormatError, Scheme, StoredTensor
-from swiftbatch.worker.model.gguf.gguf_model import SUFFIX, forms_in_gguf
+from swiftbatch.worker.model.formats.float_formats import read_fp8, read_modelopt, read_mxfp4
+from swiftbatch.worker.model.formats.gptq_awq import read_awq, read_gptq
+from swiftbatch.worker.model.gguf.gguf_model import SUFFIX, stored_in_gguf
 from swiftbatch.worker.model.gguf.header import BITS, GGUFError
 from swiftbatch.worker.model.text_config import text_name, text_view
 
+FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
+    "awq": read_awq,
+    "compressed-tensors": read_compressed_tensors,
+    "fp8": read_fp8,
+    "gptq": read_gptq,
+    "modelopt": read_modelopt,
+    "mxfp4": read_mxfp4,
+}
+QUANTIZATION_FILE = "hf_quant_config.json"  # ModelOpt writes it
+CONFIG_KEYS = ("quantization_config", "compression_config")
 FLOATS = ("BF16", "F16", "F32", "F64")
 MOST_SAID = 300  # characters of an error's text
 PLAIN = "weights in bfloat16, float16, float32 or float64"
+
+
+def format_of(config: Mapping[str, Any], path: Path) -> Format | None:
+    """Return the format of a model's weights, or None for plain weights. Raises FormatError."""
+    in_config = next(((key, config[key]) for key in CONFIG_KEYS if config.get(key) is not None), None)
+    in_file = _of_modelopt(path / QUANTIZATION_FILE)
+    if in_config is None:
+        return None if in_file is None else read_modelopt(in_file)
+    key, said = in_config
+    method = _method(said)
+    if not isinstance(said, dict) or not isinstance(method, str) or method not in FORMATS:
+        raise FormatError(
+            f"its weights are quantized (config.json has {key}, {method!r:.80}); expected weights in bfloat16, "
+            f"float16, float32 or float64, or one of the formats {', '.join(FORMATS)}"
+        )
+    if in_file is not None and (method != "modelopt" or in_file.get("quant_algo") != said.get("quant_algo")):
+        raise FormatError(
+            f"its config.json says {method!r:.80}, {said.get('quant_algo')!r:.80}, its {QUANTIZATION_FILE} says "
+            f"{in_file.get('quant_algo')!r:.80}; two formats in one checkpoint are not read here"
+        )
+    return FORMATS[method](said)
+
+
+def _method(said: Any) -> Any:
+    """Return the name of a format. Configs of older ModelOpt versions have no name."""
+    if not isinstance(said, dict):
+        return said
+    producer = said.get("producer")
+    if said.get("quant_method") is None and isinstance(producer, dict) and producer.get("name") == "modelopt":
+        return "modelopt"
+    return said.get("quant_method")
+
+
+def _of_modelopt(file: Path) -> Mapping[str, Any] | None:
+    if not file.exists():
+        return None
+    said, fault = json_object(file)
+    if fault:
+        raise FormatError(fault)
+    how = said.get("quantization")
+    if not isinstance(how, dict):
+        raise FormatError(f"its weights are quantized ({QUANTIZATION_FILE} has {how!r:.80}); expected an object")
+    return how
 
 
 @dataclass(frozen=True)
@@ -53,7 +109,7 @@ def heads_in(file: Path) -> dict[str, StoredTensor]:
     """Read the header of a file. Raises FormatError, also if the file is truncated."""
     try:
         if file.suffix == SUFFIX:
-            return {name: StoredTensor(dtype, shape) for name, (dtype, shape) in forms_in_gguf(file)}
+            return dict(stored_in_gguf(file))
         with safe_open(file, framework="numpy") as tensors:
             slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 (no mapping)
             return {name: StoredTensor(str(each.get_dtype()), tuple(each.get_shape())) for name, each in slices.items()}
@@ -89,7 +145,6 @@ def _packed(
         heads = {part: named[name] for part, name in parts.items()}
         try:
             if (scheme := format_.scheme_of(matrix, heads)) is not None:
-                head = StoredTensor(scheme.numbers, scheme.shape(heads), scheme.form(heads))
-                yield PackedTensor(str(text_name(matrix, view)), scheme, parts), head
+                yield PackedTensor(str(text_name(matrix, view)), scheme, parts), scheme.head(heads)
         except FormatError as error:
             raise FormatError(f"its weights have {shown(matrix)} in {format_.name}, and {error}") from None

@@ -15,6 +15,7 @@ import numpy as np
 
 from swiftbatch.worker.model.architectures.catalogue import ARCHITECTURES, GGUF_KINDS
 from swiftbatch.worker.model.architectures.spec import GGUFSpec
+from swiftbatch.worker.model.formats.contract import StoredTensor
 from swiftbatch.worker.model.gguf.header import GGUFError, GGUFHead, TensorHead, read_head
 from swiftbatch.worker.model.text_config import EMBEDDING, HEAD
 
@@ -72,9 +73,6 @@ def _said(folder: Path) -> dict[str, Any]:
 
 
 # A model in one or several GGUF files, as their headers describe it.
-
-
-Form = tuple[str, tuple[int, ...]]  # type of the numbers, and sizes of the dimensions
 
 SPLIT = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
 IN_LAYER = re.compile(r"^blk\.(?P<number>0|[1-9]\d*)\.(?P<part>\w+)\.(?P<what>weight|bias)$")
@@ -200,14 +198,14 @@ def num_experts_in(tensor: TensorHead) -> int:
     return tensor.shape[0]
 
 
-def forms_in_gguf(file: Path) -> Iterator[tuple[str, Form]]:
+def stored_in_gguf(file: Path) -> Iterator[tuple[str, StoredTensor]]:
     """Yield the tensors of a linked file, each expert on its own. Raises GGUFError."""
     for tensor in read_head(file).tensors:
         if tensor.name == FREQUENCIES:
             continue
-        name = transformers_name(tensor.name, form_of_link(file))
+        name, kind = transformers_name(tensor.name, form_of_link(file)), tensor.type
         if "*" not in name:
-            yield name, (tensor.type.name, tensor.shape)
+            yield name, StoredTensor(kind.name, tensor.shape, kind.packed)
             continue
         for number in range(num_experts_in(tensor)):
-            yield name.replace("*", str(number)), (tensor.type.name, tensor.shape[1:])
+            yield name.replace("*", str(number)), StoredTensor(kind.name, tensor.shape[1:], kind.packed)

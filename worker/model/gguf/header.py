@@ -15,35 +15,6 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class TensorType:
-    """A tensor type of ggml: rows consist of blocks of `block` numbers in `num_bytes` bytes."""
-
-    name: str
-    block: int  # numbers
-    num_bytes: int  # bytes per block
-
-
-READABLE = {  # type numbers in files
-    0: TensorType("F32", 1, 4),
-    1: TensorType("F16", 1, 2),
-    2: TensorType("Q4_0", 32, 18),
-    3: TensorType("Q4_1", 32, 20),
-    6: TensorType("Q5_0", 32, 22),
-    7: TensorType("Q5_1", 32, 24),
-    8: TensorType("Q8_0", 32, 34),
-    10: TensorType("Q2_K", 256, 84),
-    11: TensorType("Q3_K", 256, 110),
-    12: TensorType("Q4_K", 256, 144),
-    13: TensorType("Q5_K", 256, 176),
-    14: TensorType("Q6_K", 256, 210),
-    20: TensorType("IQ4_NL", 32, 18),
-    23: TensorType("IQ4_XS", 256, 136),
-    30: TensorType("BF16", 1, 2),
-}
-BITS = {each.name: each.num_bytes * 8 / each.block for each in READABLE.values()}  # bits per number
-
-
-@dataclass(frozen=True)
 class PackedKind:
     """A packed form: a code, its bits, the size of groups that share a scale, and whether there are offsets."""
 
@@ -53,61 +24,36 @@ class PackedKind:
     has_offsets: bool
 
 
-_INT4, _INT8, _UINT8 = (
-    PackedKind("uint4", 4, 32, True),
-    PackedKind("int8", 8, 32, False),
-    PackedKind("uint8", 8, 32, True),
-)
-_IQ4 = PackedKind("iq4_nl", 4, 32, False)
-PACKED = {  # the packed form in which `blocks` returns each type
-    "Q4_0": _INT4,
-    "Q4_1": _INT4,
-    "Q5_0": _INT8,
-    "Q5_1": _UINT8,
-    "Q8_0": _INT8,
-    "Q2_K": PackedKind("uint4", 4, 16, True),
-    "Q3_K": PackedKind("int8", 8, 16, False),
-    "Q4_K": _INT4,
-    "Q5_K": _UINT8,
-    "Q6_K": PackedKind("int8", 8, 16, False),
-    "IQ4_NL": _IQ4,
-    "IQ4_XS": _IQ4,
+@dataclass(frozen=True)
+class TensorType:
+    """A tensor type of ggml: rows consist of blocks of `block` numbers in `num_bytes` bytes."""
+
+    name: str
+    block: int  # numbers
+    num_bytes: int  # bytes per block
+    packed: PackedKind | None = None  # the form in which `gguf_weights` returns its matrices
+
+
+_INT4, _IQ4 = PackedKind("uint4", 4, 32, True), PackedKind("iq4_nl", 4, 32, False)
+_INT8, _UINT8 = PackedKind("int8", 8, 32, False), PackedKind("uint8", 8, 32, True)
+READABLE = {  # type numbers in files
+    0: TensorType("F32", 1, 4),
+    1: TensorType("F16", 1, 2),
+    2: TensorType("Q4_0", 32, 18, _INT4),
+    3: TensorType("Q4_1", 32, 20, _INT4),
+    6: TensorType("Q5_0", 32, 22, _INT8),
+    7: TensorType("Q5_1", 32, 24, _UINT8),
+    8: TensorType("Q8_0", 32, 34, _INT8),
+    10: TensorType("Q2_K", 256, 84, PackedKind("uint4", 4, 16, True)),
+    11: TensorType("Q3_K", 256, 110, PackedKind("int8", 8, 16, False)),
+    12: TensorType("Q4_K", 256, 144, _INT4),
+    13: TensorType("Q5_K", 256, 176, _UINT8),
+    14: TensorType("Q6_K", 256, 210, PackedKind("int8", 8, 16, False)),
+    20: TensorType("IQ4_NL", 32, 18, _IQ4),
+    23: TensorType("IQ4_XS", 256, 136, _IQ4),
+    30: TensorType("BF16", 1, 2),
 }
-OTHERS = {  # unsupported types, which errors name
-    9: "Q8_1",
-    15: "Q8_K",
-    16: "IQ2_XXS",
-    17: "IQ2_XS",
-    18: "IQ3_XXS",
-    19: "IQ1_S",
-    21: "IQ3_S",
-    22: "IQ2_S",
-    24: "I8",
-    25: "I16",
-    26: "I32",
-    27: "I64",
-    28: "F64",
-    29: "IQ1_M",
-    34: "TQ1_0",
-    35: "TQ2_0",
-    39: "MXFP4",
-    40: "NVFP4",
-    41: "Q1_0",
-}
-
-
-def type_of(number: int, tensor: str) -> TensorType:
-    """Return a tensor's type. Raises ValueError for an unsupported type."""
-    if number in READABLE:
-        return READABLE[number]
-    name = OTHERS.get(number, f"type {number}")
-    known = ", ".join(each.name for each in READABLE.values())
-    raise ValueError(f"its tensor {tensor} is stored as {name}; expected one of {known}")
-
-
-# Reads the header of a GGUF file: its metadata, and the offsets of its tensors. Without torch.
-
-
+BITS = {each.name: each.num_bytes * 8 / each.block for each in READABLE.values()}  # bits per number
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 LONGEST_HEAD = 100_000_000  # bytes; those of the largest vocabularies have about 20 million
@@ -261,13 +207,20 @@ def _tensor(cursor: _Cursor) -> TensorHead:
     if not 1 <= num_dimensions <= MOST_DIMENSIONS:
         raise GGUFError(f"its tensor {name} has {num_dimensions:,} dimensions, expected 1 to {MOST_DIMENSIONS}")
     shape = tuple(reversed([cursor.number(8) for _ in range(num_dimensions)]))
-    try:
-        kind = type_of(cursor.number(4), name)
-    except ValueError as error:
-        raise GGUFError(str(error)) from None
+    kind = _type_of(cursor.number(4), name)
     if min(shape) < 1 or shape[-1] % kind.block:
         raise GGUFError(f"its tensor {name} of {kind.name} has the shape {list(shape)}")
     return TensorHead(name, shape, kind, cursor.number(8))
+
+
+def _type_of(number: int, tensor: str) -> TensorType:
+    if number in READABLE:
+        return READABLE[number]
+    from gguf import GGMLQuantizationType  # imported here because only this error names the others
+
+    name = next((each.name for each in GGMLQuantizationType if each == number), f"type {number}")
+    known = ", ".join(each.name for each in READABLE.values())
+    raise GGUFError(f"its tensor {tensor} is stored as {name}; expected one of {known}")
 
 
 def _alignment(metadata: Mapping[str, Any]) -> int:

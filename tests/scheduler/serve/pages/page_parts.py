@@ -99,7 +99,7 @@ def in_progress(service: Service, names: Sequence[str] = ("done", "going", "lost
 
 def write_text(run: Run, job: JobRecord, text: str) -> None:
     checkpoints = CheckpointStore.of(run)
-    tokens = TextCodec(locate_model("embedded")).encode_prompt(text)
+    tokens = TextCodec(locate_model("embedded")).encode_one(text).token_ids
     checkpoints.write_tokens(job.job_id, claim(checkpoints, job.job_id, "w1"), np.array(tokens, dtype=np.uint32))
 
 

@@ -12,8 +12,8 @@ from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights, stack
 from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, AnyLinear
 from swiftbatch.worker.kv.model_sizes import read_sizes
 from swiftbatch.worker.model.decoder_loading import dense_weights
-from swiftbatch.worker.model.gguf.blocks import UNPACKED, packed_from
-from swiftbatch.worker.model.gguf.header import PACKED
+from swiftbatch.worker.model.gguf.gguf_weights import UNPACKED, packed_from
+from swiftbatch.worker.model.gguf.header import READABLE
 from swiftbatch.worker.model.model_files import locate_model
 from tests.worker.model.formats.examples import EXAMPLES
 from tests.worker.model.formats.twins import make_packed
@@ -72,7 +72,8 @@ def test_a_gguf_file_takes_what_the_plan_counts_for_it(
 def test_the_forms_of_types_are_those_that_their_blocks_have(name: str) -> None:
     blocks = torch.from_numpy(random_blocks(name, 8))
     matrix = packed_from(name, blocks, 1, torch.bfloat16)
-    said = PACKED[name]
+    said = next(each.packed for each in READABLE.values() if each.name == name)
+    assert said is not None
     found = (matrix.code, CODE_BITS[matrix.code], matrix.group_size, matrix.offsets is not None)
     assert found == (said.code, said.bits, said.group, said.has_offsets)
 

@@ -17,8 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.model.compute_path import path_on
-from swiftbatch.worker.model.gguf.gguf_config import config_of, shortest
-from swiftbatch.worker.model.gguf.gguf_folder import gguf_folder
+from swiftbatch.worker.model.gguf.gguf_folder import config_of, gguf_folder, shortest
 from swiftbatch.worker.model.gguf.gguf_model import read_gguf
 from swiftbatch.worker.model.gguf.gguf_tokenizer import generation_of
 from swiftbatch.worker.model.gguf.header import GGUFError

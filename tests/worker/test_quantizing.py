@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker import quantizing
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.kernels.quantized_weights import PackedMatrix
 from swiftbatch.worker.model.formats.contract import StoredTensor
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.model.weight_files import read_tensors
-from swiftbatch.worker.quantization import quantizing
-from swiftbatch.worker.quantization.quantizing import FORMATS, FloatRounding, quantize_model, rounding_of, write_tensors
+from swiftbatch.worker.quantizing import FORMATS, FloatRounding, quantize_model, rounding_of, write_tensors
 from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.worker.model.formats.twins import LLAMA, llama_tensors, load, logits_of, written
 from tests.worker.model.gguf.tiny_gguf import write_tiny

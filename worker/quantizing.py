@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -27,6 +27,7 @@ from swiftbatch.worker.model.formats.layout import heads_in
 from swiftbatch.worker.model.gguf.gguf_model import link_names
 from swiftbatch.worker.model.model_files import ModelFiles, let_others_read, read_whole_config, stored_layout
 from swiftbatch.worker.model.text_config import text_name, text_view
+from swiftbatch.worker.model.weight_files import DTYPES
 from swiftbatch.worker.text.tokenizer import TextCodec
 
 GROUP = 32  # divides nearly all models' widths, for half a bit per weight
@@ -35,22 +36,7 @@ BLOCKS = (128, 64, 32)
 LARGEST_E4M3 = 448.0
 SMALLEST = 1e-12
 WORD = 32
-
-
-class Rounding(Protocol):
-    """Quantization format: supported matrices, their parts, and the config."""
-
-    def takes(self, rows: int, columns: int) -> bool:
-        """Return whether a matrix of this shape can be rounded."""
-
-    def heads(self, rows: int, columns: int) -> dict[str, StoredTensor]:
-        """Return the parts of a matrix by the suffixes of their names."""
-
-    def parts(self, weight: Tensor) -> dict[str, Tensor]:
-        """Return the parts of a float32 matrix."""
-
-    def config(self, left: list[str]) -> dict[str, Any]:
-        """Return the quantization config of a model, with these linear layers left plain."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -62,17 +48,12 @@ class IntegerRounding:
 
     bits: int
 
-    def takes(self, rows: int, columns: int) -> bool:
+    def takes(self, columns: int) -> bool:
+        """Return whether a matrix of this width can be rounded."""
         return columns % GROUP == 0
 
-    def heads(self, rows: int, columns: int) -> dict[str, StoredTensor]:
-        return {
-            "weight_packed": StoredTensor("I32", (rows, columns * self.bits // WORD)),
-            "weight_scale": StoredTensor("BF16", (rows, columns // GROUP)),
-            "weight_shape": StoredTensor("I64", (2,)),
-        }
-
     def parts(self, weight: Tensor) -> dict[str, Tensor]:
+        """Return the parts of a float32 matrix by the suffixes of their names."""
         groups, most = weight.unflatten(1, (-1, GROUP)), (1 << self.bits) - 1
         # Rounding uses scales as stored, in bfloat16. A group's greatest number keeps its value: clipping it costs more
         # than finer steps gain.
@@ -85,6 +66,7 @@ class IntegerRounding:
         }
 
     def config(self, left: list[str]) -> dict[str, Any]:
+        """Return the quantization config of a model, with these linear layers left plain."""
         weights = {"num_bits": self.bits, "type": "int", "strategy": "group", "group_size": GROUP}
         weights |= {"symmetric": True, "dynamic": False}
         group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
@@ -98,12 +80,8 @@ class FloatRounding:
 
     block: int
 
-    def takes(self, rows: int, columns: int) -> bool:
+    def takes(self, columns: int) -> bool:
         return True
-
-    def heads(self, rows: int, columns: int) -> dict[str, StoredTensor]:
-        grid = (-(-rows // self.block), -(-columns // self.block))
-        return {"weight": StoredTensor("F8_E4M3", (rows, columns)), "weight_scale_inv": StoredTensor("F32", grid)}
 
     def parts(self, weight: Tensor) -> dict[str, Tensor]:
         rows, columns = weight.shape
@@ -119,6 +97,7 @@ class FloatRounding:
         return said | {"weight_block_size": [self.block, self.block], "modules_to_not_convert": left}
 
 
+Rounding = IntegerRounding | FloatRounding
 FORMATS = ("int4", "int8", "fp8")
 
 
@@ -131,7 +110,7 @@ def rounding_of(format_: str, shapes: Mapping[str, tuple[int, ...]]) -> Rounding
 
 def _words(codes: Tensor, bits: int) -> Tensor:
     """Pack codes into 32-bit words, lowest bits first."""
-    grouped = codes.long().unflatten(1, (-1, WORD // bits)) << torch.arange(0, WORD, bits)
+    grouped = codes.long().unflatten(1, (-1, WORD // bits)) << torch.arange(0, WORD, bits, device=codes.device)
     words: Tensor = grouped.sum(-1).to(torch.int32)
     return words
 
@@ -197,8 +176,9 @@ class _Plan:
             if name not in self.matrices:
                 found[name] = head
                 continue
-            parts = self.rounding.heads(head.shape[0], head.shape[1])
-            found |= {f"{name.removesuffix('weight')}{part}": each for part, each in parts.items()}
+            parts = self.rounding.parts(torch.empty(head.shape, device="meta"))
+            for part, each in parts.items():
+                found[f"{name.removesuffix('weight')}{part}"] = StoredTensor(NAMES[each.dtype], tuple(each.shape))
         return found
 
 
@@ -231,7 +211,7 @@ def _write_aside(files: ModelFiles, format_: str, output: Path) -> _Plan:
     aside = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
     try:
         made = _write(files, format_, aside)
-        aside.chmod(0o777 & ~_umask())
+        let_others_read(aside)
         os.replace(aside, output)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
@@ -262,7 +242,7 @@ def _plan(files: ModelFiles, format_: str, config: dict[str, Any]) -> _Plan:
     linears = {name: head.shape for name, head in stored.items() if len(head.shape) == 2 and name.endswith(".weight")}
     wanted = {name: shape for name, shape in linears.items() if _is_wanted(text_name(name, view))}
     rounding = rounding_of(format_, wanted)
-    matrices = frozenset(name for name, (rows, columns) in wanted.items() if rounding.takes(rows, columns))
+    matrices = frozenset(name for name, (_, columns) in wanted.items() if rounding.takes(columns))
     if not matrices:
         raise ModelError(f"model {files.name}: none of its matrices can be quantized to {format_}")
     left = sorted(name.removesuffix(".weight") for name in set(linears) - matrices if "embed" not in name)
@@ -286,8 +266,7 @@ def _tensors(model: str, file: Path, plan: _Plan) -> Iterator[tuple[str, Tensor]
             if not bool(weight.isfinite().all()):
                 raise ModelError(f"model {model}: {file} has {name} with numbers that are not finite; copy it again")
             parts = plan.rounding.parts(weight)
-            heads = plan.rounding.heads(*weight.shape)
-            yield from ((f"{name.removesuffix('weight')}{part}", parts[part]) for part in heads)
+            yield from ((f"{name.removesuffix('weight')}{part}", each) for part, each in parts.items())
 
 
 def _copy_small_files(source: Path, folder: Path) -> None:
@@ -308,15 +287,11 @@ def _weight_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in weight_files(folder))
 
 
-def _umask() -> int:
-    os.umask(umask := os.umask(0))
-    return umask
-
-
 def write_tensors(file: Path, heads: Mapping[str, StoredTensor], tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write tensors as they come. Raises ValueError for one that differs from its header."""
     header, places, end = dict[str, Any]({"__metadata__": {"format": "pt"}}), dict[str, int](), 0
-    for name, head in sorted(heads.items(), key=_alignment):
+    # wide numbers are first, so that all are aligned
+    for name, head in sorted(heads.items(), key=lambda each: (-ITEM_BITS.get(each[1].dtype, 8), each[0])):
         header[name] = {"dtype": head.dtype, "shape": list(head.shape), "data_offsets": [end, end + head.num_bytes]}
         places[name], end = end, end + head.num_bytes
     words = json.dumps(header).encode()
@@ -332,8 +307,3 @@ def write_tensors(file: Path, heads: Mapping[str, StoredTensor], tensors: Iterab
             stream.write(memoryview(cast(Any, tensor.contiguous().view(-1).view(torch.uint8).numpy())))
     if places:
         raise ValueError(f"found no {min(places)}")
-
-
-def _alignment(head: tuple[str, StoredTensor]) -> tuple[int, str]:
-    """Sort wide numbers first, so that all are aligned."""
-    return -ITEM_BITS.get(head[1].dtype, 8), head[0]

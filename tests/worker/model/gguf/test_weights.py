@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from swiftbatch.worker.model.gguf.blocks import MOST_AT_ONCE, UNPACKED, packed_from
+from swiftbatch.worker.model.gguf.gguf_weights import MOST_AT_ONCE, UNPACKED, packed_from
 from swiftbatch.worker.model.gguf.header import READABLE
 from tests.worker.model.gguf.block_bytes import HALVES, random_blocks
 
@@ -30,7 +30,7 @@ def test_sizes_of_types_are_those_of_the_library(name: str) -> None:
 def test_rows_that_are_unpacked_one_after_the_other_are_those_of_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = torch.from_numpy(random_blocks("Q4_K", 24))
     at_once = packed_from("Q4_K", blocks, 12, torch.bfloat16)
-    monkeypatch.setattr("swiftbatch.worker.model.gguf.blocks.MOST_AT_ONCE", 1)
+    monkeypatch.setattr("swiftbatch.worker.model.gguf.gguf_weights.MOST_AT_ONCE", 1)
     by_rows = packed_from("Q4_K", blocks, 12, torch.bfloat16)
     assert torch.equal(at_once.dequantized(), by_rows.dequantized())
     assert MOST_AT_ONCE > 1
