@@ -32,7 +32,7 @@ from swiftbatch.worker.decode_bench import (
 )
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.drafter_interface import Drafter
-from swiftbatch.worker.drafters.self_speculation.draft_chain import Chain
+from swiftbatch.worker.drafters.self_speculation import Chain
 from swiftbatch.worker.drafters.tokenswift.tokenswift import (
     Sources,
     TokenSwiftOptions,

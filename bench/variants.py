@@ -13,7 +13,7 @@ from bench.compared_caches import ImportanceKVCache, RetrievalKVCache
 from swiftbatch.worker.decode_bench import BY_NAME as BY_NAME
 from swiftbatch.worker.drafters.catalogue import ENGINES, DrafterFactory
 from swiftbatch.worker.drafters.choice.choosing_drafter import with_trees
-from swiftbatch.worker.drafters.drafter_interface import Drafter, ReadRows
+from swiftbatch.worker.drafters.drafter_interface import Drafter, ReadRows, TreeDrafter
 from swiftbatch.worker.drafters.griffin.griffin import GriffinOptions, griffin
 from swiftbatch.worker.drafters.ranking import CandidateRanker
 from swiftbatch.worker.drafters.recycling.token_recycling import (
@@ -22,7 +22,6 @@ from swiftbatch.worker.drafters.recycling.token_recycling import (
     top_candidates_of,
 )
 from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
-from swiftbatch.worker.drafters.tree_drafter import TreeDrafter
 from swiftbatch.worker.drafters.triforce import TriForceOptions, triforce
 from swiftbatch.worker.forward.step_costs import Costs
 from swiftbatch.worker.forward.target_model import TargetModel

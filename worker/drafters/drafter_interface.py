@@ -59,6 +59,11 @@ class Learner:
 
     needs_top_k: bool = False  # it reads `Verification.top_ids` and `top_logprobs`
     needs_hidden: bool = False  # it reads `Verification.hidden`
+    phases: tuple[str, ...] = ()  # the timed parts of proposing
+
+    @functools.cached_property
+    def counters(self) -> DraftCounters:
+        return DraftCounters(dict.fromkeys(self.phases, 0.0))
 
     def learn(self, rows: ReadRows) -> None:
         """Learn the target's candidates to follow read tokens. Called if `needs_top_k`."""
@@ -95,7 +100,6 @@ class Drafter(Learner, ABC):
 
     drafts: bool = True  # a step may verify more than its root
     reads_caches: bool = False  # it reads cache positions that no row of the target sees any more
-    phases: tuple[str, ...] = ()  # the timed parts of proposing
 
     @property
     def draft_kind(self) -> str:
@@ -112,10 +116,6 @@ class Drafter(Learner, ABC):
         """Return whether the drafter wants this step's hidden states; may be True only if `needs_hidden`."""
         return self.needs_hidden
 
-    @functools.cached_property
-    def counters(self) -> DraftCounters:
-        return DraftCounters(dict.fromkeys(self.phases, 0.0))
-
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
         """Take a new or resumed sequence; at each `propose` its `cache` holds every token but the last."""
 
@@ -129,3 +129,23 @@ class Drafter(Learner, ABC):
     @abstractmethod
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         """Propose for all sequences of the coming forward. Trees may be empty. Changes no state."""
+
+
+class TreeDrafter(Drafter):
+    """Proposer of trees up to the allowed size; `choice/` decides which size pays."""
+
+    @abstractmethod
+    def tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
+        """Grow a tree, perhaps empty."""
+
+    def trees(self, wanted: Many[WantedTree]) -> list[DraftTree]:
+        return [self.tree(*each) for each in wanted]
+
+    def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        return self.trees([(r.sequence, r.max_nodes, r.max_depth) for r in requests])
+
+    def sized_trees(self, requests: list[DraftRequest], sizes: list[int]) -> list[DraftTree]:
+        given = zip(requests, sizes, strict=True)
+        wanted = [(request.sequence, size, request.max_depth) for request, size in given if size]
+        trees = iter(self.trees(wanted) if wanted else ())
+        return [next(trees) if size else DraftTree() for size in sizes]

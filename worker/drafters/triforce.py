@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +10,11 @@ import torch
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.drafters.catalogue import DRAFT_MODEL, ENGINES
+from swiftbatch.worker.drafters.choice.choosing_drafter import with_rounds
+from swiftbatch.worker.drafters.drafter_interface import Drafter
 from swiftbatch.worker.drafters.ranking import CandidateRanker
-from swiftbatch.worker.drafters.self_speculation.draft_chain import Chain, Proposer, RoundPlan
-from swiftbatch.worker.drafters.self_speculation.round_planner import planner_of
-from swiftbatch.worker.drafters.self_speculation.self_speculation import SelfSpeculationDrafter
-from swiftbatch.worker.forward.step_costs import Costs, seconds_of
+from swiftbatch.worker.drafters.self_speculation import Chain, Proposer, RoundPlan, SelfSpeculationDrafter
+from swiftbatch.worker.forward.step_costs import Costs
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import SequenceRows, chain_rows
 from swiftbatch.worker.kv.full_cache import FullKVCache
@@ -28,7 +26,6 @@ from swiftbatch.worker.sampling.sequence import Sequence
 
 NUM_SINKS = 16
 WINDOW = 256  # newest tokens always read; grows to twice as many before it is cut back
-PROBE_REPEATS = 5
 
 
 @dataclass
@@ -79,15 +76,6 @@ class DraftModel:
                     found[name] = outputs.logits[-1].clone()  # the next forward overwrites a forward's logits
         return [found[name] for name in requests]
 
-    def token_seconds(self) -> float:
-        self.start("probe")
-        token_ids = np.zeros(NUM_SINKS + WINDOW + PROBE_REPEATS, dtype=np.int64)
-        self.logits({"probe": token_ids[:-PROBE_REPEATS]})
-        texts = [{"probe": token_ids[: len(token_ids) - num_left]} for num_left in range(PROBE_REPEATS - 1, -1, -1)]
-        seconds = [seconds_of(self._model, functools.partial(self.logits, text)) for text in texts]
-        self.stop("probe")
-        return statistics.median(seconds)
-
     def _missing_rows(self, sequence_id: str, token_ids: np.ndarray) -> SequenceRows:
         cache = self._contexts[sequence_id].cache
         return chain_rows(cache, token_ids[cache.length :].tolist())
@@ -116,22 +104,23 @@ class TriForceOptions:
 
     cache: SparseCacheFactory = SummaryKVCache  # the middle level's cache
     budget: int = ENGINES["triforce"].partial_budget
-    gammas: tuple[int, int] | None = None  # gamma_1, gamma_2; None drafts as many as pay
+    gammas: tuple[int, int] | None = None  # gamma_1, gamma_2 of every step; None: `GAMMAS`, in steps where they pay
     width: int = 1  # candidates at every depth of the first level
 
 
 DEFAULTS = TriForceOptions()
+GAMMAS = (2, 6)
 
 
 def triforce(
     target: TargetModel, costs: Costs, parts_folder: Path | None, options: TriForceOptions = DEFAULTS
-) -> SelfSpeculationDrafter:
+) -> Drafter:
     """Make TriForce's drafter. Raises ModelError without a draft model for this target."""
     draft_model = DraftModel.load(parts_folder, target)
     proposer = DraftModelProposer(draft_model, options.width, target.forwards.new_batch_sampler())
-    plan = None if options.gammas is None else hierarchy(*options.gammas, options.width)
-    planner = planner_of(plan, costs, options.budget, proposer.node_seconds)
-    return SelfSpeculationDrafter(target, proposer, planner, options.cache, options.budget)
+    plan = hierarchy(*(options.gammas or GAMMAS), options.width)
+    drafter = SelfSpeculationDrafter(target, proposer, options.cache, options.budget, plan)
+    return with_rounds(drafter, plan, costs) if options.gammas is None else drafter
 
 
 def hierarchy(gamma_1: int, gamma_2: int, width: int) -> RoundPlan:
@@ -150,7 +139,6 @@ class DraftModelProposer(Proposer):
 
         the chain goes on below the drawn one; `drawing` makes the chains' samplers.
         """
-        self.node_seconds = draft_model.token_seconds() / width  # seconds per proposed node
         self._draft_model = draft_model
         self._width = width
         self._batch_sampler = drawing

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from swiftbatch.worker.drafters.catalogue import engine_entry
-from swiftbatch.worker.drafters.choice.choosing_drafter import ChoosingDrafter
+from swiftbatch.worker.drafters.choice.ways import DraftWay, PartialCacheWay, TreeWay
 from swiftbatch.worker.drafters.drafter_interface import Drafter
 from swiftbatch.worker.drafters.griffin.griffin import GriffinDrafter
 from swiftbatch.worker.drafters.mtp.mtp import MTPDrafter
-from swiftbatch.worker.drafters.self_speculation.self_speculation import SelfSpeculationDrafter
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kv.free_memory import MEMORY, KVRoom
@@ -166,13 +165,15 @@ def test_rows_have_the_same_bits_whatever_was_forgotten(tmp_path: Path, kind: st
 @pytest.mark.parametrize(
     ("names", "drafter"),
     [
-        (("triforce", "tokenswift"), SelfSpeculationDrafter),
+        (("triforce", "tokenswift"), PartialCacheWay),
         (("griffin",), GriffinDrafter),
         (("mtp",), MTPDrafter),
-        (("auto", "token-recycling", "suffix", "prompt-lookup"), ChoosingDrafter),
+        (("auto", "token-recycling", "suffix", "prompt-lookup"), TreeWay),
     ],
 )
-def test_the_list_of_engines_says_whose_drafts_read_caches(names: tuple[str, ...], drafter: type[Drafter]) -> None:
+def test_the_list_of_engines_says_whose_drafts_read_caches(
+    names: tuple[str, ...], drafter: type[Drafter | DraftWay]
+) -> None:
     assert {engine_entry(name).reads_caches for name in names} == {drafter.reads_caches}
 
 

@@ -8,12 +8,18 @@ from collections.abc import Sequence as Many
 import numpy as np
 import torch
 
-from swiftbatch.worker.drafters.choice.chain_way import ChainWay
 from swiftbatch.worker.drafters.choice.policy import PLAIN, Policy, StepCall
 from swiftbatch.worker.drafters.choice.repeated_text import RepeatWay
-from swiftbatch.worker.drafters.choice.ways import DraftWay, PlainWay, TreeWay
-from swiftbatch.worker.drafters.drafter_interface import DraftCounters, Drafter, DraftRequest, ReadRows, Verified
-from swiftbatch.worker.drafters.tree_drafter import TreeDrafter
+from swiftbatch.worker.drafters.choice.ways import ChainWay, DraftWay, PartialCacheWay, PlainWay, TreeWay
+from swiftbatch.worker.drafters.drafter_interface import (
+    DraftCounters,
+    Drafter,
+    DraftRequest,
+    ReadRows,
+    TreeDrafter,
+    Verified,
+)
+from swiftbatch.worker.drafters.self_speculation import RoundPlan, SelfSpeculationDrafter
 from swiftbatch.worker.forward.step_costs import Costs, StepCosts, seconds_now
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.draft_tree import DraftTree
@@ -30,7 +36,7 @@ class ChoosingDrafter(Drafter):
     def __init__(
         self,
         costs: StepCosts,
-        trees: TreeWay,
+        trees: DraftWay,
         repeats: RepeatWay | None = None,
         chains: ChainWay | None = None,
         others: dict[str, DraftWay] | None = None,
@@ -45,7 +51,8 @@ class ChoosingDrafter(Drafter):
         self._all = [*self.ways.values(), *([repeats] if repeats is not None else [])]
         self.needs_top_k = any(way.needs_top_k for way in self._all)
         self.needs_hidden = any(way.needs_hidden for way in self._all)
-        self.phases = () if chains is None else chains.chains.phases
+        self._counted = trees if chains is None else chains
+        self.phases = self._counted.phases
         self.way = PLAIN  # the newest step's way
         self._sequences: list[Sequence] = []  # the newest step's sequences
         self._is_chosen = False  # it has been proposed for and not verified yet
@@ -54,6 +61,10 @@ class ChoosingDrafter(Drafter):
     @property
     def draft_kind(self) -> str:
         return self._newest.draft_kind
+
+    @property
+    def reads_caches(self) -> bool:  # type: ignore[override]
+        return self.ways[TREE].reads_caches
 
     @property
     def wants_candidates(self) -> bool:
@@ -68,7 +79,7 @@ class ChoosingDrafter(Drafter):
 
     @property
     def counters(self) -> DraftCounters:
-        return super().counters if self._chains is None else self._chains.counters
+        return self._counted.counters
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
         for way in self._all:
@@ -159,3 +170,8 @@ def _call_of(verified: Many[Verified]) -> StepCall:
 def with_trees(drafter: TreeDrafter, costs: Costs) -> ChoosingDrafter:
     """Choose between plain decoding and the trees of a drafter."""
     return ChoosingDrafter(costs(), TreeWay(drafter, costs()))
+
+
+def with_rounds(drafter: SelfSpeculationDrafter, plan: RoundPlan, costs: Costs) -> ChoosingDrafter:
+    """Choose between plain decoding and the chains that a drafter draws by a plan."""
+    return ChoosingDrafter(costs(), PartialCacheWay(drafter, plan))

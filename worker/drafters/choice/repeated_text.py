@@ -9,10 +9,9 @@ from itertools import accumulate
 
 import numpy as np
 
-from swiftbatch.worker.drafters.choice.tree_sizes import best_shares, lengths_of
+from swiftbatch.worker.drafters.choice.tree_sizes import NODE_CHOICES, best_shares, lengths_of, together
 from swiftbatch.worker.drafters.choice.ways import DraftWay, TreeWay
 from swiftbatch.worker.drafters.drafter_interface import DraftRequest, Verified
-from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES, together
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from swiftbatch.metrics.counters import timed
+from swiftbatch.worker.drafters.choice.tree_sizes import LEARNING_RATE, PRIOR_STEPS, ProbeSchedule
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
 from swiftbatch.worker.drafters.griffin.draft_forwards import DraftForwards, GriffinForwards, Level
 from swiftbatch.worker.drafters.griffin.draft_input import Candidates
-from swiftbatch.worker.drafters.tree_budget import LEARNING_RATE, PRIOR_STEPS, ProbeSchedule
 from swiftbatch.worker.forward.step_costs import Costs, StepCosts
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import max_tree_depth

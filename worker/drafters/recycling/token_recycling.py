@@ -10,10 +10,9 @@ from typing import Protocol
 import numpy as np
 
 from swiftbatch.worker.drafters.choice.choosing_drafter import ChoosingDrafter, with_trees
-from swiftbatch.worker.drafters.drafter_interface import ReadRows, Verified, WantedTree
+from swiftbatch.worker.drafters.drafter_interface import ReadRows, TreeDrafter, Verified, WantedTree
 from swiftbatch.worker.drafters.ranking import CandidateRanker, grow_best_first, ranking_rule
 from swiftbatch.worker.drafters.recycling.native_recycler import NativeRecycling, TextCandidates
-from swiftbatch.worker.drafters.tree_drafter import TreeDrafter
 from swiftbatch.worker.forward.step_costs import Costs
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant

@@ -14,12 +14,11 @@ import torch
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.drafters.catalogue import ENGINES
-from swiftbatch.worker.drafters.drafter_interface import ReadRows
+from swiftbatch.worker.drafters.choice.choosing_drafter import with_rounds
+from swiftbatch.worker.drafters.drafter_interface import Drafter, ReadRows
 from swiftbatch.worker.drafters.ranking import CandidateRanker, grow_best_first
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
-from swiftbatch.worker.drafters.self_speculation.draft_chain import Chain, Proposer, RoundPlan
-from swiftbatch.worker.drafters.self_speculation.round_planner import planner_of
-from swiftbatch.worker.drafters.self_speculation.self_speculation import SelfSpeculationDrafter
+from swiftbatch.worker.drafters.self_speculation import Chain, Proposer, RoundPlan, SelfSpeculationDrafter
 from swiftbatch.worker.drafters.tokenswift.decoding_heads import DecodingHeads
 from swiftbatch.worker.drafters.tokenswift.ngram_table import NgramTable
 from swiftbatch.worker.forward.step_costs import Costs
@@ -237,11 +236,12 @@ class TokenSwiftOptions:
     num_ngrams: int = 20  # k
     cache: SparseCacheFactory = SummaryKVCache  # the rounds' cache
     budget: int = ENGINES["tokenswift"].partial_budget
-    draft_rounds: int | None = None  # K; None plans as many as pay
+    draft_rounds: int | None = None  # K, at every step; None: chains by `CHAINS`, in steps where they pay
     recycles: bool = True  # adds token recycling as a source
 
 
 DEFAULTS = TokenSwiftOptions()
+CHAINS = RoundPlan(num_rounds=7, num_round_nodes=5, chain_length=7, num_nodes=7)
 
 
 def tokenswift(
@@ -250,7 +250,7 @@ def tokenswift(
     parts_folder: Path | None,
     options: TokenSwiftOptions = DEFAULTS,
     new_proposer: Callable[..., TokenSwiftProposer] = TokenSwiftProposer,
-) -> SelfSpeculationDrafter:
+) -> Drafter:
     """Make TokenSwift's drafter. Raises ModelError if heads for this target are missing or too few."""
     heads = DecodingHeads.load(parts_folder, target)
     if len(options.digits) > heads.num_heads + 1:
@@ -259,9 +259,9 @@ def tokenswift(
         raise ModelError(f"tree {digits}: the heads in {folder} are {heads.num_heads}, for that many digits + 1")
     recycling = TokenRecyclingDrafter(target) if options.recycles else None
     proposer = new_proposer(heads, options.digits[1:], options.ngram_size, options.num_ngrams, recycling)
-    plan = None if options.draft_rounds is None else whole_trees(options.draft_rounds)
-    planner = planner_of(plan, costs, options.budget)
-    return SelfSpeculationDrafter(target, proposer, planner, options.cache, options.budget, options.digits[0])
+    plan = CHAINS if options.draft_rounds is None else whole_trees(options.draft_rounds)
+    drafter = SelfSpeculationDrafter(target, proposer, options.cache, options.budget, plan, options.digits[0])
+    return with_rounds(drafter, plan, costs) if options.draft_rounds is None else drafter
 
 
 def whole_trees(num_rounds: int) -> RoundPlan:

@@ -12,7 +12,7 @@ import torch
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.catalogue import ENGINES
-from swiftbatch.worker.drafters.self_speculation.draft_chain import Chain, RoundPlan
+from swiftbatch.worker.drafters.self_speculation import Chain, RoundPlan
 from swiftbatch.worker.drafters.triforce import NUM_SINKS, WINDOW, DraftModel, DraftModelProposer, window_of
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
@@ -21,7 +21,6 @@ from swiftbatch.worker.sampling.batch_sampler import create_batch_sampler
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.sampling.sampler import TokenSampler
 from swiftbatch.worker.sampling.sequence import Sequence
-from tests.simulated_clock import SimulatedClock
 
 VOCAB = 289  # of the tiny model
 PARAMS = SamplingParams(max_tokens=2000, temperature=1.0, seed=3, repetition_penalty=1.2)
@@ -164,13 +163,3 @@ def test_a_model_with_too_few_positions_is_refused(tiny_model: Path, target: Tar
 
 def test_its_cache_has_room_for_a_window_and_a_draft() -> None:
     assert ENGINES["triforce"].draft_length == NUM_SINKS + 2 * WINDOW + BLOCK
-
-
-def test_the_measured_time_of_a_token_is_that_of_the_draft_model_s_forward(
-    model: TargetModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draft_model, clock = DraftModel(model), SimulatedClock()
-    clock.rule(monkeypatch)
-    monkeypatch.setattr(draft_model, "logits", clock.taking(lambda windows: 0.25, draft_model.logits))
-    assert draft_model.token_seconds() == pytest.approx(0.25)
-    assert torch.is_inference_mode_enabled() is False

@@ -12,7 +12,7 @@ from bench.compared_caches import PARTIAL_CACHES
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drafters.drafter_interface import Drafter
-from swiftbatch.worker.drafters.self_speculation.self_speculation import SelfSpeculationDrafter
+from swiftbatch.worker.drafters.self_speculation import SelfSpeculationDrafter
 from swiftbatch.worker.drafters.triforce import TriForceOptions, triforce
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.target_model import TargetModel
