@@ -20,8 +20,7 @@ from bench.griffin_ablation import (
 )
 from bench.prompt_arms import Prompt, PromptArms, read_prompt
 from bench.variants import create_bench_drafter
-from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
-from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
+from swiftbatch.worker.drafters.drafter_interface import AutoregressiveDrafter, Drafter, DraftRequest
 from swiftbatch.worker.drafters.griffin.griffin import GriffinDrafter
 from swiftbatch.worker.drafters.griffin.griffin_model import GriffinModel
 from swiftbatch.worker.forward.target_model import TargetModel

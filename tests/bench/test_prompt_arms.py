@@ -17,9 +17,8 @@ from bench.tables import Record
 from bench.triforce_ablation import TOP_P, Plan, PromptArm, new_drafter
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.decode_bench import BenchError
-from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.choice.choosing_drafter import ChoosingDrafter
-from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
+from swiftbatch.worker.drafters.drafter_interface import AutoregressiveDrafter, Drafter, DraftRequest
 from swiftbatch.worker.drafters.triforce import hierarchy
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.target_model import TargetModel

@@ -1,4 +1,4 @@
-"""The contract of every drafter."""
+"""The contract of every drafter, and the baseline without drafts."""
 
 from __future__ import annotations
 
@@ -149,3 +149,18 @@ class TreeDrafter(Drafter):
         wanted = [(request.sequence, size, request.max_depth) for request, size in given if size]
         trees = iter(self.trees(wanted) if wanted else ())
         return [next(trees) if size else DraftTree() for size in sizes]
+
+
+class AutoregressiveDrafter(Drafter):
+    """Proposes nothing, so that every step is plain decoding."""
+
+    drafts = False
+
+    def __init__(self, *_: object) -> None:
+        """Ignore the arguments of a `DrafterFactory`."""
+
+    def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        return [DraftTree()] * len(requests)
+
+    def pass_plain(self, most: int) -> int:
+        return most

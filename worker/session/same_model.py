@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.config import EngineConfig
-from swiftbatch.worker.drafters.engine_memory import slots_wanted
+from swiftbatch.worker.drafters.catalogue import slots_wanted
 from swiftbatch.worker.forward.hardware import resolve_device
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted

@@ -18,8 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface
 
-from swiftbatch.worker.drafters.griffin.griffin_model import GriffinModel
-from swiftbatch.worker.drafters.griffin.griffin_weights import save_griffin
+from swiftbatch.worker.drafters.griffin.griffin_model import GriffinModel, save_griffin
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import GRIFFIN_FILE, ModelFiles, locate_model
 from swiftbatch.worker.sampling.noise import GumbelNoise

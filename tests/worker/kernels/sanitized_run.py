@@ -21,7 +21,7 @@ import torch
 
 from swiftbatch.jobs.run.compute_options import LogprobsMode
 from swiftbatch.jobs.sampling_params import MAX_TOP_LOGPROBS
-from swiftbatch.worker.drafters.griffin.native_griffin import NativeGriffin
+from swiftbatch.worker.drafters.griffin.draft_forwards import NativeGriffin
 from swiftbatch.worker.drafters.ranking import ranking_rule
 from swiftbatch.worker.drafters.recycling import native_recycler
 from swiftbatch.worker.drafters.recycling.native_recycler import MOST_NODES, NativeRecycling, TextCandidates

@@ -11,9 +11,7 @@ from torch import Tensor
 from swiftbatch.worker.drafters.griffin.cuda_draft_rows import CudaRows
 from swiftbatch.worker.drafters.griffin.draft_input import NUM_ENTRIES, NUM_PLACES
 from swiftbatch.worker.drafters.griffin.draft_layer_kernels import add, keep, layer_norm, pair, silu
-from swiftbatch.worker.drafters.griffin.griffin_model import GriffinModel
-from swiftbatch.worker.drafters.griffin.griffin_weights import packed_weights
-from swiftbatch.worker.drafters.griffin.native_griffin import GriffinWeights
+from swiftbatch.worker.drafters.griffin.griffin_model import GriffinModel, GriffinWeights, packed_weights
 from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards, Surroundings
 from swiftbatch.worker.forward.forward_interface import Forwards
 from swiftbatch.worker.kernels.cuda.activations import activate

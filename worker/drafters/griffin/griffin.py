@@ -12,8 +12,9 @@ import numpy as np
 from swiftbatch.metrics.counters import timed
 from swiftbatch.worker.drafters.choice.tree_sizes import LEARNING_RATE, PRIOR_STEPS, ProbeSchedule
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
-from swiftbatch.worker.drafters.griffin.draft_forwards import DraftForwards, GriffinForwards, Level
+from swiftbatch.worker.drafters.griffin.draft_forwards import DraftForwards, GriffinForwards, Level, rows_of
 from swiftbatch.worker.drafters.griffin.draft_input import Candidates
+from swiftbatch.worker.drafters.griffin.griffin_model import load_griffin
 from swiftbatch.worker.forward.step_costs import Costs, StepCosts
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import max_tree_depth
@@ -201,9 +202,6 @@ def griffin(
     target: TargetModel, costs: Costs, parts_folder: Path | None, options: GriffinOptions = DEFAULTS
 ) -> GriffinDrafter:
     """Make GRIFFIN's drafter. Raises ModelError without a draft model for this target."""
-    from swiftbatch.worker.drafters.griffin.draft_forwards import rows_of
-    from swiftbatch.worker.drafters.griffin.griffin_weights import load_griffin
-
     rows = rows_of(load_griffin(parts_folder, target), target, options.num_expanded)
     forwards = GriffinForwards(rows, target)
     planner = None if options.is_full else PricePlanner(costs(), forwards.level_seconds())

@@ -21,8 +21,13 @@ from swiftbatch.worker.drafters.griffin.cuda_griffin import cuda_rows
 from swiftbatch.worker.drafters.griffin.draft_forwards import TiledRows, rows_of
 from swiftbatch.worker.drafters.griffin.draft_input import SPREAD, Candidates, DraftRows, features_of
 from swiftbatch.worker.drafters.griffin.griffin import GriffinOptions
-from swiftbatch.worker.drafters.griffin.griffin_model import SECOND_FUSIONS, GriffinConfig, GriffinModel
-from swiftbatch.worker.drafters.griffin.griffin_weights import _stacked_numbers, load_griffin
+from swiftbatch.worker.drafters.griffin.griffin_model import (
+    SECOND_FUSIONS,
+    GriffinConfig,
+    GriffinModel,
+    _stacked_numbers,
+    load_griffin,
+)
 from swiftbatch.worker.forward.cuda.cuda_loading import drafts_of
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import pack_tiles

@@ -10,8 +10,7 @@ import torch
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.scheduler.commands.train import _griffin_recipe, griffin
-from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig
-from swiftbatch.worker.drafters.griffin.griffin_weights import load_griffin
+from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig, load_griffin
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import GRIFFIN_FILE, locate_model
 from swiftbatch.worker.training import train_griffin as training

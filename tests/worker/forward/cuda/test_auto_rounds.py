@@ -12,11 +12,10 @@ import torch
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters import auto as auto_module
 from swiftbatch.worker.drafters.auto import auto
-from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.choice import policy, ways
 from swiftbatch.worker.drafters.choice import rounds as plan_module
 from swiftbatch.worker.drafters.choice.ways import ChainWay
-from swiftbatch.worker.drafters.drafter_interface import Drafter
+from swiftbatch.worker.drafters.drafter_interface import AutoregressiveDrafter, Drafter
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.forward_interface import partial_rows
 from swiftbatch.worker.forward.step_costs import ROW_COUNTS, StepCosts

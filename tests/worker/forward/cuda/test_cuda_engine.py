@@ -11,8 +11,7 @@ import torch
 
 from bench.variants import BENCH_ENGINES, create_bench_drafter
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.drafters.catalogue import ENGINES, create_drafter
-from swiftbatch.worker.drafters.engine_memory import slots_wanted
+from swiftbatch.worker.drafters.catalogue import ENGINES, create_drafter, slots_wanted
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward import step_costs
 from swiftbatch.worker.forward.cuda.cuda_loading import drafts_of

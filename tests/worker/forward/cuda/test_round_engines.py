@@ -11,7 +11,7 @@ import torch
 
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters import triforce as draft_model
-from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
+from swiftbatch.worker.drafters.drafter_interface import AutoregressiveDrafter
 from swiftbatch.worker.drafters.self_speculation import RoundPlan, SelfSpeculationDrafter
 from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
 from swiftbatch.worker.drafters.triforce import TriForceOptions, triforce
