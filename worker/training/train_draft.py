@@ -6,7 +6,7 @@ It is distilled on the target's distributions, because it must guess what the ta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,11 +22,10 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.sampling.noise import GumbelNoise
 from swiftbatch.worker.sampling.sampler import draw
-from swiftbatch.worker.training.tokenswift_recipe import HeadRecipe
+from swiftbatch.worker.training.recipes import DraftRecipe
 from swiftbatch.worker.training.train_target import save_target
-from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, write_measured, write_record
-from swiftbatch.worker.training.training_lock import held
-from swiftbatch.worker.training.training_loop import Optimizers, Recipe, StepLoss, repeatable, run_steps
+from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held, write_measured, write_record
+from swiftbatch.worker.training.training_loop import Optimizers, StepLoss, repeatable, run_steps
 from swiftbatch.worker.training.training_texts import (
     Text,
     book_texts,
@@ -46,24 +45,7 @@ SAMPLING = {
     "T 1, min-p 0.1": SamplingParams(max_tokens=1, temperature=1.0, min_p=0.1),
 }
 """Sampling of both models, by name."""
-LENGTH = NUM_SINKS + 2 * WINDOW  # most tokens that a draft model reads when it drafts
 NUM_BOOK_TOKENS = 32_768
-
-
-DRAFT_TEXTS = HeadRecipe(num_book_tokens=2048, num_own_texts=384)
-"""Own texts, and test books to measure agreement, made as for heads."""
-
-
-@dataclass(frozen=True)
-class DraftRecipe(Recipe):
-    """Recipe of a draft model, with the optimizer settings of a target model."""
-
-    num_warmup_steps: int = 20
-    decay_share: float = 0.4
-    num_step_windows: int = 4
-    window_length: int = LENGTH
-    own_share: float = 0.5  # share of windows of the target's own texts
-    texts: HeadRecipe = DRAFT_TEXTS
 
 
 def draft_config(target: PreTrainedConfig) -> LlamaConfig:
@@ -86,10 +68,6 @@ def draft_config(target: PreTrainedConfig) -> LlamaConfig:
         bos_token_id=target.bos_token_id,
         eos_token_id=target.eos_token_id,
     )
-
-
-def draft_recipe(num_steps: int, seed: int) -> DraftRecipe:
-    return DraftRecipe(num_steps, seed=seed, texts=replace(DRAFT_TEXTS, seed=seed))
 
 
 class DraftWindows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -16,27 +16,27 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn.functional import cross_entropy
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 
-from swiftbatch.worker.drafters.griffin.griffin_model import GriffinModel, save_griffin
+from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig, GriffinModel, save_griffin
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import GRIFFIN_FILE, ModelFiles, locate_model
 from swiftbatch.worker.sampling.noise import GumbelNoise
-from swiftbatch.worker.training.feature_file import TextFeatures
 from swiftbatch.worker.training.griffin_features import (
     FOLDER,
     FeatureWindowSource,
     GriffinFeatures,
+    TextFeatures,
     Windows,
     griffin_features,
     windows_in_use,
 )
-from swiftbatch.worker.training.griffin_recipe import FEATURE_WEIGHT, GriffinRecipe
-from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, write_measured, write_record
-from swiftbatch.worker.training.training_lock import held
+from swiftbatch.worker.training.recipes import GriffinRecipe
+from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held, write_measured, write_record
 from swiftbatch.worker.training.training_loop import check_loss
 from swiftbatch.worker.training.training_texts import load_target
 
+FEATURE_WEIGHT = 0.1  # weight of the features' L1 distance, relative to the tokens' cross entropy (appendix C.1)
 PASSES_ATTENTION = "swiftbatch_griffin_passes"
 NUM_LOGITS = 2**21  # logits per part, which limits memory for any vocabulary
 
@@ -304,13 +304,22 @@ def _train(
     target = load_target(files)
     texts = griffin_features(target, data, features, recipe, report)
     torch.manual_seed(recipe.seed)
-    draft = GriffinModel(recipe.config(target.model.config)).to(target.device)
+    draft = GriffinModel(config_of(recipe, target.model.config)).to(target.device)
     run_training(draft, target, texts, recipe, folder, report)
     save_griffin(output, draft, files.fingerprint)
     with folder.open_log(recipe.num_steps) as log:
         write_measured(log, measure_accuracy("after", recipe.num_steps, target, draft, texts.held_out), report)
     plot_training(folder.records(), output / PLOT)
     folder.finish()
+
+
+def config_of(recipe: GriffinRecipe, target: PreTrainedConfig) -> GriffinConfig:
+    config = replace(
+        GriffinConfig.for_target(target),
+        fusion=recipe.fusion,
+        has_token_enhanced_head=recipe.has_token_enhanced_head,
+    )
+    return config if recipe.expansion_size is None else replace(config, expansion_size=recipe.expansion_size)
 
 
 def griffin_folder(path: Path, model_fingerprint: str, recipe: GriffinRecipe) -> TrainingFolder:

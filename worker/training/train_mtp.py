@@ -20,39 +20,15 @@ from swiftbatch.worker.drafters.mtp.predictor import PredictorModule
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.causal_lm import decoder_of
 from swiftbatch.worker.model.model_files import MTP_FILE, let_others_read, locate_model, read_config
-from swiftbatch.worker.training import defaults
-from swiftbatch.worker.training.feature_file import TextFeatures
-from swiftbatch.worker.training.griffin_features import FOLDER, GriffinFeatures, Windows, griffin_features
-from swiftbatch.worker.training.griffin_recipe import GRIFFIN_TEXTS, GriffinRecipe
-from swiftbatch.worker.training.tokenswift_recipe import HeadRecipe
+from swiftbatch.worker.training.griffin_features import FOLDER, GriffinFeatures, TextFeatures, Windows, griffin_features
+from swiftbatch.worker.training.recipes import GriffinRecipe, MTPRecipe
 from swiftbatch.worker.training.train_griffin import token_loss
-from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, write_measured, write_record
-from swiftbatch.worker.training.training_lock import held
-from swiftbatch.worker.training.training_loop import Optimizers, Recipe, StepLoss, run_steps
+from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held, write_measured, write_record
+from swiftbatch.worker.training.training_loop import Optimizers, StepLoss, run_steps
 from swiftbatch.worker.training.training_texts import load_target
 
 FILES = TrainingFiles("mtp_log.jsonl", "mtp_state.pt", MTP_FILE)
 NUM_STATE_STEPS = 100
-
-
-@dataclass(frozen=True)
-class MTPRecipe:
-    """Sizes of the training, with GRIFFIN's texts, so that both can share features."""
-
-    num_steps: int = defaults.MTP_STEPS
-    num_step_windows: int = 4
-    window_length: int = 512
-    num_passes: int = 3  # training begins with fewer, since the first pass is cheapest and teaches most
-    own_share: float = 0.5  # share of the windows, with own texts
-    texts: HeadRecipe = GRIFFIN_TEXTS
-    seed: int = defaults.SEED
-
-    def passes_at(self, step: int) -> int:
-        later = 2 * step / self.num_steps - 1.0
-        return 1 if later < 0 else min(self.num_passes, 2 + int(later * (self.num_passes - 1)))
-
-    def steps(self) -> Recipe:
-        return Recipe(self.num_steps, embedding_learning_rate=1e-3, num_warmup_steps=20, seed=self.seed)
 
 
 @dataclass(frozen=True)

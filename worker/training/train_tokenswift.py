@@ -18,9 +18,8 @@ from torch.nn.functional import cross_entropy
 from swiftbatch.worker.drafters.tokenswift.decoding_heads import head_states, save_heads
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import HEADS_FILE, ModelFiles, locate_model
-from swiftbatch.worker.training.tokenswift_recipe import HeadRecipe
-from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, write_measured, write_record
-from swiftbatch.worker.training.training_lock import held
+from swiftbatch.worker.training.recipes import HeadRecipe
+from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held, write_measured, write_record
 from swiftbatch.worker.training.training_loop import check_loss
 from swiftbatch.worker.training.training_texts import (
     TextStates,

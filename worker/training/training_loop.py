@@ -12,27 +12,7 @@ import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from swiftbatch.jobs.errors import ModelError
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Muon (Jordan et al. 2024) for the layers' matrices, AdamW for the embedding and the norms."""
-
-    num_steps: int
-    learning_rate: float = 5e-3
-    embedding_learning_rate: float = 3e-3
-    weight_decay: float = 0.01
-    num_warmup_steps: int = 100
-    decay_share: float = 0.2  # share of the last steps, over which the rate decays linearly
-    final_rate: float = 0.05  # share of the peak rate
-    gradient_clip: float = 1.0
-    seed: int = 1
-
-    def rate(self, step: int) -> float:
-        """Return the share of the peak rate at a step (from 0): warm-up, constant, decay."""
-        warm = min(1.0, (step + 1) / self.num_warmup_steps)
-        left = (self.num_steps - step) / max(1.0, self.decay_share * self.num_steps)
-        return warm * (self.final_rate + (1 - self.final_rate) * min(1.0, left))
+from swiftbatch.worker.training.recipes import Recipe
 
 
 @dataclass(frozen=True)

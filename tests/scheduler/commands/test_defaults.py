@@ -15,10 +15,7 @@ from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.scheduler.serve.batches.server_options import ServeOptions
 from swiftbatch.worker.config import CheckpointSettings, Computation
 from swiftbatch.worker.decode_bench import DecodeBenchOptions
-from swiftbatch.worker.training.griffin_recipe import GRIFFIN_RECIPE, GriffinRecipe
-from swiftbatch.worker.training.tokenswift_recipe import HeadRecipe
-from swiftbatch.worker.training.train_draft import DraftRecipe
-from swiftbatch.worker.training.train_mtp import MTPRecipe
+from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE, DraftRecipe, GriffinRecipe, HeadRecipe, MTPRecipe
 from tests.scheduler.commands.command_parts import COMMANDS
 
 
@@ -44,7 +41,7 @@ FIELDS = {
     "chaos": defaults(ChaosOptions),
     "bench decode": defaults(DecodeBenchOptions),
     "train tokenswift": defaults(HeadRecipe),
-    "train draft": defaults(DraftRecipe) | {"seed": HeadRecipe().seed},
+    "train draft": defaults(DraftRecipe),
     "train griffin": defaults(GriffinRecipe) | {"num_own_texts": GRIFFIN_RECIPE.texts.num_own_texts},
     "train mtp": defaults(MTPRecipe) | {"num_own_texts": MTPRecipe().texts.num_own_texts},
 }

@@ -14,8 +14,7 @@ from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig, load
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import GRIFFIN_FILE, locate_model
 from swiftbatch.worker.training import train_griffin as training
-from swiftbatch.worker.training.griffin_recipe import GRIFFIN_RECIPE, GriffinRecipe
-from swiftbatch.worker.training.tokenswift_recipe import OWN_SAMPLING
+from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE, OWN_SAMPLING, GriffinRecipe
 from swiftbatch.worker.training.train_griffin import FILES, WAYS, train_griffin
 from swiftbatch.worker.training.training_texts import CorpusError, load_target
 from tests.worker.drafters.griffin.griffin_training_parts import (

@@ -15,7 +15,8 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.training import train_mtp as training
-from swiftbatch.worker.training.train_mtp import MTPRecipe, train_mtp
+from swiftbatch.worker.training.recipes import MTPRecipe
+from swiftbatch.worker.training.train_mtp import train_mtp
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.drafters.griffin.griffin_training_parts import TEXTS
 

@@ -26,7 +26,7 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import HEADS_FILE, PARTS_FOLDER, ModelFiles, locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
 from swiftbatch.worker.training import train_tokenswift as tokenswift
-from swiftbatch.worker.training.tokenswift_recipe import OWN_SAMPLING, HeadRecipe
+from swiftbatch.worker.training.recipes import OWN_SAMPLING, HeadRecipe
 from swiftbatch.worker.training.train_tokenswift import accumulate_gradients, run_steps, train_heads
 from swiftbatch.worker.training.training_texts import (
     CorpusError,
