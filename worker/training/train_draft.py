@@ -24,8 +24,8 @@ from swiftbatch.worker.sampling.noise import GumbelNoise
 from swiftbatch.worker.sampling.sampler import draw
 from swiftbatch.worker.training.recipes import DraftRecipe
 from swiftbatch.worker.training.train_target import save_target
-from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held, write_measured, write_record
-from swiftbatch.worker.training.training_loop import Optimizers, StepLoss, repeatable, run_steps
+from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held, write_measured
+from swiftbatch.worker.training.training_loop import Optimizers, Step, repeatable, train_part, whole_step
 from swiftbatch.worker.training.training_texts import (
     Text,
     book_texts,
@@ -37,7 +37,6 @@ from swiftbatch.worker.training.training_texts import (
 )
 
 FILES = TrainingFiles("draft_log.jsonl", "draft_state.pt", "model.safetensors")
-NUM_STATE_STEPS = 100
 NUM_LOGITS = 2**21  # more logits do not fit in the processor's cache, which is slower
 SAMPLING = {
     "T 0": SamplingParams(max_tokens=1, temperature=0.0),
@@ -107,23 +106,21 @@ def _train(files: ModelFiles, data: Path, output: Path, recipe: DraftRecipe, rep
     torch.manual_seed(recipe.seed)
     draft = LlamaForCausalLM(draft_config(target.model.config)).to(target.device)
     optimizers = Optimizers(draft, recipe)
-    step, seconds = folder.restore(draft, optimizers)
-    report(f"{draft.num_parameters():,} parameters, {step:,} of {recipe.num_steps:,} steps behind it")
 
-    def add_gradients(step: int) -> StepLoss:
+    def take_step(step: int) -> Step:
         windows = batch(step)
-        return StepLoss("draft", windows.numel(), distil(draft, target, windows))
+        loss = distil(draft, target, windows)
+        optimizers.step(step)
+        return whole_step("draft", windows.numel(), loss)
 
-    with repeatable(draft.device), folder.open_log(step) as log:
-        if step == 0:
-            write_measured(log, measure_agreement("before", target, draft, held_out), report)
-            folder.save(draft, optimizers, 0, 0.0)
-        for done in run_steps(draft, optimizers, recipe, add_gradients, step, seconds):
-            write_record(log, done)
-            if done.step % NUM_STATE_STEPS == 0 or done.step == recipe.num_steps:
-                folder.save(draft, optimizers, done.step, done.seconds)
+    def measure(when: str, _: int) -> Iterator[DraftAgreementRecord]:
+        return iter(()) if when == "during" else measure_agreement(when, target, draft, held_out)
+
+    with repeatable(draft.device):
+        train_part(folder, draft, optimizers, recipe.num_steps, take_step, measure, report)
         save_target(draft, AutoTokenizer.from_pretrained(files.path, local_files_only=True), output)
-        write_measured(log, measure_agreement("after", target, draft, held_out), report)
+        with folder.open_log(recipe.num_steps) as log:
+            write_measured(log, measure("after", recipe.num_steps), report)
     folder.finish()
 
 

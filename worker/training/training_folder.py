@@ -46,13 +46,8 @@ class TrainingFolder:
         self.path, self._files = path, files
         self._identity = json.loads(json.dumps(identity))
 
-    def is_finished(self, report: Callable[[str], None] = lambda line: None) -> bool:
+    def is_finished(self, report: Callable[[str], None]) -> bool:
         """Return whether this training is over, and `report` it if so. Raises ModelError for another training."""
-        if is_finished := self._is_finished():
-            report(f"{self.path}: holds this training, finished; nothing to do")
-        return is_finished
-
-    def _is_finished(self) -> bool:
         log, state, product = self._files.log, self._files.state, self._files.product
         has_state = (self.path / state).is_file()
         if not has_state and not _is_whole(self.path / product):
@@ -64,6 +59,8 @@ class TrainingFolder:
                 f"output {self.path}: holds another training: {what}; name another folder, or delete {product} "
                 f"and {state} there"
             )
+        if not has_state:
+            report(f"{self.path}: holds this training, finished; nothing to do")
         return not has_state
 
     def records(self) -> list[dict[str, Any]]:
@@ -123,7 +120,7 @@ def _is_whole(product: Path) -> bool:
 
 
 def write_record(log: IO[str], record: Any) -> None:
-    log.write(json.dumps(asdict(record)) + "\n")
+    log.write(json.dumps(record if isinstance(record, dict) else asdict(record)) + "\n")
     log.flush()
 
 

@@ -15,6 +15,8 @@ from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.scheduler.serve.batches.server_options import ServeOptions
 from swiftbatch.worker.config import CheckpointSettings, Computation
 from swiftbatch.worker.decode_bench import DecodeBenchOptions
+from swiftbatch.worker.drafters import triforce
+from swiftbatch.worker.drafters.griffin import draft_input
 from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE, DraftRecipe, GriffinRecipe, HeadRecipe, MTPRecipe
 from tests.scheduler.commands.command_parts import COMMANDS
 
@@ -80,3 +82,8 @@ def test_a_default_that_a_help_text_names_is_that_of_the_field(name: str) -> Non
     named = {field: text.partition("[default: ")[2].removesuffix("]") for field, text in texts.items()}
     values = {field: value for field, value in named.items() if value and " " not in value and field in FIELDS[name]}
     assert values == {field: str(FIELDS[name][field]) for field in values}
+
+
+def test_windows_of_draft_models_are_as_long_as_what_they_read_when_they_draft() -> None:
+    assert DraftRecipe.window_length == triforce.NUM_SINKS + 2 * triforce.WINDOW
+    assert GriffinRecipe.window_length == draft_input.NUM_ENTRIES
