@@ -23,7 +23,7 @@ from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.driver.driver_heartbeat import BEAT_SECONDS_OBJECT_STORE
 from swiftbatch.scheduler.driver.run_lease import LeaseEpoch
 from swiftbatch.worker.config import CheckpointSettings
-from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
+from swiftbatch.worker.drafters.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.exactness.doctor import NUM_PROBED_ROWS
 from swiftbatch.worker.kv.kv_capacity import bytes_per_position
 from swiftbatch.worker.model.model_files import EMBEDDED

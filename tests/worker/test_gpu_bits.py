@@ -24,8 +24,8 @@ from bench.variants import create_bench_drafter
 from swiftbatch.jobs.run.compute_options import KVDtype
 from swiftbatch.worker.drafters.auto import NUM_BEST
 from swiftbatch.worker.drafters.choice.ways import RecycledProposer
-from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.drafters.self_speculation import RoundPlan, SelfSpeculationDrafter
+from swiftbatch.worker.drafters.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.exactness.batch_invariance import MAX_LENGTH, NUM_CACHES, probe_rows
 from swiftbatch.worker.exactness.gpu_doctor.forward_checks import ROOM, work_digest
 from swiftbatch.worker.exactness.gpu_doctor.gemm_checks import random_matrix

@@ -21,7 +21,7 @@ from swiftbatch.worker.drafters.choice.rounds import (
 )
 from swiftbatch.worker.drafters.choice.ways import ChainWay, DraftWay, MeasuredWay, TreeWay
 from swiftbatch.worker.drafters.drafter_interface import Drafter
-from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
+from swiftbatch.worker.drafters.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.forward.step_costs import Costs
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.scan_cache import SHORTEST_SCANNED

@@ -178,7 +178,7 @@ ENGINES = {
     ),
     "suffix": EngineEntry(".drafters.suffix:suffix", "a suffix automaton over prompt and output"),
     "token-recycling": EngineEntry(
-        ".drafters.recycling.token_recycling:token_recycling",
+        ".drafters.token_recycling:token_recycling",
         "the target's own candidates at rows that it verified before",
     ),
     "tokenswift": EngineEntry(

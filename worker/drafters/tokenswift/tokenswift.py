@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import heapq
 import math
-from collections.abc import Callable, Iterator
+import operator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -17,10 +20,9 @@ from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drafters.choice.choosing_drafter import with_rounds
 from swiftbatch.worker.drafters.drafter_interface import Drafter, ReadRows
 from swiftbatch.worker.drafters.ranking import CandidateRanker, grow_best_first
-from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.drafters.self_speculation import Chain, Proposer, RoundPlan, SelfSpeculationDrafter
+from swiftbatch.worker.drafters.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.drafters.tokenswift.decoding_heads import DecodingHeads
-from swiftbatch.worker.drafters.tokenswift.ngram_table import NgramTable
 from swiftbatch.worker.forward.step_costs import Costs
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
@@ -99,7 +101,34 @@ def _prefix_tree(ngrams: list[Ranked]) -> Branches:
     return branches
 
 
-# TokenSwift (Wu et al. 2025): heads and reused n-grams propose, the target with a summarised cache checks.
+class NgramTable:
+    """Counts of the n-grams of a growing output, by their first token."""
+
+    def __init__(self, size: int) -> None:
+        """Count n-grams of `size` tokens. Raises ValueError for a size below 2."""
+        if size < 2:
+            raise ValueError(f"n-grams of {size} tokens: expected 2 or more")
+        self._num_tokens = 0
+        self._newest = deque[int](maxlen=size)
+        # first token -> the tokens after it -> count, the most recent last
+        self._counts = defaultdict[int, dict[tuple[int, ...], int]](dict)
+
+    def __len__(self) -> int:
+        return self._num_tokens
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            self._num_tokens += 1
+            self._newest.append(token_id)
+            if len(self._newest) == self._newest.maxlen:
+                first, *others = self._newest
+                counts, behind = self._counts[first], tuple(others)
+                counts[behind] = counts.pop(behind, 0) + 1
+
+    def most_frequent(self, first_token: int, k: int) -> list[tuple[tuple[int, ...], int]]:
+        """Return at most `k` pairs (tokens after `first_token`, count), most frequent first, then newest first."""
+        counts = self._counts.get(first_token, {})
+        return heapq.nlargest(k, reversed(counts.items()), key=operator.itemgetter(1))
 
 
 TYPICAL_LOGIT = 10.0  # a likely token's logit; a penalty's cut from it decides whether an n-gram is held back
@@ -127,7 +156,7 @@ class TokenSwiftProposer(Proposer):
 
     def start(self, sequence: Sequence) -> None:
         self._tables[sequence.sequence_id] = table = NgramTable(self._ngram_size)
-        table.extend(sequence.output_ids)
+        table.extend(sequence.output_ids.tolist())
 
     def propose(self, chains: list[Chain], limits: list[tuple[int, int]]) -> list[DraftTree]:
         return [self._tree(chain, *limit) for chain, limit in zip(chains, limits, strict=True)]
@@ -138,7 +167,7 @@ class TokenSwiftProposer(Proposer):
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
         table = self._tables[sequence.sequence_id]
-        table.extend(sequence.output_ids[len(table) :])
+        table.extend(sequence.output_ids[len(table) :].tolist())
         if self._recycling:
             self._recycling.update(sequence, verification)
 
