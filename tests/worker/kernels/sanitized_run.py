@@ -21,8 +21,8 @@ import torch
 
 from swiftbatch.jobs.run.compute_options import LogprobsMode
 from swiftbatch.jobs.sampling_params import MAX_TOP_LOGPROBS
+from swiftbatch.worker.drafters import token_recycling
 from swiftbatch.worker.drafters.griffin.draft_forwards import NativeGriffin
-from swiftbatch.worker.drafters.recycling import native_recycler
 from swiftbatch.worker.drafters.token_recycling import MOST_NODES, NativeRecycler, RecyclingTables, TextCandidates
 from swiftbatch.worker.forward import tile_packing
 from swiftbatch.worker.forward.forward_interface import SparseRows
@@ -209,7 +209,7 @@ if __name__ == "__main__":
     if rounds == 1:  # long texts, and rows that read all keys, take most of the time
         LENGTHS, MOST_SCANNING, MOST_CHUNKS = LENGTHS[:8], 12, 2
     cuda_row_table.chosen_library = tile_packing.chosen_library = sanitized  # type: ignore[attr-defined]
-    native_recycler.load_library = lambda _: sanitized()  # type: ignore[attr-defined]
+    token_recycling.load_library = lambda _: sanitized()  # type: ignore[attr-defined]
     scan_cache.load_library = lambda _: sanitized()  # type: ignore[attr-defined]
     causal_attention.load_library = native_decoder.load_library = sampling_calls.load_library = lambda _: sanitized()  # type: ignore[assignment]
     sampling_calls.chosen_variant = lambda: "sanitized"
