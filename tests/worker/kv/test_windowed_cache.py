@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from swiftbatch.worker.drafters.catalogue import engine_entry
-from swiftbatch.worker.drafters.choice.ways import DraftWay, PartialCacheWay, TreeWay
+from swiftbatch.worker.drafters.choice.ways import DraftWay, TreeWay
 from swiftbatch.worker.drafters.drafter_interface import Drafter
 from swiftbatch.worker.drafters.griffin.griffin import GriffinDrafter
 from swiftbatch.worker.drafters.mtp.mtp import MTPDrafter
+from swiftbatch.worker.drafters.self_speculation import SelfSpeculationDrafter
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kv.free_memory import MEMORY, KVRoom
@@ -165,7 +166,7 @@ def test_rows_have_the_same_bits_whatever_was_forgotten(tmp_path: Path, kind: st
 @pytest.mark.parametrize(
     ("names", "drafter"),
     [
-        (("triforce", "tokenswift"), PartialCacheWay),
+        (("triforce", "tokenswift"), SelfSpeculationDrafter),
         (("griffin",), GriffinDrafter),
         (("mtp",), MTPDrafter),
         (("auto", "token-recycling", "suffix", "prompt-lookup"), TreeWay),

@@ -10,7 +10,7 @@ import torch
 
 from swiftbatch.worker.drafters.choice.policy import PLAIN, Policy, StepCall
 from swiftbatch.worker.drafters.choice.repeated_text import RepeatWay
-from swiftbatch.worker.drafters.choice.ways import ChainWay, DraftWay, PartialCacheWay, PlainWay, TreeWay
+from swiftbatch.worker.drafters.choice.ways import ChainWay, DraftWay, MeasuredWay, PartialCacheWay, PlainWay, TreeWay
 from swiftbatch.worker.drafters.drafter_interface import (
     DraftCounters,
     Drafter,
@@ -132,7 +132,8 @@ class ChoosingDrafter(Drafter):
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
         """Return what ways keep. Rates are left out: another machine soon finds its own."""
-        return {name: array for way in self._all for name, array in way.state(sequence).items()}
+        kept = [self.ways[TREE], *([] if self._chains is None else [self._chains])]
+        return {name: array for way in kept for name, array in way.state(sequence).items()}
 
     def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:
         before = {} if self._chains is None else self._chains.state(sequence)
@@ -170,6 +171,11 @@ def _call_of(verified: Many[Verified]) -> StepCall:
 def with_trees(drafter: TreeDrafter, costs: Costs) -> ChoosingDrafter:
     """Choose between plain decoding and the trees of a drafter."""
     return ChoosingDrafter(costs(), TreeWay(drafter, costs()))
+
+
+def with_measured(drafter: Drafter, costs: Costs) -> ChoosingDrafter:
+    """Choose between plain decoding and the drafts of a drafter, by trials alone."""
+    return ChoosingDrafter(costs(), MeasuredWay(drafter))
 
 
 def with_rounds(drafter: SelfSpeculationDrafter, plan: RoundPlan, costs: Costs) -> ChoosingDrafter:

@@ -25,7 +25,7 @@ MOST_PRIOR_STEPS = 24  # further weight of a prior that other sequences confirme
 EXPLORE_EVERY = 24  # steps between trials of the next larger size
 PROBE_EVERY = 8  # steps between trials at first, if nothing is drafted
 PROBE_CHOICE = NODE_CHOICES.index(3)  # enough to see a text begin to repeat itself
-MOST_DOUBLED = 32  # longest interval between trials, as a multiple of the shortest
+LONGEST_INTERVAL = 32 * PROBE_EVERY  # steps between trials
 PROMISING = 3  # accepted tokens of a trial that shorten the interval again
 NUM_ROWS = np.array(NODE_CHOICES) + 1
 NUM_PASSES = 2  # over the shares, each by the rate that the last ones promise: more passes change nothing
@@ -41,12 +41,8 @@ def together(forward_seconds: float, beside: float) -> float:
 class ProbeSchedule:
     """Schedule of trial drafts for a sequence without drafts; after each failed trial, the interval doubles."""
 
-    shortest: int  # steps between two trials
-    interval: int = 0  # steps until the next trial
+    interval: int = PROBE_EVERY  # steps until the next trial
     num_waited: int = 0  # steps without a tree
-
-    def __post_init__(self) -> None:
-        self.interval = max(self.interval, self.shortest)
 
     @property
     def is_due(self) -> bool:
@@ -57,19 +53,18 @@ class ProbeSchedule:
         if not is_drafted and not self.is_due:
             self.num_waited += 1
         elif self.num_waited and num_accepted >= PROMISING:  # that was a trial
-            self.num_waited, self.interval = 0, self.shortest
+            self.num_waited, self.interval = 0, PROBE_EVERY
         elif self.num_waited:
-            self.num_waited, self.interval = 0, min(2 * self.interval, MOST_DOUBLED * self.shortest)
+            self.num_waited, self.interval = 0, min(2 * self.interval, LONGEST_INTERVAL)
         else:
-            self.interval = self.shortest
+            self.interval = PROBE_EVERY
 
     def state(self) -> np.ndarray:
         """Return the steps waited and the interval, `[2] float64`."""
         return np.array([self.num_waited, self.interval], dtype=np.float64)
 
     def restore(self, state: np.ndarray) -> None:
-        longest = MOST_DOUBLED * self.shortest
-        if state.shape != (2,) or not np.isfinite(state).all() or (state < (0, 1)).any() or state[1] > longest:
+        if state.shape != (2,) or not np.isfinite(state).all() or (state < (0, 1)).any() or state[1] > LONGEST_INTERVAL:
             raise ValueError(f"rhythm of looks: found {state}, expected two numbers of steps")
         self.num_waited, self.interval = (int(number) for number in state)
 
@@ -82,7 +77,7 @@ class NodeAcceptance:
         # for so few values, a list takes a tenth of an array's time
         self.shares: list[float] = prior.tolist()
         self.num_steps: int = min(before.num_steps, MOST_PRIOR_STEPS) if before else 0  # steps with drafts
-        self._probes: ProbeSchedule = replace(before._probes) if before else ProbeSchedule(PROBE_EVERY)
+        self._probes: ProbeSchedule = replace(before._probes) if before else ProbeSchedule()
 
     def observe(self, num_draft_tokens: int, path: list[int]) -> None:
         """Learn from a verified tree, perhaps empty, with the accepted nodes `path`."""

@@ -136,15 +136,21 @@ class TreeWay(DraftWay):
 
 
 class MeasuredWay(DraftWay):
-    """A drafter that plans its own drafts; only trials show how much faster it is."""
+    """A drafter that sizes its own drafts; only trials show how much faster it is."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
-        self.needs_hidden = drafter.needs_hidden
+        self.needs_hidden, self.reads_caches = drafter.needs_hidden, drafter.reads_caches
+        self.needs_top_k = self.wants_candidates = drafter.needs_top_k
+        self.phases = drafter.phases
 
     @property
     def draft_kind(self) -> str:  # type: ignore[override]
         return self.drafter.draft_kind
+
+    @property
+    def counters(self) -> DraftCounters:
+        return self.drafter.counters
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
         self.drafter.start(sequence, cache)
@@ -155,53 +161,38 @@ class MeasuredWay(DraftWay):
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         return self.drafter.propose(requests)
 
+    def learn(self, rows: ReadRows) -> None:
+        self.drafter.learn(rows)
+
     def read(self, sequence: Sequence, position: int, hidden: torch.Tensor) -> None:
         self.drafter.read(sequence, position, hidden)
 
     def update_all(self, verified: Many[Verified]) -> None:
         self.drafter.update_all(verified)
 
-    def hear(self, verified: Many[Verified]) -> None:
-        for sequence, verification in verified:
-            if verification.hidden is not None:
-                position = len(sequence) - len(verification.committed_ids) - 1
-                self.drafter.read(sequence, position, verification.hidden)
+    hear = update_all
 
     def stop(self, sequence: Sequence) -> None:
         self.drafter.stop(sequence)
+
+    def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
+        return self.drafter.state(sequence)
+
+    def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:
+        self.drafter.restore(sequence, state)
 
 
 class PartialCacheWay(MeasuredWay):
     """Chains by one plan, drawn with a partial cache; in texts that this cache holds, trees as large without rounds."""
 
-    reads_caches = True
-
     def __init__(self, drafter: SelfSpeculationDrafter, plan: RoundPlan) -> None:
         super().__init__(drafter)
         self._drawing, self._plan = drafter, plan
-        self.needs_top_k = self.wants_candidates = drafter.needs_top_k
-        self.phases = drafter.phases
-
-    @property
-    def counters(self) -> DraftCounters:
-        return self._drawing.counters
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         is_short = lengths_of(requests).max() <= self._drawing.budget
         self._drawing.plan = replace(self._plan, num_rounds=0) if is_short else self._plan
         return self._drawing.propose(requests)
-
-    def learn(self, rows: ReadRows) -> None:
-        self._drawing.learn(rows)
-
-    def hear(self, verified: Many[Verified]) -> None:
-        self._drawing.update_all(verified)
-
-    def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
-        return self._drawing.state(sequence)
-
-    def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:
-        self._drawing.restore(sequence, state)
 
 
 class RecycledProposer(Proposer):
