@@ -308,6 +308,6 @@ def triforce_options(arm: PromptArm) -> TriForceOptions:
 
 
 def _naive_policy(target: TargetModel, parts_folder: Path | None) -> Drafter:
-    proposer = DraftModelProposer(DraftModel.load(parts_folder, target), 1, target.forwards.new_batch_sampler())
+    proposer = DraftModelProposer(DraftModel.load(parts_folder, target), target.forwards.new_batch_sampler())
     # no round ever uses the cache
     return SelfSpeculationDrafter(target, proposer, StreamingKVCache, NUM_PINNED, NAIVE)

@@ -219,7 +219,7 @@ def test_the_naive_policy_asks_no_partial_cache(
 
 def test_plans_are_the_paper_s_at_every_step_or_where_they_pay(tiny_target: TargetModel) -> None:
     own, paper, naive = (new_drafter(tiny_target, free_rows, PromptArm(plan=plan), None) for plan in get_args(Plan))
-    assert paper.plan == hierarchy(2, 6, 1)
+    assert paper.plan == hierarchy(2, 6)
     assert naive.plan.num_rounds == 0
     assert isinstance(own, ChoosingDrafter)
 

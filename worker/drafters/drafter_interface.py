@@ -144,12 +144,6 @@ class TreeDrafter(Drafter):
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         return self.trees([(r.sequence, r.max_nodes, r.max_depth) for r in requests])
 
-    def sized_trees(self, requests: list[DraftRequest], sizes: list[int]) -> list[DraftTree]:
-        given = zip(requests, sizes, strict=True)
-        wanted = [(request.sequence, size, request.max_depth) for request, size in given if size]
-        trees = iter(self.trees(wanted) if wanted else ())
-        return [next(trees) if size else DraftTree() for size in sizes]
-
 
 class AutoregressiveDrafter(Drafter):
     """Proposes nothing, so that every step is plain decoding."""

@@ -14,7 +14,6 @@ import torch
 
 from swiftbatch.metrics.counters import timed
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest, Learner, ReadRows
-from swiftbatch.worker.drafters.ranking import CandidateRanker
 from swiftbatch.worker.forward.forward_interface import DrawChains, SparseRows, partial_rows, row_ahead
 from swiftbatch.worker.forward.multi_step_decode import DecodedChain
 from swiftbatch.worker.forward.step_costs import seconds_now
@@ -23,7 +22,7 @@ from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import KVRoomError
 from swiftbatch.worker.kv.sparse_cache import SparseCache, SparseCacheFactory
-from swiftbatch.worker.sampling.batch_sampler import Sampler, penalised
+from swiftbatch.worker.sampling.batch_sampler import Sampler
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.verification import Verification, Walk
@@ -64,15 +63,11 @@ class Chain:
         plan: RoundPlan,
         max_nodes: int,
         max_depth: int,
-        keeps_logits: bool = False,
     ) -> None:
-        """`keeps_logits`: keep the logits of the newest token's row."""
         self.sequence = sequence.fork()
         self.sampler = sampler.fork(self.sequence)
         self.hidden = hidden  # [hidden] of the row in front of the newest token, if known
-        self.logits: torch.Tensor | None = None  # [vocab] after penalty, the newest token's
         self.plan = plan
-        self._keeps_logits = keeps_logits
         self._cache = cache
         self._num_committed = len(sequence)
         self._max_nodes = max_nodes
@@ -140,10 +135,7 @@ class Chain:
         last_row = walk.path[-1] + 1 if walk.path else 0
         self._cache.keep(walk.path)
         self.hidden = outputs.hidden[last_row]
-        self.sequence.extend(walk.drawn[:-1])
-        if self._keeps_logits:  # a penalty takes as long as the draw itself
-            self.logits = penalised(self.sampler, outputs.logits[last_row])
-        self.sequence.extend(walk.drawn[-1:])
+        self.sequence.extend(walk.drawn)
         if walk.failed_row is not None:  # nothing can be drawn behind the newest token
             self._max_depth = self.num_tokens
 
@@ -171,32 +163,13 @@ class ChainTree:
     rounds: list[Round] = field(default_factory=list)
 
 
-def assemble(chain: Chain, below: DraftTree, num_alternatives: int) -> ChainTree:
-    """Join a chain, the tree below its newest token, and copies below that token's alternatives."""
-    length, max_nodes = chain.num_tokens, chain.num_nodes
-    tree = DraftTree.chain(chain.drawn)
-    _graft(tree, below, length - 1, max_nodes)
-    for token_id in _alternatives(chain, num_alternatives):
-        if len(tree) < max_nodes:
-            tree.token_ids.append(token_id)
-            tree.parents.append(length - 2)
-            _graft(tree, below, len(tree) - 1, max_nodes)
-    return ChainTree(tree, length, chain.rounds)
-
-
-def _graft(tree: DraftTree, below: DraftTree, parent: int, max_nodes: int) -> None:
-    first = len(tree)
-    room = max(0, max_nodes - first)
+def assemble(chain: Chain, below: DraftTree) -> ChainTree:
+    """Join a chain and the tree below its newest token."""
+    length, tree = chain.num_tokens, DraftTree.chain(chain.drawn)
+    room = max(0, chain.num_nodes - length)
     tree.token_ids.extend(below.token_ids[:room])
-    tree.parents.extend(parent if p == ROOT else first + p for p in below.parents[:room])
-
-
-def _alternatives(chain: Chain, num_alternatives: int) -> list[int]:
-    if num_alternatives <= 1 or chain.logits is None:
-        return []
-    ranker = CandidateRanker(chain.sequence)
-    [ranked] = ranker.rank_logits(chain.logits[None], [0], num_alternatives)
-    return [token_id for _, token_id in ranked if token_id != chain.newest][: num_alternatives - 1]
+    tree.parents.extend(length - 1 if parent == ROOT else length + parent for parent in below.parents[:room])
+    return ChainTree(tree, length, chain.rounds)
 
 
 @dataclass
@@ -221,9 +194,8 @@ class SelfSpeculationDrafter(Drafter):
         new_cache: SparseCacheFactory,
         budget: int,
         plan: RoundPlan = NO_ROUNDS,
-        num_alternatives: int = 1,
     ) -> None:
-        """Rounds see `budget` entries; `num_alternatives` candidates for the last drawn token are verified in full."""
+        """Rounds see `budget` entries."""
         self.plan = plan
         self.needs_top_k = proposer.needs_top_k
         self.needs_hidden = proposer.needs_hidden
@@ -232,9 +204,7 @@ class SelfSpeculationDrafter(Drafter):
         self._proposer = proposer
         self._new_cache, self.budget = new_cache, budget
         self._new_entries = target.forwards.room_for(new_cache, budget)
-        self._num_alternatives = num_alternatives
-        reads_rounds = num_alternatives > 1 or self.needs_hidden  # logits or hidden states of their rows
-        self._draw_chains = None if reads_rounds else target.forwards.draw_chains
+        self._draw_chains = None if self.needs_hidden else target.forwards.draw_chains
         self._tracked: dict[str, _Tracked] = {}
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
@@ -304,7 +274,6 @@ class SelfSpeculationDrafter(Drafter):
             plan,
             request.max_nodes,
             request.max_depth,
-            keeps_logits=self._num_alternatives > 1,
         )
 
     def _new_partial(self, sequence: Sequence) -> SparseCache | None:
@@ -340,15 +309,12 @@ class SelfSpeculationDrafter(Drafter):
 
     def _close(self, chains: list[Chain]) -> list[DraftTree]:
         with timed(self.counters.seconds, "propose"):
-            below = self._proposer.propose(chains, [(self._num_below(chain), chain.depth_left) for chain in chains])
+            limits = [(chain.num_nodes - chain.num_tokens, chain.depth_left) for chain in chains]
+            below = self._proposer.propose(chains, limits)
         for chain, tree in zip(chains, below, strict=True):
             tracked = self._tracked[chain.sequence.sequence_id]
-            tracked.proposed = assemble(chain, tree, self._num_alternatives)
+            tracked.proposed = assemble(chain, tree)
         return [self._tracked[chain.sequence.sequence_id].proposed.tree for chain in chains]
-
-    def _num_below(self, chain: Chain) -> int:
-        num_trees = self._num_alternatives if chain.num_tokens else 1
-        return (chain.num_nodes - chain.num_tokens - (num_trees - 1)) // num_trees
 
     def _last_hidden(self, sequence: Sequence, cache: FullKVCache) -> torch.Tensor:
         """Compute the hidden state `[hidden]` that the newest token was drawn from, if no verification returned it."""

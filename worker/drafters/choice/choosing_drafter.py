@@ -53,7 +53,7 @@ class ChoosingDrafter(Drafter):
         self.needs_hidden = any(way.needs_hidden for way in self._all)
         self._counted = trees if chains is None else chains
         self.phases = self._counted.phases
-        self.way = PLAIN  # the newest step's way
+        self.way, self._newest = PLAIN, self.ways[PLAIN]  # the newest step's way
         self._sequences: list[Sequence] = []  # the newest step's sequences
         self._is_chosen = False  # it has been proposed for and not verified yet
         self._begun = 0.0
@@ -94,8 +94,8 @@ class ChoosingDrafter(Drafter):
             self._choose(requests)
         trees = self._newest.propose(requests)
         if trees is None:
-            self.way = TREE
-            trees = self.ways[TREE].propose(requests)
+            self.way, self._newest = TREE, self.ways[TREE]
+            trees = self._newest.propose(requests)
             assert trees is not None
         return trees
 
@@ -123,8 +123,7 @@ class ChoosingDrafter(Drafter):
             if way is not newest:
                 way.hear(verified)
         if verified:
-            call, seconds = _call_of(verified), self._clock() - self._begun
-            self.policy.observe(self.way, call, seconds, newest.expected_seconds)
+            self.policy.observe(self.way, _call_of(verified), self._clock() - self._begun, newest.expected_seconds)
 
     def stop(self, sequence: Sequence) -> None:
         for way in self._all:
@@ -146,10 +145,6 @@ class ChoosingDrafter(Drafter):
                 self._chains.restore(sequence, before)
             raise
 
-    @property
-    def _newest(self) -> DraftWay:
-        return self._repeats if self.way == REPEAT and self._repeats is not None else self.ways[self.way]
-
     def _choose(self, requests: list[DraftRequest]) -> None:
         times, otherwise = self.policy.times, requests[0].overhead
 
@@ -157,15 +152,19 @@ class ChoosingDrafter(Drafter):
             return {name: way.promise(requests, times.beside(name, otherwise)) for name, way in self.ways.items()}
 
         self.way = self.policy.choose(requests, promises)
+        self._newest = self.ways[self.way]
         if self._repeats is not None and self._repeats.pays(requests, times.beside(TREE, otherwise), self.policy.rate):
-            self.way = REPEAT
+            self.way, self._newest = REPEAT, self._repeats
 
 
 def _call_of(verified: Many[Verified]) -> StepCall:
     """Add up what a call has brought."""
-    num_tokens = sum(len(verification.committed_ids) for _, verification in verified)
-    num_steps = max(verification.num_steps for _, verification in verified)
-    return StepCall(num_tokens, num_steps, sum(len(verification.tree) for _, verification in verified))
+    num_tokens = num_steps = num_nodes = 0
+    for _, verification in verified:
+        num_tokens += len(verification.committed_ids)
+        num_steps = max(num_steps, verification.num_steps)
+        num_nodes += len(verification.tree)
+    return StepCall(num_tokens, num_steps, num_nodes)
 
 
 def with_trees(drafter: TreeDrafter, costs: Costs) -> ChoosingDrafter:

@@ -160,7 +160,7 @@ class RepeatWay(DraftWay):
 
     def pays(self, requests: list[DraftRequest], beside: float, rate: float) -> bool:
         """Return whether chains bring more in the coming step than `rate` tokens per second."""
-        names = [_name(request) for request in requests]
+        names = [request.sequence.sequence_id for request in requests]
         promised = {name: tokens for name in names if (tokens := self._promised(name)) > PROMISING}
         self.most_steps = FEWEST_AT_ONCE if promised else min(2 * self.most_steps, MOST_AT_ONCE)
         if sum(promised.values()) - len(promised) <= (BETTER - 1) * len(requests):

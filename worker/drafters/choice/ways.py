@@ -105,7 +105,10 @@ class TreeWay(DraftWay):
         """Propose trees of at most these numbers of nodes."""
         self.wants_candidates = self.needs_top_k and any(sizes)
         self.expected_seconds = self.sizes.forward_seconds(requests, sizes)
-        return self.drafter.sized_trees(requests, sizes)
+        given = zip(requests, sizes, strict=True)
+        wanted = [(request.sequence, size, request.max_depth) for request, size in given if size]
+        trees = iter(self.drafter.trees(wanted) if wanted else ())
+        return [next(trees) if size else DraftTree() for size in sizes]
 
     def update_all(self, verified: Many[Verified]) -> None:
         self.sizes.observe(verified)

@@ -131,6 +131,7 @@ class NgramTable:
         return heapq.nlargest(k, reversed(counts.items()), key=operator.itemgetter(1))
 
 
+NGRAM_SIZE = 4
 TYPICAL_LOGIT = 10.0  # a likely token's logit; a penalty's cut from it decides whether an n-gram is held back
 
 
@@ -141,7 +142,6 @@ class TokenSwiftProposer(Proposer):
         self,
         heads: DecodingHeads,
         digits: tuple[int, ...],
-        ngram_size: int,
         num_ngrams: int,
         recycling: TokenRecyclingDrafter | None,
     ) -> None:
@@ -149,13 +149,12 @@ class TokenSwiftProposer(Proposer):
         self.needs_top_k = recycling is not None
         self._heads = heads
         self._digits = digits
-        self._ngram_size = ngram_size
         self._num_ngrams = num_ngrams
         self._recycling = recycling
         self._tables: dict[str, NgramTable] = {}
 
     def start(self, sequence: Sequence) -> None:
-        self._tables[sequence.sequence_id] = table = NgramTable(self._ngram_size)
+        self._tables[sequence.sequence_id] = table = NgramTable(NGRAM_SIZE)
         table.extend(sequence.output_ids.tolist())
 
     def propose(self, chains: list[Chain], limits: list[tuple[int, int]]) -> list[DraftTree]:
@@ -260,8 +259,7 @@ def _confident(tokens: tuple[int, ...], confidences: dict[tuple[int, ...], float
 class TokenSwiftOptions:
     """The paper's parameters, with the fastest values as defaults; the paper's own are in `bench/variants.py`."""
 
-    digits: tuple[int, ...] = (1, 3, 3, 3)
-    ngram_size: int = 4
+    digits: tuple[int, ...] = (3, 3, 3)  # candidates by depth, one number per head
     num_ngrams: int = 20  # k
     cache: SparseCacheFactory = SummaryKVCache  # the rounds' cache
     budget: int = ENGINES["tokenswift"].partial_budget
@@ -282,14 +280,14 @@ def tokenswift(
 ) -> Drafter:
     """Make TokenSwift's drafter. Raises ModelError if heads for this target are missing or too few."""
     heads = DecodingHeads.load(parts_folder, target)
-    if len(options.digits) > heads.num_heads + 1:
+    if len(options.digits) > heads.num_heads:
         digits = ",".join(map(str, options.digits))
         folder = parts_folder or target.files.path
-        raise ModelError(f"tree {digits}: the heads in {folder} are {heads.num_heads}, for that many digits + 1")
+        raise ModelError(f"tree {digits}: the heads in {folder} are {heads.num_heads}, expected one for each number")
     recycling = TokenRecyclingDrafter(target) if options.recycles else None
-    proposer = new_proposer(heads, options.digits[1:], options.ngram_size, options.num_ngrams, recycling)
+    proposer = new_proposer(heads, options.digits, options.num_ngrams, recycling)
     plan = CHAINS if options.draft_rounds is None else whole_trees(options.draft_rounds)
-    drafter = SelfSpeculationDrafter(target, proposer, options.cache, options.budget, plan, options.digits[0])
+    drafter = SelfSpeculationDrafter(target, proposer, options.cache, options.budget, plan)
     return with_rounds(drafter, plan, costs) if options.draft_rounds is None else drafter
 
 
