@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -116,43 +117,39 @@ def griffin_features(
     target: TargetModel, data: Path, folder: Path, recipe: GriffinRecipe, report: Callable[[str], None]
 ) -> GriffinFeatures:
     """Read the features in `folder`; compute missing ones. Raises CorpusError."""
-    texts, length, cache = recipe.texts, recipe.window_length, _Cache(target, folder, report)
+    texts, length, features = recipe.texts, recipe.window_length, partial(_of_file, target, folder, report)
     origin = {"data": data_digest(data, TRAIN), "num_book_tokens": texts.num_book_tokens, "window_length": length}
-    books = cache.features(
+    books = features(
         "books", origin, lambda: {"books": book_texts(data, TRAIN, target.files, texts.num_book_tokens, length)}
     )
     own_origin = origin | {"num_own_texts": texts.num_own_texts, **_own_origin(texts, list(LEARNED_SAMPLING))}
-    own = cache.features("own", own_origin, lambda: _own(target, books, recipe)) if texts.num_own_texts else []
-    return GriffinFeatures(books, own, _held_out(cache, data, texts))
-
-
-@dataclass(frozen=True)
-class _Cache:
-    """Files of features in one folder."""
-
-    target: TargetModel
-    folder: Path
-    report: Callable[[str], None]
-
-    def features(self, name: str, origin: dict[str, Any], make: Callable[[], Texts]) -> list[TextFeatures]:
-        """Return the texts of a file, which is made if missing."""
-        path = self.folder / f"{name}.arrow"
-        origin = {"model": self.target.files.fingerprint, **origin}
-        if not path.is_file():
-            write_features(path, self.target, make(), origin)
-        found = read_features(path, origin)
-        self.report(f"{name}: {len(found)} texts, {sum(len(text.token_ids) for text in found):,} tokens")
-        return found
-
-
-def _held_out(cache: _Cache, data: Path, texts: HeadRecipe) -> list[TextFeatures]:
+    own = features("own", own_origin, lambda: _own(target, books, recipe)) if texts.num_own_texts else []
     if not any(data.rglob(TEST)):
-        cache.report(f"{data}: no {TEST}; the accuracy is not measured")
-        return []
+        report(f"{data}: no {TEST}; the accuracy is not measured")
+        return GriffinFeatures(books, own, [])
     tested = replace(texts, num_book_tokens=min(texts.num_book_tokens, NUM_HELD_OUT_TOKENS))
     origin = {"data": data_digest(data, TEST), "num_book_tokens": tested.num_book_tokens}
     origin |= _own_origin(texts, list(OWN_SAMPLING.values()))
-    return cache.features("held-out", origin, lambda: held_out_texts(cache.target, data, tested, cache.report))
+    held_out = features("held-out", origin, lambda: held_out_texts(target, data, tested, report))
+    return GriffinFeatures(books, own, held_out)
+
+
+def _of_file(
+    target: TargetModel,
+    folder: Path,
+    report: Callable[[str], None],
+    name: str,
+    origin: dict[str, Any],
+    make: Callable[[], Texts],
+) -> list[TextFeatures]:
+    """Return the texts of a file with their features; it is made if missing."""
+    path = folder / f"{name}.arrow"
+    origin = {"model": target.files.fingerprint, **origin}
+    if not path.is_file():
+        write_features(path, target, make(), origin)
+    found = read_features(path, origin)
+    report(f"{name}: {len(found)} texts, {sum(len(text.token_ids) for text in found):,} tokens")
+    return found
 
 
 def data_digest(data: Path, pattern: str) -> str:

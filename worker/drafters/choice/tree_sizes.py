@@ -6,7 +6,6 @@ A tree lists its nodes best first, so the acceptance rates by node index predict
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -37,54 +36,32 @@ def together(forward_seconds: float, beside: float) -> float:
     return max(forward_seconds + beside, forward_seconds / 2)
 
 
-@dataclass
-class ProbeSchedule:
-    """Schedule of trial drafts for a sequence without drafts; after each failed trial, the interval doubles."""
-
-    interval: int = PROBE_EVERY  # steps until the next trial
-    num_waited: int = 0  # steps without a tree
-
-    @property
-    def is_due(self) -> bool:
-        return self.num_waited >= self.interval
-
-    def observe(self, is_drafted: bool, num_accepted: int = 0) -> None:
-        """Count a step. A trial with an empty tree counts as failed."""
-        if not is_drafted and not self.is_due:
-            self.num_waited += 1
-        elif self.num_waited and num_accepted >= PROMISING:  # that was a trial
-            self.num_waited, self.interval = 0, PROBE_EVERY
-        elif self.num_waited:
-            self.num_waited, self.interval = 0, min(2 * self.interval, LONGEST_INTERVAL)
-        else:
-            self.interval = PROBE_EVERY
-
-    def state(self) -> np.ndarray:
-        """Return the steps waited and the interval, `[2] float64`."""
-        return np.array([self.num_waited, self.interval], dtype=np.float64)
-
-    def restore(self, state: np.ndarray) -> None:
-        if state.shape != (2,) or not np.isfinite(state).all() or (state < (0, 1)).any() or state[1] > LONGEST_INTERVAL:
-            raise ValueError(f"rhythm of looks: found {state}, expected two numbers of steps")
-        self.num_waited, self.interval = (int(number) for number in state)
-
-
 class NodeAcceptance:
-    """Running acceptance of the first `TILE_ROWS` nodes."""
+    """Running acceptance of the first `TILE_ROWS` nodes, and when a sequence without drafts has a trial draft."""
 
     def __init__(self, prior: np.ndarray = PRIOR_ACCEPTANCE, before: NodeAcceptance | None = None) -> None:
         """Continue the schedule and part of the step count of `before`, which belonged to a finished sequence."""
         # for so few values, a list takes a tenth of an array's time
         self.shares: list[float] = prior.tolist()
         self.num_steps: int = min(before.num_steps, MOST_PRIOR_STEPS) if before else 0  # steps with drafts
-        self._probes: ProbeSchedule = replace(before._probes) if before else ProbeSchedule()
+        self._interval: int = before._interval if before else PROBE_EVERY  # steps until the next trial draft
+        self._num_waited: int = before._num_waited if before else 0  # steps without a tree
 
     def observe(self, num_draft_tokens: int, path: list[int]) -> None:
-        """Learn from a verified tree, perhaps empty, with the accepted nodes `path`."""
-        self._probes.observe(num_draft_tokens > 0, len(path))
+        """Learn from a verified tree, perhaps empty, with the accepted nodes `path`.
+
+        After each failed trial draft, the interval to the next one doubles. One with an empty tree counts as failed.
+        """
+        if num_draft_tokens == 0 and self._num_waited < self._interval:
+            self._num_waited += 1
+        elif self._num_waited and len(path) < PROMISING:  # that was a trial
+            self._num_waited, self._interval = 0, min(2 * self._interval, LONGEST_INTERVAL)
+        else:
+            self._num_waited, self._interval = 0, PROBE_EVERY
         self.learn(num_draft_tokens, path)
 
     def learn(self, num_draft_tokens: int, path: list[int]) -> None:
+        """Learn from a tree without counting a step for trials."""
         if num_draft_tokens == 0:
             return
         self.num_steps += 1
@@ -98,22 +75,23 @@ class NodeAcceptance:
         Steps without drafts, of index 0, teach nothing, so a trial draft replaces some of them.
         """
         if choice == 0:
-            return PROBE_CHOICE if self._probes.is_due else 0
+            return PROBE_CHOICE if self._num_waited >= self._interval else 0
         return min(choice + (self.num_steps % EXPLORE_EVERY == EXPLORE_EVERY - 1), len(NODE_CHOICES) - 1)
 
     def state(self) -> np.ndarray:
         """Return the acceptance rates, then the step counts, `[TILE_ROWS + 3] float64`."""
-        return np.array([*self.shares, self.num_steps, *self._probes.state()])
+        return np.array([*self.shares, self.num_steps, self._num_waited, self._interval], dtype=np.float64)
 
     def restore(self, state: np.ndarray) -> None:
         """Restore a result of `state`. Raises ValueError for an array of another shape, dtype or value range."""
         size = TILE_ROWS + 3
         if state.shape != (size,) or state.dtype != np.float64 or not np.isfinite(state).all():
             raise ValueError(f"node budget: found {state.dtype} {state.shape}, expected float64 ({size},)")
-        if state[TILE_ROWS] < 0:
-            raise ValueError(f"node budget: found {state[TILE_ROWS]} steps, expected none or more")
-        self._probes.restore(state[TILE_ROWS + 1 :])
-        self.shares, self.num_steps = state[:TILE_ROWS].tolist(), int(state[TILE_ROWS])
+        counts = state[TILE_ROWS:]
+        if (counts < (0, 0, 1)).any() or counts[2] > LONGEST_INTERVAL:
+            raise ValueError(f"node budget: found {counts}, expected steps, those waited and up to {LONGEST_INTERVAL}")
+        self.shares = state[:TILE_ROWS].tolist()
+        self.num_steps, self._num_waited, self._interval = (int(count) for count in counts)
 
     def tokens(self) -> list[float]:
         """Return the expected tokens of a step for trees of `NODE_CHOICES` nodes, the bonus token included.
