@@ -86,7 +86,7 @@ def repeatable(device: torch.device) -> Iterator[None]:
 def run_steps(
     take_step: Callable[[int], Step], num_steps: int, first: int = 0, seconds: float = 0.0
 ) -> Iterator[dict[str, Any]]:
-    """Take the steps from `first` on (from 0), after `seconds` of training; yield the number, log and time of each.
+    """Take the steps from `first` on (from 0), after `seconds` of training, and yield a log record of each.
 
     Raises ModelError if a step's loss is not finite.
     """
@@ -116,7 +116,7 @@ def train_part(
 ) -> None:
     """Take all remaining steps from the state in the folder, which is saved every `NUM_STATE_STEPS`.
 
-    `measure` returns records of the model "before" and "during" the training, by step.
+    `measure` takes "before" or "during", and the number of steps so far, and returns log records of the model.
     """
     step, seconds = folder.restore(model, optimizer)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -81,11 +81,6 @@ def test_a_token_without_ngrams_gives_none() -> None:
     assert table.most_frequent(5, 20) == []
 
 
-def test_a_size_that_leaves_nothing_behind_the_first_token_is_refused() -> None:
-    with pytest.raises(ValueError, match="n-grams of 1 tokens: expected 2 or more"):
-        NgramTable(1)
-
-
 def streams(num_tokens: int) -> dict[str, list[int]]:
     rng = random.Random(1)
     return {
