@@ -30,9 +30,8 @@ from swiftbatch.worker.decode_bench import (
     read_tokens,
     text_tokens,
 )
-from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
-from swiftbatch.worker.drafters.drafter_interface import Drafter
-from swiftbatch.worker.drafters.self_speculation.draft_chain import Chain
+from swiftbatch.worker.drafters.drafter_interface import AutoregressiveDrafter, Drafter
+from swiftbatch.worker.drafters.self_speculation import Chain
 from swiftbatch.worker.drafters.tokenswift.tokenswift import (
     Sources,
     TokenSwiftOptions,

@@ -14,8 +14,7 @@ import numpy as np
 from bench.options import JSONOptions as Options
 from bench.tables import Record
 from swiftbatch.worker.drafters.catalogue import ENGINES
-from swiftbatch.worker.drafters.choice.tree_sizes import best_shares
-from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES, PRIOR_ACCEPTANCE
+from swiftbatch.worker.drafters.choice.tree_sizes import NODE_CHOICES, PRIOR_ACCEPTANCE, best_shares
 from swiftbatch.worker.forward.cuda.cuda_loading import with_rounds
 from swiftbatch.worker.forward.step_costs import ROW_COUNTS, StepCosts
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS

@@ -13,8 +13,7 @@ from bench.long import per_step
 from bench.tables import Record
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.decode_bench import BenchEngine, BenchError, Contestant, digest, encode, read_tokens
-from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
-from swiftbatch.worker.drafters.drafter_interface import DraftCounters, Drafter
+from swiftbatch.worker.drafters.drafter_interface import AutoregressiveDrafter, DraftCounters, Drafter
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.model.model_files import ModelFiles

@@ -25,9 +25,8 @@ from bench.tables import Record, only
 from bench.variants import TRIFORCE_PAPER as PAPER
 from swiftbatch.worker.decode_bench import BenchError, BenchOptions, bench_slots, check_length, encode, text_tokens
 from swiftbatch.worker.drafters.catalogue import check_parts
-from swiftbatch.worker.drafters.self_speculation.draft_chain import RoundPlan
-from swiftbatch.worker.drafters.self_speculation.round_planner import MeasuredPlanner
-from swiftbatch.worker.drafters.self_speculation.self_speculation import SelfSpeculationDrafter
+from swiftbatch.worker.drafters.drafter_interface import Drafter
+from swiftbatch.worker.drafters.self_speculation import RoundPlan, SelfSpeculationDrafter
 from swiftbatch.worker.drafters.triforce import DraftModel, DraftModelProposer, TriForceOptions, triforce
 from swiftbatch.worker.forward.step_costs import Costs, step_costs_of
 from swiftbatch.worker.forward.target_model import TargetModel
@@ -46,7 +45,8 @@ OWN_BUDGET = 1024  # the engine's own, besides its summaries
 MAX_BUDGET_SHARE = 8  # prompts have at least so many budgets, otherwise the cache would not be partial
 
 Plan = Literal["own", "paper", "naive"]
-"""As many tokens as pay; the paper's gammas; or the draft model's tokens straight to the full verification."""
+"""The paper's gammas where they pay; at every step; or the draft model's tokens straight to the full verification."""
+NAIVE = RoundPlan(num_rounds=0, num_round_nodes=0, chain_length=0, num_nodes=6)
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _table_2(prefill: int, model: str) -> PromptTable:
         ("method", "T"),
         (SPEEDUP, ACCEPTANCE, MIDDLE, *(Column(f"naive {name}", "naive", name) for name in ("speedup", "acceptance"))),
         (*by_temperature, *(Row((label, "0.6"), {"triforce": arm}) for label, arm in others.items())),
-        "Where no gamma stands, drafts have as many tokens as pay; of longer ones a smaller share is accepted.",
+        "Where no gamma stands, steps have drafts of gammas 2 and 6 only where these pay.",
     )
 
 
@@ -296,10 +296,10 @@ def _arms_behind(table: PromptTable, prompts: Prompts) -> Iterator[tuple[tuple[s
         yield from ((row.labels, name, arm) for name, arm in row.arms.items() if arm.prompts == prompts)
 
 
-def new_drafter(target: TargetModel, costs: Costs, arm: PromptArm, parts_folder: Path | None) -> SelfSpeculationDrafter:
+def new_drafter(target: TargetModel, costs: Costs, arm: PromptArm, parts_folder: Path | None) -> Drafter:
     """Raises ModelError if no draft model fits."""
     if arm.plan == "naive":
-        return _naive_policy(target, costs, parts_folder)
+        return _naive_policy(target, parts_folder)
     return triforce(target, costs, parts_folder, triforce_options(arm))
 
 
@@ -307,16 +307,7 @@ def triforce_options(arm: PromptArm) -> TriForceOptions:
     return replace(PAPER if arm.plan == "paper" else TriForceOptions(), **with_cache(arm.options))
 
 
-class NaivePlanner(MeasuredPlanner):
-    """Never plans a round, for the fastest naive policy."""
-
-    def plan(self, length: int, num_sequences: int, max_depth: int) -> RoundPlan:
-        return RoundPlan(0, 0, 0, self.tree(length, num_sequences, max_depth).num_nodes)
-
-
-def _naive_policy(target: TargetModel, costs: Costs, parts_folder: Path | None) -> SelfSpeculationDrafter:
-    proposer = DraftModelProposer(DraftModel.load(parts_folder, target), 1, target.forwards.new_batch_sampler())
-    planner = NaivePlanner(costs(), NUM_PINNED, proposer.node_seconds)
-    return SelfSpeculationDrafter(
-        target, proposer, planner, StreamingKVCache, NUM_PINNED
-    )  # no round ever uses the cache
+def _naive_policy(target: TargetModel, parts_folder: Path | None) -> Drafter:
+    proposer = DraftModelProposer(DraftModel.load(parts_folder, target), target.forwards.new_batch_sampler())
+    # no round ever uses the cache
+    return SelfSpeculationDrafter(target, proposer, StreamingKVCache, NUM_PINNED, NAIVE)

@@ -13,16 +13,11 @@ from bench.compared_caches import ImportanceKVCache, RetrievalKVCache
 from swiftbatch.worker.decode_bench import BY_NAME as BY_NAME
 from swiftbatch.worker.drafters.catalogue import ENGINES, DrafterFactory
 from swiftbatch.worker.drafters.choice.choosing_drafter import with_trees
-from swiftbatch.worker.drafters.drafter_interface import Drafter, ReadRows
+from swiftbatch.worker.drafters.drafter_interface import Drafter, ReadRows, TreeDrafter
 from swiftbatch.worker.drafters.griffin.griffin import GriffinOptions, griffin
 from swiftbatch.worker.drafters.ranking import CandidateRanker
-from swiftbatch.worker.drafters.recycling.token_recycling import (
-    RecyclingMatrix,
-    token_recycling,
-    top_candidates_of,
-)
+from swiftbatch.worker.drafters.token_recycling import RecyclingMatrix, token_recycling
 from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
-from swiftbatch.worker.drafters.tree_drafter import TreeDrafter
 from swiftbatch.worker.drafters.triforce import TriForceOptions, triforce
 from swiftbatch.worker.forward.step_costs import Costs
 from swiftbatch.worker.forward.target_model import TargetModel
@@ -70,8 +65,8 @@ class StaticTokenRecyclingDrafter(TreeDrafter):
         self._matrix.write(rows.token_ids, rows.top_ids, rows.top_logprobs)
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
-        if verification.top_ids is not None:
-            self._matrix.write(np.array(verification.row_token_ids), *top_candidates_of(verification))
+        if verification.top_ids is not None and verification.top_logprobs is not None:
+            self._matrix.write(np.array(verification.row_token_ids), verification.top_ids, verification.top_logprobs)
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
         return {"recycling_ids": self._matrix.ids.copy(), "recycling_logprobs": self._matrix.logprobs.copy()}

@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig, GriffinModel
-from swiftbatch.worker.drafters.griffin.griffin_weights import save_griffin
+from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig, GriffinModel, save_griffin
 from swiftbatch.worker.drafters.tokenswift.decoding_heads import save_heads
 from swiftbatch.worker.model.model_files import DRAFT_FOLDER, PARTS_FOLDER, locate_model
 from swiftbatch.worker.training.train_target import train_tokenizer

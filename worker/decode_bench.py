@@ -25,9 +25,8 @@ from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.metrics.counters import EngineCounters
 from swiftbatch.worker.config import Computation
-from swiftbatch.worker.drafters.catalogue import CHECKPOINT_ENGINES, DEFAULT_ENGINE, ENGINES, DrafterFactory
+from swiftbatch.worker.drafters.catalogue import CHECKPOINT_ENGINES, DEFAULT_ENGINE, ENGINES, DrafterFactory, with_tried
 from swiftbatch.worker.drafters.drafter_interface import Drafter
-from swiftbatch.worker.drafters.engine_memory import with_tried
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.prefill import prefill_tile
 from swiftbatch.worker.forward.hardware import cpu_capability

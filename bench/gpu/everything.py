@@ -28,7 +28,7 @@ from bench.tables import Record, tables
 from swiftbatch.jobs.python_processes import environment_of_code, module_command
 from swiftbatch.worker.decode_bench import BenchError
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding
-from swiftbatch.worker.training.training_lock import held
+from swiftbatch.worker.training.training_folder import held
 
 if TYPE_CHECKING:
     from bench.gpu.trial import Trial, Try

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from swiftbatch.scheduler.commands.options.option_types import MODEL, WholeNumber
-from swiftbatch.worker.training import defaults
-
-if TYPE_CHECKING:
-    from swiftbatch.worker.training.griffin_recipe import GriffinRecipe
+from swiftbatch.worker.training import recipes
+from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE, GriffinRecipe
 
 Command = Callable[..., Any]
 
@@ -30,10 +28,10 @@ TOKENS = click.option(
     "--tokens",
     "num_tokens",
     type=WholeNumber(1),
-    default=defaults.TARGET_TOKENS,
+    default=recipes.TARGET_TOKENS,
     help="Training tokens of the target, in windows. From 2 million on, long texts follow.",
 )
-SEED = click.option("--seed", type=WholeNumber(0), default=defaults.SEED)
+SEED = click.option("--seed", type=WholeNumber(0), default=recipes.HeadRecipe.seed)
 FEATURES = click.option(
     "--features",
     type=click.Path(path_type=Path, file_okay=False),
@@ -85,8 +83,8 @@ def everything(data: Path, output: Path, num_tokens: int) -> None:
 @TOKENS
 @click.option(
     "--kind",
-    type=click.Choice(defaults.TARGET_KINDS),
-    default=defaults.TARGET_KIND,
+    type=click.Choice(recipes.TARGET_KINDS),
+    default=recipes.TARGET_KIND,
     help="Kind of the model: the embedded one's, or a hybrid of as many parameters, with gated delta nets in three of "
     "four layers and the embedded model's tokenizer.",
 )
@@ -109,12 +107,12 @@ def target(data: Path, output: Path, num_tokens: int, kind: str) -> None:
 @MODEL
 @DATA
 @OUTPUT
-@steps_option(defaults.HEADS_STEPS)
+@steps_option(recipes.HeadRecipe.num_steps)
 @click.option(
     "--own-texts",
     "num_own_texts",
     type=WholeNumber(0),
-    default=defaults.HEADS_OWN_TEXTS,
+    default=recipes.HeadRecipe.num_own_texts,
     show_default=False,
     help="Learn from this many texts that the model generates.",
 )
@@ -129,10 +127,9 @@ def tokenswift(model: str, data: Path, output: Path, num_steps: int, num_own_tex
     Example:
       swiftbatch train tokenswift --model my-model --data books --output my-model/parts
     """
-    from swiftbatch.worker.training.tokenswift_recipe import HeadRecipe
     from swiftbatch.worker.training.train_tokenswift import train_heads
 
-    recipe = HeadRecipe(num_steps=num_steps, num_own_texts=num_own_texts, seed=seed)
+    recipe = recipes.HeadRecipe(num_steps=num_steps, num_own_texts=num_own_texts, seed=seed)
     train_heads(model, data, output, recipe, click.echo)
 
 
@@ -140,7 +137,7 @@ def tokenswift(model: str, data: Path, output: Path, num_steps: int, num_own_tex
 @MODEL
 @DATA
 @OUTPUT
-@steps_option(defaults.DRAFT_STEPS)
+@steps_option(recipes.DraftRecipe.num_steps)
 @SEED
 def draft(model: str, data: Path, output: Path, num_steps: int, seed: int) -> None:
     """Train a small draft model for the engine `triforce`. The model itself is not changed.
@@ -153,28 +150,28 @@ def draft(model: str, data: Path, output: Path, num_steps: int, seed: int) -> No
     Example:
       swiftbatch train draft --model my-model --data books --output my-model/parts/draft
     """
-    from swiftbatch.worker.training.train_draft import draft_recipe, train_draft
+    from swiftbatch.worker.training.train_draft import train_draft
 
-    train_draft(model, data, output, draft_recipe(num_steps, seed), click.echo)
+    train_draft(model, data, output, recipes.draft_recipe(num_steps, seed), click.echo)
 
 
 @train.command()
 @MODEL
 @DATA
 @OUTPUT
-@steps_option(defaults.GRIFFIN_STEPS)
-@own_texts_option(defaults.GRIFFIN_OWN_TEXTS)
+@steps_option(GRIFFIN_RECIPE.num_steps)
+@own_texts_option(GRIFFIN_RECIPE.texts.num_own_texts)
 @click.option(
     "--passes",
     "num_passes",
     type=WholeNumber(1),
-    help=f"Forward passes of a draft to train on. [default: {defaults.GRIFFIN_PASSES}]",
+    help=f"Forward passes of a draft to train on. [default: {GRIFFIN_RECIPE.num_passes}]",
 )
 @click.option(
     "--top-k",
     "align_top_k",
     type=WholeNumber(0),
-    help=f"Top tokens of an earlier pass that count as aligned; 0: no mask. [default: {defaults.GRIFFIN_ALIGN_TOP_K}]",
+    help=f"Top tokens of an earlier pass that count as aligned; 0: no mask. [default: {GRIFFIN_RECIPE.align_top_k}]",
 )
 @click.option("--no-token-alignment", is_flag=True, help="Use one pass and no mask, as in EAGLE-2.")
 @click.option("--no-token-guided-fusion", is_flag=True, help="Fuse features and tokens once, as in EAGLE.")
@@ -201,8 +198,8 @@ def griffin(model: str, data: Path, output: Path, features: Path | None, **optio
 @MODEL
 @DATA
 @OUTPUT
-@steps_option(defaults.MTP_STEPS)
-@own_texts_option(defaults.MTP_OWN_TEXTS)
+@steps_option(recipes.MTPRecipe.num_steps)
+@own_texts_option(recipes.MTPRecipe.texts.num_own_texts)
 @FEATURES
 @SEED
 def mtp(
@@ -217,9 +214,9 @@ def mtp(
     Example:
       swiftbatch train mtp --model my-model --data books --output my-model/parts
     """
-    from swiftbatch.worker.training.train_mtp import MTPRecipe, train_mtp
+    from swiftbatch.worker.training.train_mtp import train_mtp
 
-    recipe = MTPRecipe(num_steps=num_steps, seed=seed)
+    recipe = recipes.MTPRecipe(num_steps=num_steps, seed=seed)
     texts = replace(recipe.texts, num_own_texts=num_own_texts)
     train_mtp(model, data, output, replace(recipe, texts=texts), click.echo, features)
 
@@ -234,8 +231,6 @@ def _griffin_recipe(
     no_token_enhanced_head: bool,
     seed: int,
 ) -> GriffinRecipe:
-    from swiftbatch.worker.training.griffin_recipe import GRIFFIN_RECIPE
-
     if no_token_alignment and not (num_passes is None and align_top_k is None):
         raise click.UsageError("--no-token-alignment means one pass and no mask; leave out --passes and --top-k")
     top_k = GRIFFIN_RECIPE.align_top_k if align_top_k is None else align_top_k or None

@@ -21,8 +21,7 @@ from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.draft_tree import DraftTree, Verification
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.training.griffin_recipe import GriffinRecipe
-from swiftbatch.worker.training.tokenswift_recipe import HeadRecipe
+from swiftbatch.worker.training.recipes import GriffinRecipe, HeadRecipe
 
 pytestmark = pytest.mark.long
 

@@ -12,8 +12,7 @@ from bench.long import METERED, Options, PlainWindows, generated, integral, mete
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.decode_bench import BenchError, read_tokens, text_tokens
-from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
-from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
+from swiftbatch.worker.drafters.drafter_interface import AutoregressiveDrafter, Drafter, DraftRequest
 from swiftbatch.worker.drafters.tokenswift.decoding_heads import save_heads
 from swiftbatch.worker.engine.engine import Engine, PlainRuns
 from swiftbatch.worker.forward.target_model import TargetModel

@@ -20,15 +20,15 @@ from bench.griffin_ablation import (
 )
 from bench.prompt_arms import Prompt, PromptArms, read_prompt
 from bench.variants import create_bench_drafter
-from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
-from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
+from swiftbatch.worker.drafters.drafter_interface import AutoregressiveDrafter, Drafter, DraftRequest
 from swiftbatch.worker.drafters.griffin.griffin import GriffinDrafter
 from swiftbatch.worker.drafters.griffin.griffin_model import GriffinModel
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.training.griffin_recipe import GRIFFIN_RECIPE, GriffinRecipe
+from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE, GriffinRecipe
+from swiftbatch.worker.training.train_griffin import config_of
 from tests.simulated_clock import SimulatedClock
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.drafters.griffin.griffin_training_parts import EAGLE2_RECIPE, HASS_RECIPE
@@ -193,7 +193,7 @@ def test_the_paper_s_trees_have_60_nodes_of_6_levels_and_times_are_those_of_the_
 def test_every_row_has_a_draft_model_that_runs(tiny_model: Path) -> None:
     target = AutoConfig.from_pretrained(tiny_model)
     for variant in all_variants():
-        config = recipe(variant, tiny_model).config(target)
+        config = config_of(recipe(variant, tiny_model), target)
         rows = torch.zeros(1, 3, 64)
         model = GriffinModel(config)
         model.set_attention("eager")

@@ -17,8 +17,8 @@ from bench.tables import Record
 from bench.triforce_ablation import TOP_P, Plan, PromptArm, new_drafter
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.decode_bench import BenchError
-from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
-from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
+from swiftbatch.worker.drafters.choice.choosing_drafter import ChoosingDrafter
+from swiftbatch.worker.drafters.drafter_interface import AutoregressiveDrafter, Drafter, DraftRequest
 from swiftbatch.worker.drafters.triforce import hierarchy
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.target_model import TargetModel
@@ -216,11 +216,11 @@ def test_the_naive_policy_asks_no_partial_cache(
     assert figures["draft_ms"]["check"] == figures["draft_ms"]["follow"] == 0.0 < figures["draft_ms"]["propose"]
 
 
-def test_plans_are_the_paper_s_or_as_many_as_pay(tiny_target: TargetModel) -> None:
+def test_plans_are_the_paper_s_at_every_step_or_where_they_pay(tiny_target: TargetModel) -> None:
     own, paper, naive = (new_drafter(tiny_target, free_rows, PromptArm(plan=plan), None) for plan in get_args(Plan))
-    assert paper._planner.plan(1000, 1, 40) == hierarchy(2, 6, 1)
-    assert naive._planner.plan(1000, 1, 40).num_rounds == 0
-    assert type(own._planner) is not type(naive._planner)
+    assert paper.plan == hierarchy(2, 6)
+    assert naive.plan.num_rounds == 0
+    assert isinstance(own, ChoosingDrafter)
 
 
 def test_the_needle_s_share_is_what_plain_decoding_says_of_it(

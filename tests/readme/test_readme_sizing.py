@@ -22,7 +22,7 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.driver.run_lease import BEAT_SECONDS_OBJECT_STORE, LeaseEpoch
 from swiftbatch.worker.config import CheckpointSettings
-from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
+from swiftbatch.worker.drafters.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.exactness.doctor import NUM_PROBED_ROWS
 from swiftbatch.worker.kv.kv_capacity import bytes_per_position
 from swiftbatch.worker.model.model_files import EMBEDDED

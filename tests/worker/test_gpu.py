@@ -19,8 +19,7 @@ from bench.variants import BENCH_ENGINES, create_bench_drafter
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.decode_bench import bench_slots
-from swiftbatch.worker.drafters.catalogue import ENGINES
-from swiftbatch.worker.drafters.engine_memory import slots_wanted
+from swiftbatch.worker.drafters.catalogue import ENGINES, slots_wanted
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.exactness.doctor import diagnose
 from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards

@@ -23,11 +23,9 @@ from bench.gpu.trial import DEVIATION, SMALL_SIZES, Trial
 from bench.variants import create_bench_drafter
 from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.drafters.auto import NUM_BEST
-from swiftbatch.worker.drafters.choice.chain_way import RecycledProposer
-from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
-from swiftbatch.worker.drafters.self_speculation.draft_chain import RoundPlan
-from swiftbatch.worker.drafters.self_speculation.round_planner import Planner
-from swiftbatch.worker.drafters.self_speculation.self_speculation import SelfSpeculationDrafter
+from swiftbatch.worker.drafters.choice.ways import RecycledProposer
+from swiftbatch.worker.drafters.self_speculation import RoundPlan, SelfSpeculationDrafter
+from swiftbatch.worker.drafters.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.exactness.forward_comparisons import MAX_LENGTH, NUM_CACHES, probe_rows
 from swiftbatch.worker.exactness.gpu_doctor.forward_checks import ROOM, work_digest
 from swiftbatch.worker.exactness.gpu_doctor.gemm_checks import random_matrix
@@ -195,7 +193,7 @@ def test_chains_behind_scanned_texts_give_the_tokens_of_plain_decoding(trial: Tr
     target = parts.target(3, longest) if place == "device" else offloaded_target(parts, 3, longest)
     costs = step_costs_of(target)
     proposer = RecycledProposer(TokenRecyclingDrafter(target))
-    forced = SelfSpeculationDrafter(target, proposer, Planner(FORCED), ScanKVCache, NUM_BEST)
+    forced = SelfSpeculationDrafter(target, proposer, ScanKVCache, NUM_BEST, FORCED)
     prompts = [random_ids(target.vocab_size, length, 5) for length in (SIZES.forced_length, 20)]
     found = [
         decoded(target, drafter, sequences_of(target, prompts, SIZES.forced_tokens), [None, None]).token_ids

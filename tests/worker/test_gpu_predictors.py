@@ -12,9 +12,8 @@ import torch
 import triton
 
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.drafters.catalogue import create_drafter
+from swiftbatch.worker.drafters.catalogue import create_drafter, slots_wanted
 from swiftbatch.worker.drafters.choice.choosing_drafter import ChoosingDrafter
-from swiftbatch.worker.drafters.engine_memory import slots_wanted
 from swiftbatch.worker.drafters.griffin.cuda_draft_rows import CudaRows
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards

@@ -10,19 +10,18 @@ from pathlib import Path
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.drafters.catalogue import ENGINES, MTP, engine_entry
-from swiftbatch.worker.drafters.choice.chain_way import ChainWay
 from swiftbatch.worker.drafters.choice.choosing_drafter import ChoosingDrafter
 from swiftbatch.worker.drafters.choice.repeated_text import RepeatWay
-from swiftbatch.worker.drafters.choice.ways import DraftWay, MeasuredWay, TreeWay
-from swiftbatch.worker.drafters.drafter_interface import Drafter
-from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
-from swiftbatch.worker.drafters.self_speculation.round_planner import (
+from swiftbatch.worker.drafters.choice.rounds import (
     ON_A_CPU,
     RoundCosts,
     RoundsPlanner,
     costs_beside_a_gpu,
     costs_on_a_gpu,
 )
+from swiftbatch.worker.drafters.choice.ways import ChainWay, DraftWay, MeasuredWay, TreeWay
+from swiftbatch.worker.drafters.drafter_interface import Drafter
+from swiftbatch.worker.drafters.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.forward.step_costs import Costs
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.scan_cache import SHORTEST_SCANNED

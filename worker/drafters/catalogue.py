@@ -1,4 +1,4 @@
-"""The engines that users choose from, their factories and parts. Needs no torch."""
+"""The engines that users choose from: their factories, parts and GPU memory. Needs no torch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import functools
 import importlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from safetensors import SafetensorError, safe_open
 
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
+from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
+from swiftbatch.worker.kv.kv_capacity import ITEM_SIZES
+from swiftbatch.worker.kv.model_sizes import num_parameters, read_sizes
 from swiftbatch.worker.model.model_files import (
     DRAFT_FOLDER,
     GRIFFIN_FILE,
@@ -27,6 +31,8 @@ from swiftbatch.worker.model.model_files import (
 from swiftbatch.worker.model.mtp_layers import NoPredictorError, predictor_in
 
 if TYPE_CHECKING:
+    import torch
+
     from swiftbatch.worker.drafters.drafter_interface import Drafter
     from swiftbatch.worker.forward.step_costs import Costs
     from swiftbatch.worker.forward.target_model import TargetModel
@@ -165,14 +171,14 @@ ENGINES = {
         tries=MTP.engine,
     ),
     "autoregressive": EngineEntry(
-        ".drafters.autoregressive:AutoregressiveDrafter", "nothing: plain decoding, the baseline"
+        ".drafters.drafter_interface:AutoregressiveDrafter", "nothing: plain decoding, the baseline"
     ),
     "prompt-lookup": EngineEntry(
         ".drafters.prompt_lookup:prompt_lookup", "the latest match of the last tokens in prompt and output"
     ),
     "suffix": EngineEntry(".drafters.suffix:suffix", "a suffix automaton over prompt and output"),
     "token-recycling": EngineEntry(
-        ".drafters.recycling.token_recycling:token_recycling",
+        ".drafters.token_recycling:token_recycling",
         "the target's own candidates at rows that it verified before",
     ),
     "tokenswift": EngineEntry(
@@ -195,7 +201,7 @@ ENGINES = {
         "one trained layer over the target's features",
         GRIFFIN,
         reads_caches=True,
-        memory=".drafters.griffin.griffin_weights:griffin_memory",
+        memory=".drafters.griffin.griffin_model:griffin_memory",
     ),
 }
 CHECKPOINT_ENGINES = {
@@ -240,3 +246,83 @@ def create_drafter(name: str, target: TargetModel, costs: Costs, parts_folder: s
             f"place of one; use --engine {DEFAULT_ENGINE}"
         )
     return entry.factory()(target, costs, None if parts_folder is None else Path(parts_folder))
+
+
+Shape = tuple[int | str, ...]  # a name stands for any number above 0
+
+
+@dataclass(frozen=True)
+class ReadPart:
+    header: dict[str, str]
+    tensors: dict[str, torch.Tensor]
+    where: str  # begins every message
+    advice: str  # ends every message
+
+    def fault(self, reason: str) -> ModelError:
+        return ModelError(f"{self.where}: {reason}; {self.advice}")
+
+    def checked(self, shapes: dict[str, Shape]) -> dict[str, torch.Tensor]:
+        """Return the tensors. Raises ModelError unless names, shapes and finite floats are as expected."""
+        for name, shape in shapes.items():
+            expected = f"expected floats [{', '.join(map(str, shape))}]"
+            if name not in self.tensors:
+                raise self.fault(f"`{name}` is missing; {expected}")
+            found = self.tensors[name]
+            if not found.is_floating_point() or not _fits(found.shape, shape):
+                raise self.fault(f"`{name}` is {found.dtype} {list(found.shape)}; {expected}")
+            if not found.isfinite().all():
+                raise self.fault(f"`{name}` has values that are not finite")
+        if unknown := self.tensors.keys() - shapes.keys():
+            raise self.fault(f"unknown tensors {', '.join(sorted(unknown))}")
+        return self.tensors
+
+
+def read_part(part: TrainedPart, target: TargetModel, parts_folder: Path | None) -> ReadPart:
+    """Read a part's file. Raises ModelError if it is missing, damaged, or another model's."""
+    files = target.files
+    path = part.find(files.name, files.path, files.fingerprint, parts_folder)
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+        return ReadPart(file.metadata(), tensors, f"engine {part.engine}: {path}", part.advice(files.name))
+
+
+def _fits(found: torch.Size, shape: Shape) -> bool:
+    if len(found) != len(shape):
+        return False
+    pairs = zip(found, shape, strict=True)
+    return all(size > 0 if isinstance(wanted, str) else size == wanted for size, wanted in pairs)
+
+
+def slots_wanted(engine: str, files: ModelFiles, dtype: str, longest_job: int, parts: str | Path | None) -> SlotsWanted:
+    """Return the slots for jobs of up to `longest_job` positions; `parts` is the folder of `--draft-model`.
+
+    Raises ModelError as `check_parts` does.
+    """
+    entry, folder = engine_entry(engine), None if parts is None else Path(parts)
+    wanted = SlotsWanted(longest_job, entry.partial_budget, scanned_best=entry.scanned_best)
+    if entry.tries is not None:
+        return with_tried(wanted, entry.tries, files, folder)
+    if entry.part is None:
+        return wanted
+    path = entry.part.find(files.name, files.path, files.fingerprint, folder)
+    return _with_part(wanted, entry, path, dtype, files)
+
+
+def with_tried(wanted: SlotsWanted, engine: str, files: ModelFiles, parts_folder: Path | None) -> SlotsWanted:
+    entry = engine_entry(engine)
+    if entry.part is None:
+        return wanted
+    try:
+        path = entry.part.find(files.name, files.path, files.fingerprint, parts_folder)
+    except ModelError:
+        return wanted
+    return replace(wanted, engine=entry.memory_of(path, files), can_lack_engine=True)
+
+
+def _with_part(wanted: SlotsWanted, entry: EngineEntry, path: Path, dtype: str, files: ModelFiles) -> SlotsWanted:
+    if (engine := entry.memory_of(path, files)) is not None:
+        return replace(wanted, engine=engine)
+    if path.is_dir():
+        return replace(wanted, draft=read_sizes(locate_model(str(path)), dtype), draft_length=entry.draft_length)
+    logit_bytes = NUM_ROWS * files.vocab_size * 4  # logits of the heads
+    return replace(wanted, part_bytes=num_parameters([path]) * ITEM_SIZES[dtype] + logit_bytes)

@@ -1,4 +1,4 @@
-"""The contract of every drafter."""
+"""The contract of every drafter, and the baseline without drafts."""
 
 from __future__ import annotations
 
@@ -58,6 +58,11 @@ class Learner:
 
     needs_top_k: bool = False  # it reads `Verification.top_ids` and `top_logprobs`
     needs_hidden: bool = False  # it reads `Verification.hidden`
+    phases: tuple[str, ...] = ()  # the timed parts of proposing
+
+    @functools.cached_property
+    def counters(self) -> DraftCounters:
+        return DraftCounters(dict.fromkeys(self.phases, 0.0))
 
     def learn(self, rows: ReadRows) -> None:
         """Learn the target's candidates to follow read tokens. Called if `needs_top_k`."""
@@ -94,7 +99,6 @@ class Drafter(Learner, ABC):
 
     drafts: bool = True  # a step may verify more than its root
     reads_caches: bool = False  # it reads cache positions that no row of the target sees any more
-    phases: tuple[str, ...] = ()  # the timed parts of proposing
 
     @property
     def draft_kind(self) -> str:
@@ -111,10 +115,6 @@ class Drafter(Learner, ABC):
         """Return whether the drafter wants this step's hidden states; may be True only if `needs_hidden`."""
         return self.needs_hidden
 
-    @functools.cached_property
-    def counters(self) -> DraftCounters:
-        return DraftCounters(dict.fromkeys(self.phases, 0.0))
-
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
         """Take a new or resumed sequence; at each `propose` its `cache` holds every token but the last."""
 
@@ -128,3 +128,32 @@ class Drafter(Learner, ABC):
     @abstractmethod
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         """Propose for all sequences of the coming forward. Trees may be empty. Changes no state."""
+
+
+class TreeDrafter(Drafter):
+    """Proposer of trees up to the allowed size; `choice/` decides which size pays."""
+
+    @abstractmethod
+    def tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
+        """Grow a tree, perhaps empty."""
+
+    def trees(self, wanted: Many[WantedTree]) -> list[DraftTree]:
+        return [self.tree(*each) for each in wanted]
+
+    def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        return self.trees([(r.sequence, r.max_nodes, r.max_depth) for r in requests])
+
+
+class AutoregressiveDrafter(Drafter):
+    """Proposes nothing, so that every step is plain decoding."""
+
+    drafts = False
+
+    def __init__(self, *_: object) -> None:
+        """Ignore the arguments of a `DrafterFactory`."""
+
+    def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        return [DraftTree()] * len(requests)
+
+    def pass_plain(self, most: int) -> int:
+        return most

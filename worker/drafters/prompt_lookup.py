@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from swiftbatch.worker.drafters.choice.choosing_drafter import ChoosingDrafter, with_trees
-from swiftbatch.worker.drafters.tree_drafter import TreeDrafter
+from swiftbatch.worker.drafters.drafter_interface import TreeDrafter
 from swiftbatch.worker.forward.step_costs import Costs
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.full_cache import FullKVCache

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,23 +10,21 @@ import torch
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.drafters.catalogue import DRAFT_MODEL, ENGINES
-from swiftbatch.worker.drafters.ranking import CandidateRanker
-from swiftbatch.worker.drafters.self_speculation.draft_chain import Chain, Proposer, RoundPlan
-from swiftbatch.worker.drafters.self_speculation.round_planner import planner_of
-from swiftbatch.worker.drafters.self_speculation.self_speculation import SelfSpeculationDrafter
-from swiftbatch.worker.forward.step_costs import Costs, seconds_of
+from swiftbatch.worker.drafters.choice.choosing_drafter import with_rounds
+from swiftbatch.worker.drafters.drafter_interface import Drafter
+from swiftbatch.worker.drafters.self_speculation import Chain, Proposer, RoundPlan, SelfSpeculationDrafter
+from swiftbatch.worker.forward.step_costs import Costs
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import SequenceRows, chain_rows
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.sparse_cache import SparseCacheFactory, SummaryKVCache
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.sampling.batch_sampler import BatchSampler, penalised
-from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
+from swiftbatch.worker.sampling.batch_sampler import BatchSampler
+from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
 
 NUM_SINKS = 16
 WINDOW = 256  # newest tokens always read; grows to twice as many before it is cut back
-PROBE_REPEATS = 5
 
 
 @dataclass
@@ -79,15 +75,6 @@ class DraftModel:
                     found[name] = outputs.logits[-1].clone()  # the next forward overwrites a forward's logits
         return [found[name] for name in requests]
 
-    def token_seconds(self) -> float:
-        self.start("probe")
-        token_ids = np.zeros(NUM_SINKS + WINDOW + PROBE_REPEATS, dtype=np.int64)
-        self.logits({"probe": token_ids[:-PROBE_REPEATS]})
-        texts = [{"probe": token_ids[: len(token_ids) - num_left]} for num_left in range(PROBE_REPEATS - 1, -1, -1)]
-        seconds = [seconds_of(self._model, functools.partial(self.logits, text)) for text in texts]
-        self.stop("probe")
-        return statistics.median(seconds)
-
     def _missing_rows(self, sequence_id: str, token_ids: np.ndarray) -> SequenceRows:
         cache = self._contexts[sequence_id].cache
         return chain_rows(cache, token_ids[cache.length :].tolist())
@@ -116,97 +103,78 @@ class TriForceOptions:
 
     cache: SparseCacheFactory = SummaryKVCache  # the middle level's cache
     budget: int = ENGINES["triforce"].partial_budget
-    gammas: tuple[int, int] | None = None  # gamma_1, gamma_2; None drafts as many as pay
-    width: int = 1  # candidates at every depth of the first level
+    gammas: tuple[int, int] | None = None  # gamma_1, gamma_2 of every step; None: `GAMMAS`, in steps where they pay
 
 
 DEFAULTS = TriForceOptions()
+GAMMAS = (2, 6)
 
 
 def triforce(
     target: TargetModel, costs: Costs, parts_folder: Path | None, options: TriForceOptions = DEFAULTS
-) -> SelfSpeculationDrafter:
+) -> Drafter:
     """Make TriForce's drafter. Raises ModelError without a draft model for this target."""
     draft_model = DraftModel.load(parts_folder, target)
-    proposer = DraftModelProposer(draft_model, options.width, target.forwards.new_batch_sampler())
-    plan = None if options.gammas is None else hierarchy(*options.gammas, options.width)
-    planner = planner_of(plan, costs, options.budget, proposer.node_seconds)
-    return SelfSpeculationDrafter(target, proposer, planner, options.cache, options.budget)
+    proposer = DraftModelProposer(draft_model, target.forwards.new_batch_sampler())
+    plan = hierarchy(*(options.gammas or GAMMAS))
+    drafter = SelfSpeculationDrafter(target, proposer, options.cache, options.budget, plan)
+    return with_rounds(drafter, plan, costs) if options.gammas is None else drafter
 
 
-def hierarchy(gamma_1: int, gamma_2: int, width: int) -> RoundPlan:
+def hierarchy(gamma_1: int, gamma_2: int) -> RoundPlan:
     """Plan as in algorithm 1: `gamma_1` draft tokens per middle verification, until the chain has `gamma_2` or more.
 
     gamma_1 = 0 is self-speculation with the partial cache alone.
     """
-    return RoundPlan(gamma_2, gamma_1 * width, gamma_2, gamma_2)
+    return RoundPlan(gamma_2, gamma_1, gamma_2, gamma_2)
 
 
 class DraftModelProposer(Proposer):
     """Draws with the target's coupled noise, in shared forwards."""
 
-    def __init__(self, draft_model: DraftModel, width: int, drawing: BatchSampler) -> None:
-        """`width` candidates at every depth:
-
-        the chain goes on below the drawn one; `drawing` makes the chains' samplers.
-        """
-        self.node_seconds = draft_model.token_seconds() / width  # seconds per proposed node
+    def __init__(self, draft_model: DraftModel, drawing: BatchSampler) -> None:
+        """`drawing` makes the chains' samplers."""
         self._draft_model = draft_model
-        self._width = width
         self._batch_sampler = drawing
 
     def start(self, sequence: Sequence) -> None:
         self._draft_model.start(sequence.sequence_id)
 
     def propose(self, chains: list[Chain], limits: list[tuple[int, int]]) -> list[DraftTree]:
-        trees = [_Tree(chain, *limit, self._width) for chain, limit in zip(chains, limits, strict=True)]
+        trees = [_Growing(chain, *limit) for chain, limit in zip(chains, limits, strict=True)]
         while growing := {tree.sequence_id: tree for tree in trees if tree.wants_more}:
             windows = {name: tree.window() for name, tree in growing.items()}
             found = self._draft_model.logits(windows)
             roots, samplers = [DraftTree()] * len(found), [tree.sampler for tree in growing.values()]
             walks = self._batch_sampler.walks(samplers, roots, [logits[None] for logits in found])
-            for tree, logits, walk in zip(growing.values(), found, walks, strict=True):
-                tree.grow(logits, walk.drawn[0] if walk.drawn else 0)  # a damaged draft model ends no job
-        return [tree.tree for tree in trees]
+            for tree, walk in zip(growing.values(), walks, strict=True):
+                tree.grow(walk.drawn[0] if walk.drawn else 0)  # a damaged draft model ends no job
+        return [DraftTree.chain(each.token_ids) for each in trees]
 
     def stop(self, sequence: Sequence) -> None:
         self._draft_model.stop(sequence.sequence_id)
 
 
-class _Tree:
-    """Chain below the newest token, with siblings at every depth, while it grows."""
+class _Growing:
+    """Chain below a chain's newest token, while it grows."""
 
-    def __init__(self, chain: Chain, max_nodes: int, max_depth: int, width: int) -> None:
-        self.tree = DraftTree()
+    def __init__(self, chain: Chain, max_nodes: int, max_depth: int) -> None:
+        self.token_ids: list[int] = []
         self.sequence_id = chain.sequence.sequence_id
+        self._most = min(max_nodes, max_depth)
         self._sequence, self.sampler = chain.sequence, chain.sampler
-        if max_nodes > 0 and max_depth > 0:
+        if self.wants_more:
             self._sequence = chain.sequence.fork()
             self.sampler = chain.sampler.fork(self._sequence)
         self._num_committed = len(chain.sequence) - chain.num_tokens
-        self._max_nodes = max_nodes
-        self._depth_left = max_depth
-        self._width = width
-        self._newest = ROOT
 
     @property
     def wants_more(self) -> bool:
-        return self._depth_left > 0 and len(self.tree) < self._max_nodes
+        return len(self.token_ids) < self._most
 
     def window(self) -> np.ndarray:
         return window_of(self._sequence.token_ids, self._num_committed)
 
-    def grow(self, logits: torch.Tensor, token_id: int) -> None:
-        """Add the next token, drawn from logits `[vocab]`, and the next best as siblings."""
-        candidates = self._siblings(logits) if self._width > 1 else []
-        parent, self._newest = self._newest, len(self.tree)
-        others = [other for other in candidates if other != token_id][: self._width - 1]
-        for candidate in [token_id, *others][: self._max_nodes - len(self.tree)]:
-            self.tree.token_ids.append(candidate)
-            self.tree.parents.append(parent)
+    def grow(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
         self._sequence.extend([token_id])
-        self._depth_left -= 1
-
-    def _siblings(self, logits: torch.Tensor) -> list[int]:
-        [ranked] = CandidateRanker(self._sequence).rank_logits(penalised(self.sampler, logits)[None], [1], self._width)
-        return [token_id for _, token_id in ranked]

@@ -28,8 +28,7 @@ from swiftbatch.metrics.counters import EngineCounters
 from swiftbatch.metrics.exporter import Labels, engine_families, registry_of, serve
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.constraints.thinking import reasoning_of
-from swiftbatch.worker.drafters.catalogue import create_drafter
-from swiftbatch.worker.drafters.engine_memory import slots_wanted
+from swiftbatch.worker.drafters.catalogue import create_drafter, slots_wanted
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.stopping import closed, may_be_extended, may_rewind, rewind_distance, rewound, text_of
 from swiftbatch.worker.exactness.doctor_verdicts import exactness_of

@@ -3,29 +3,99 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
+from rich.progress import track
+from torch.utils.dlpack import from_dlpack
 
 from swiftbatch.worker.drafters.griffin.draft_input import NUM_SINKS, WINDOW, window_start
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.training.feature_file import TextFeatures, read_features, write_features
-from swiftbatch.worker.training.griffin_recipe import GriffinRecipe
-from swiftbatch.worker.training.tokenswift_recipe import LEARNED_SAMPLING, OWN_SAMPLING, HeadRecipe
+from swiftbatch.worker.training.recipes import LEARNED_SAMPLING, OWN_SAMPLING, GriffinRecipe, HeadRecipe
+from swiftbatch.worker.training.training_folder import differing
 from swiftbatch.worker.training.training_texts import (
     CorpusError,
     Text,
     book_texts,
     held_out_texts,
+    hidden_states,
     jumping_positions,
     learned_texts,
     read_books,
 )
+
+ORIGIN, TEXTS = b"origin", b"texts"  # keys of JSON in the schema's metadata
+TOKEN_IDS, FEATURES = "token_ids", "features"
+
+
+@dataclass(frozen=True)
+class TextFeatures:
+    """One text with the target's features, as views of the file."""
+
+    name: str  # name of a group of texts
+    first_row: int  # rows before this one are a prompt
+    token_ids: torch.Tensor  # [num_tokens] uint32
+    features: torch.Tensor  # [num_tokens, hidden] bfloat16: the target's final hidden states
+
+
+def write_features(path: Path, target: TargetModel, texts: dict[str, list[Text]], origin: dict[str, Any]) -> None:
+    """Run the target over named texts and write its features, one record batch per text.
+
+    The file is written atomically.
+    """
+    size = target.model.config.hidden_size
+    listed = [(name, text) for name, part in texts.items() for text in part]
+    heads = [{"name": name, "first_row": text.first_row} for name, text in listed]
+    fields = [(TOKEN_IDS, pa.uint32()), (FEATURES, pa.list_(pa.uint16(), size))]  # Arrow has no bfloat16
+    schema = pa.schema(fields, metadata={ORIGIN: json.dumps(origin), TEXTS: json.dumps(heads)})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}")
+    with pa.OSFile(str(aside), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+        for _, text in track(listed, f"features, {path.stem}", transient=True):
+            writer.write_batch(_batch(text.token_ids, hidden_states(target, text.token_ids), schema))
+    os.replace(aside, path)
+
+
+def _batch(token_ids: list[int], hidden: torch.Tensor, schema: Any) -> Any:
+    bits = hidden.to("cpu", torch.bfloat16).contiguous().view(torch.uint16).flatten().numpy()
+    features = pa.FixedSizeListArray.from_arrays(pa.array(bits), hidden.shape[1])
+    return pa.record_batch([pa.array(np.asarray(token_ids, dtype=np.uint32)), features], schema=schema)
+
+
+def read_features(path: Path, origin: dict[str, Any]) -> list[TextFeatures]:
+    """Map a file into memory. Raises CorpusError if it is damaged or has another origin."""
+    try:
+        reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        metadata = reader.schema.metadata
+        found, heads = json.loads(metadata[ORIGIN]), json.loads(metadata[TEXTS])
+        batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+        problem = " ".join(str(error).split())
+        raise CorpusError(f"{path}: no readable features ({problem}); delete it to have them computed anew") from error
+    if differences := list(differing(found, json.loads(json.dumps(origin)))):
+        raise CorpusError(
+            f"{path}: features of something else: {'; '.join(differences)}; "
+            "name another folder with --features, or delete the file"
+        )
+    return [_text(head, batch) for head, batch in zip(heads, batches, strict=True)]
+
+
+def _text(head: dict[str, Any], batch: Any) -> TextFeatures:
+    column = batch.column(FEATURES)
+    bits = from_dlpack(column.flatten()).view(len(column), -1)  # [num_tokens, hidden] uint16
+    return TextFeatures(
+        head["name"], head["first_row"], from_dlpack(batch.column(TOKEN_IDS)), bits.view(torch.bfloat16)
+    )
+
 
 FOLDER = "features"  # default name within the output
 TRAIN, TEST = "*train*.jsonl", "*test*.jsonl"
@@ -47,43 +117,39 @@ def griffin_features(
     target: TargetModel, data: Path, folder: Path, recipe: GriffinRecipe, report: Callable[[str], None]
 ) -> GriffinFeatures:
     """Read the features in `folder`; compute missing ones. Raises CorpusError."""
-    texts, length, cache = recipe.texts, recipe.window_length, _Cache(target, folder, report)
+    texts, length, features = recipe.texts, recipe.window_length, partial(_of_file, target, folder, report)
     origin = {"data": data_digest(data, TRAIN), "num_book_tokens": texts.num_book_tokens, "window_length": length}
-    books = cache.features(
+    books = features(
         "books", origin, lambda: {"books": book_texts(data, TRAIN, target.files, texts.num_book_tokens, length)}
     )
     own_origin = origin | {"num_own_texts": texts.num_own_texts, **_own_origin(texts, list(LEARNED_SAMPLING))}
-    own = cache.features("own", own_origin, lambda: _own(target, books, recipe)) if texts.num_own_texts else []
-    return GriffinFeatures(books, own, _held_out(cache, data, texts))
-
-
-@dataclass(frozen=True)
-class _Cache:
-    """Files of features in one folder."""
-
-    target: TargetModel
-    folder: Path
-    report: Callable[[str], None]
-
-    def features(self, name: str, origin: dict[str, Any], make: Callable[[], Texts]) -> list[TextFeatures]:
-        """Return the texts of a file, which is made if missing."""
-        path = self.folder / f"{name}.arrow"
-        origin = {"model": self.target.files.fingerprint, **origin}
-        if not path.is_file():
-            write_features(path, self.target, make(), origin)
-        found = read_features(path, origin)
-        self.report(f"{name}: {len(found)} texts, {sum(len(text.token_ids) for text in found):,} tokens")
-        return found
-
-
-def _held_out(cache: _Cache, data: Path, texts: HeadRecipe) -> list[TextFeatures]:
+    own = features("own", own_origin, lambda: _own(target, books, recipe)) if texts.num_own_texts else []
     if not any(data.rglob(TEST)):
-        cache.report(f"{data}: no {TEST}; the accuracy is not measured")
-        return []
+        report(f"{data}: no {TEST}; the accuracy is not measured")
+        return GriffinFeatures(books, own, [])
     tested = replace(texts, num_book_tokens=min(texts.num_book_tokens, NUM_HELD_OUT_TOKENS))
     origin = {"data": data_digest(data, TEST), "num_book_tokens": tested.num_book_tokens}
     origin |= _own_origin(texts, list(OWN_SAMPLING.values()))
-    return cache.features("held-out", origin, lambda: held_out_texts(cache.target, data, tested, cache.report))
+    held_out = features("held-out", origin, lambda: held_out_texts(target, data, tested, report))
+    return GriffinFeatures(books, own, held_out)
+
+
+def _of_file(
+    target: TargetModel,
+    folder: Path,
+    report: Callable[[str], None],
+    name: str,
+    origin: dict[str, Any],
+    make: Callable[[], Texts],
+) -> list[TextFeatures]:
+    """Return the texts of a file with their features; it is made if missing."""
+    path = folder / f"{name}.arrow"
+    origin = {"model": target.files.fingerprint, **origin}
+    if not path.is_file():
+        write_features(path, target, make(), origin)
+    found = read_features(path, origin)
+    report(f"{name}: {len(found)} texts, {sum(len(text.token_ids) for text in found):,} tokens")
+    return found
 
 
 def data_digest(data: Path, pattern: str) -> str:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from transformers import Qwen3_5TextConfig, Qwen3Config
 
-from swiftbatch.worker.training import defaults
-from swiftbatch.worker.training.training_loop import Recipe
+from swiftbatch.worker.training import recipes
+from swiftbatch.worker.training.recipes import Recipe
 
 VOCAB_SIZE = 4096
 MAX_POSITIONS = 131_072
@@ -106,7 +106,7 @@ def num_steps_for(kinds: tuple[WindowKind, ...], num_tokens: int) -> int:
     return max(1, round(num_tokens * sum(kind.share / kind.num_tokens for kind in kinds)))
 
 
-def embedded_recipe(num_tokens: int = defaults.TARGET_TOKENS) -> TargetRecipe:
+def embedded_recipe(num_tokens: int = recipes.TARGET_TOKENS) -> TargetRecipe:
     """Return the embedded model's recipe for a number of tokens."""
     num_texts = num_tokens // TOKENS_PER_TEXT
     long_texts = (
@@ -193,6 +193,6 @@ def hybrid_config(beginning_of_text_id: int, end_of_text_id: int) -> Qwen3_5Text
 
 
 CONFIGS: dict[str, Callable[[int, int], Qwen3Config | Qwen3_5TextConfig]] = {
-    defaults.TARGET_KIND: embedded_config,
+    recipes.TARGET_KIND: embedded_config,
     "qwen3_5_text": hybrid_config,
 }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 from swiftbatch.worker.training.target_recipe import LongTextRecipe, TargetRecipe, WindowKind, WindowRecipe
 from swiftbatch.worker.training.training_folder import TrainingFolder, write_record
 from swiftbatch.worker.training.training_layers import EarlierSegments, sparing
-from swiftbatch.worker.training.training_loop import Optimizers, StepLoss, StepRecord, repeatable, run_steps
+from swiftbatch.worker.training.training_loop import Optimizers, Step, repeatable, run_steps, whole_step
 
 SKIPPING_SHARE = 0.5  # share of far windows that have several passages
 MOST_STRETCHES = 4
@@ -197,7 +198,7 @@ class Stage:
     name: str
     first: int  # steps of all stages before it
     recipe: WindowRecipe
-    add_gradients: Callable[[int], StepLoss]  # the argument is the step within the stage (from 0)
+    add_gradients: Callable[[int], Step]  # the argument is the step within the stage (from 0)
     num_state_steps: int  # long texts save only at their ends, since states lack earlier segments
 
     @property
@@ -214,9 +215,14 @@ class Stage:
             optimizers.load_state_dict(restored.state_dict())
         return optimizers
 
-    def run(self, model: PreTrainedModel, optimizers: Optimizers, step: int, seconds: float) -> Iterator[StepRecord]:
-        for done in run_steps(model, optimizers, self.recipe, self.add_gradients, step - self.first, seconds):
-            yield replace(done, step=self.first + done.step)
+    def run(self, optimizers: Optimizers, step: int, seconds: float) -> Iterator[dict[str, Any]]:
+        def take_step(step: int) -> Step:
+            done = self.add_gradients(step)
+            optimizers.step(step)
+            return done
+
+        for done in run_steps(take_step, self.recipe.num_steps, step - self.first, seconds):
+            yield done | {"step": self.first + done["step"]}
 
 
 @dataclass(frozen=True)
@@ -238,9 +244,9 @@ def stages_of(
     positions = model.config.max_position_embeddings
     source = WindowSource(books, first_token_id, recipe, positions)
 
-    def add_window_gradients(step: int) -> StepLoss:
-        batch = source.batch(step)
-        return StepLoss(recipe.kind_of(step).name, batch.positions.numel(), add_batch_gradients(model, batch))
+    def add_window_gradients(step: int) -> Step:
+        batch, kind = source.batch(step), recipe.kind_of(step).name
+        return whole_step(kind, batch.positions.numel(), add_batch_gradients(model, batch))
 
     stages = [Stage("windows", 0, recipe, add_window_gradients, NUM_STATE_STEPS)]
     for number, long in enumerate(recipe.long_texts, start=1):
@@ -262,9 +268,9 @@ def run_stages(
         for stage in (each for each in stages if step < each.end):
             optimizers = stage.optimizers(model, step, restored)
             write_record(log, StageRecord(step, stage.name, device_words(model.device)))
-            for done in stage.run(model, optimizers, step, seconds):
+            for done in stage.run(optimizers, step, seconds):
                 write_record(log, done)
-                step, seconds = done.step, done.seconds
+                step, seconds = done["step"], done["seconds"]
                 if stage.has_state_at(step):
                     folder.save(model, optimizers, step, seconds)
 
@@ -285,7 +291,7 @@ class LongTexts:
         self._text, self._earlier = torch.empty(0), EarlierSegments()
         self._figures: list[tuple[float, float]] = []  # loss of each segment of the text, and distance of its views
 
-    def add_gradients(self, step: int) -> StepLoss:
+    def add_gradients(self, step: int) -> Step:
         """Add the gradients of a segment and of the windows that accompany it."""
         number, place = divmod(step, self._recipe.num_segments)
         if place == 0:
@@ -299,7 +305,7 @@ class LongTexts:
             loss, distance = np.mean(self._figures, axis=0)
             of = f"long text {number + 1} of {self._recipe.num_texts}"
             self._report(f"{of}: loss {loss:.3f}, {distance:.4f} nats between its view and the near one")
-        return StepLoss(KIND, self._recipe.segment + batch.positions.numel(), self._figures[-1][0])
+        return whole_step(KIND, self._recipe.segment + batch.positions.numel(), self._figures[-1][0])
 
     def _add_segment(self, start: int) -> tuple[float, float]:
         """Add a segment's gradients. Returns its loss and the distance between its two views."""

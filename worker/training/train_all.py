@@ -7,19 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from swiftbatch.worker.model.model_files import DRAFT_FOLDER, PARTS_FOLDER
-from swiftbatch.worker.training import defaults
 from swiftbatch.worker.training.griffin_features import FOLDER as FEATURES
-from swiftbatch.worker.training.griffin_recipe import GRIFFIN_RECIPE, GriffinRecipe
 from swiftbatch.worker.training.model_card import write_card
+from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE, DraftRecipe, GriffinRecipe, HeadRecipe
 from swiftbatch.worker.training.target_recipe import TargetRecipe
-from swiftbatch.worker.training.tokenswift_recipe import HeadRecipe
-from swiftbatch.worker.training.train_draft import DraftRecipe, draft_recipe, train_draft
+from swiftbatch.worker.training.train_draft import train_draft
 from swiftbatch.worker.training.train_griffin import train_griffin
 from swiftbatch.worker.training.train_target import train_target
 from swiftbatch.worker.training.train_tokenswift import train_heads
-from swiftbatch.worker.training.training_lock import held
+from swiftbatch.worker.training.training_folder import held
 
-EMBEDDED_HEADS = HeadRecipe(num_own_texts=512)
+EMBEDDED_HEADS, DRAFT_RECIPE = HeadRecipe(num_own_texts=512), DraftRecipe()
 
 
 def train_all(
@@ -28,7 +26,7 @@ def train_all(
     target: TargetRecipe,
     report: Callable[[str], None],
     heads: HeadRecipe = EMBEDDED_HEADS,
-    draft: DraftRecipe | None = None,
+    draft: DraftRecipe = DRAFT_RECIPE,
     griffin: GriffinRecipe = GRIFFIN_RECIPE,
 ) -> None:
     """Train a target model and all its drafting parts, and write the model card. Finished parts are kept.
@@ -39,7 +37,6 @@ def train_all(
     with held(output), held(parts), held(parts / DRAFT_FOLDER):
         train_target(data, output, target, report)
         train_heads(model, data, parts, heads, report)
-        draft = draft or draft_recipe(defaults.DRAFT_STEPS, defaults.SEED)
         train_draft(model, data, parts / DRAFT_FOLDER, draft, report)
         train_griffin(model, data, parts, griffin, report)
         shutil.rmtree(parts / FEATURES, ignore_errors=True)

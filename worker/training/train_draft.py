@@ -6,7 +6,7 @@ It is distilled on the target's distributions, because it must guess what the ta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,11 +22,10 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.sampling.noise import GumbelNoise
 from swiftbatch.worker.sampling.sampler import draw
-from swiftbatch.worker.training.tokenswift_recipe import HeadRecipe
+from swiftbatch.worker.training.recipes import DraftRecipe
 from swiftbatch.worker.training.train_target import save_target
-from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, write_measured, write_record
-from swiftbatch.worker.training.training_lock import held
-from swiftbatch.worker.training.training_loop import Optimizers, Recipe, StepLoss, repeatable, run_steps
+from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held, write_measured
+from swiftbatch.worker.training.training_loop import Optimizers, Step, repeatable, train_part, whole_step
 from swiftbatch.worker.training.training_texts import (
     Text,
     book_texts,
@@ -38,7 +37,6 @@ from swiftbatch.worker.training.training_texts import (
 )
 
 FILES = TrainingFiles("draft_log.jsonl", "draft_state.pt", "model.safetensors")
-NUM_STATE_STEPS = 100
 NUM_LOGITS = 2**21  # more logits do not fit in the processor's cache, which is slower
 SAMPLING = {
     "T 0": SamplingParams(max_tokens=1, temperature=0.0),
@@ -46,24 +44,7 @@ SAMPLING = {
     "T 1, min-p 0.1": SamplingParams(max_tokens=1, temperature=1.0, min_p=0.1),
 }
 """Sampling of both models, by name."""
-LENGTH = NUM_SINKS + 2 * WINDOW  # most tokens that a draft model reads when it drafts
 NUM_BOOK_TOKENS = 32_768
-
-
-DRAFT_TEXTS = HeadRecipe(num_book_tokens=2048, num_own_texts=384)
-"""Own texts, and test books to measure agreement, made as for heads."""
-
-
-@dataclass(frozen=True)
-class DraftRecipe(Recipe):
-    """Recipe of a draft model, with the optimizer settings of a target model."""
-
-    num_warmup_steps: int = 20
-    decay_share: float = 0.4
-    num_step_windows: int = 4
-    window_length: int = LENGTH
-    own_share: float = 0.5  # share of windows of the target's own texts
-    texts: HeadRecipe = DRAFT_TEXTS
 
 
 def draft_config(target: PreTrainedConfig) -> LlamaConfig:
@@ -86,10 +67,6 @@ def draft_config(target: PreTrainedConfig) -> LlamaConfig:
         bos_token_id=target.bos_token_id,
         eos_token_id=target.eos_token_id,
     )
-
-
-def draft_recipe(num_steps: int, seed: int) -> DraftRecipe:
-    return DraftRecipe(num_steps, seed=seed, texts=replace(DRAFT_TEXTS, seed=seed))
 
 
 class DraftWindows:
@@ -129,23 +106,21 @@ def _train(files: ModelFiles, data: Path, output: Path, recipe: DraftRecipe, rep
     torch.manual_seed(recipe.seed)
     draft = LlamaForCausalLM(draft_config(target.model.config)).to(target.device)
     optimizers = Optimizers(draft, recipe)
-    step, seconds = folder.restore(draft, optimizers)
-    report(f"{draft.num_parameters():,} parameters, {step:,} of {recipe.num_steps:,} steps behind it")
 
-    def add_gradients(step: int) -> StepLoss:
+    def take_step(step: int) -> Step:
         windows = batch(step)
-        return StepLoss("draft", windows.numel(), distil(draft, target, windows))
+        loss = distil(draft, target, windows)
+        optimizers.step(step)
+        return whole_step("draft", windows.numel(), loss)
 
-    with repeatable(draft.device), folder.open_log(step) as log:
-        if step == 0:
-            write_measured(log, measure_agreement("before", target, draft, held_out), report)
-            folder.save(draft, optimizers, 0, 0.0)
-        for done in run_steps(draft, optimizers, recipe, add_gradients, step, seconds):
-            write_record(log, done)
-            if done.step % NUM_STATE_STEPS == 0 or done.step == recipe.num_steps:
-                folder.save(draft, optimizers, done.step, done.seconds)
+    def measure(when: str, _: int) -> Iterator[DraftAgreementRecord]:
+        return iter(()) if when == "during" else measure_agreement(when, target, draft, held_out)
+
+    with repeatable(draft.device):
+        train_part(folder, draft, optimizers, recipe.num_steps, take_step, measure, report)
         save_target(draft, AutoTokenizer.from_pretrained(files.path, local_files_only=True), output)
-        write_measured(log, measure_agreement("after", target, draft, held_out), report)
+        with folder.open_log(recipe.num_steps) as log:
+            write_measured(log, measure("after", recipe.num_steps), report)
     folder.finish()
 
 

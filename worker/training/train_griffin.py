@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -14,30 +14,28 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn.functional import cross_entropy
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 
-from swiftbatch.worker.drafters.griffin.griffin_model import GriffinModel
-from swiftbatch.worker.drafters.griffin.griffin_weights import save_griffin
+from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig, GriffinModel, save_griffin
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import GRIFFIN_FILE, ModelFiles, locate_model
 from swiftbatch.worker.sampling.noise import GumbelNoise
-from swiftbatch.worker.training.feature_file import TextFeatures
 from swiftbatch.worker.training.griffin_features import (
     FOLDER,
     FeatureWindowSource,
     GriffinFeatures,
+    TextFeatures,
     Windows,
     griffin_features,
     windows_in_use,
 )
-from swiftbatch.worker.training.griffin_recipe import FEATURE_WEIGHT, GriffinRecipe
-from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, write_measured, write_record
-from swiftbatch.worker.training.training_lock import held
-from swiftbatch.worker.training.training_loop import check_loss
+from swiftbatch.worker.training.recipes import GriffinRecipe
+from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held, write_measured
+from swiftbatch.worker.training.training_loop import Step, train_part
 from swiftbatch.worker.training.training_texts import load_target
 
+FEATURE_WEIGHT = 0.1  # weight of the features' L1 distance, relative to the tokens' cross entropy (appendix C.1)
 PASSES_ATTENTION = "swiftbatch_griffin_passes"
 NUM_LOGITS = 2**21  # logits per part, which limits memory for any vocabulary
 
@@ -261,21 +259,10 @@ def _drawn(logits: torch.Tensor, gumbel: torch.Tensor) -> torch.Tensor:
 
 FILES = TrainingFiles("griffin_log.jsonl", "griffin_state.pt", GRIFFIN_FILE)
 PLOT = "griffin_training.png"
-NUM_STATE_STEPS = 100  # steps between two states, and two points of the accuracy curve
 NUM_CURVE_TEXTS = 2  # the curve uses the first texts of the first name
 WIDTH_INCHES, HEIGHT_INCHES, DPI = 11.0, 4.2, 150
 STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)))  # distinct without colours
 SMOOTHING = 0.9  # weight of the past in the running mean of losses
-
-
-@dataclass(frozen=True)
-class GriffinStepRecord:
-    """Log record of one optimizer step."""
-
-    step: int
-    losses: list[float]  # per pass: nats per token plus the weighted distance of features
-    aligned: list[float]  # share of rows from which each pass learns
-    seconds: float
 
 
 def train_griffin(
@@ -299,19 +286,27 @@ def _train(
     files: ModelFiles, data: Path, output: Path, recipe: GriffinRecipe, report: Callable[[str], None], features: Path
 ) -> None:
     folder = griffin_folder(output, files.fingerprint, recipe)
-    if folder.is_finished():
-        report(f"{output}: holds this training, finished; nothing to do")
+    if folder.is_finished(report):
         return
     target = load_target(files)
     texts = griffin_features(target, data, features, recipe, report)
     torch.manual_seed(recipe.seed)
-    draft = GriffinModel(recipe.config(target.model.config)).to(target.device)
+    draft = GriffinModel(config_of(recipe, target.model.config)).to(target.device)
     run_training(draft, target, texts, recipe, folder, report)
     save_griffin(output, draft, files.fingerprint)
     with folder.open_log(recipe.num_steps) as log:
         write_measured(log, measure_accuracy("after", recipe.num_steps, target, draft, texts.held_out), report)
     plot_training(folder.records(), output / PLOT)
     folder.finish()
+
+
+def config_of(recipe: GriffinRecipe, target: PreTrainedConfig) -> GriffinConfig:
+    config = replace(
+        GriffinConfig.for_target(target),
+        fusion=recipe.fusion,
+        has_token_enhanced_head=recipe.has_token_enhanced_head,
+    )
+    return config if recipe.expansion_size is None else replace(config, expansion_size=recipe.expansion_size)
 
 
 def griffin_folder(path: Path, model_fingerprint: str, recipe: GriffinRecipe) -> TrainingFolder:
@@ -326,47 +321,23 @@ def run_training(
     folder: TrainingFolder,
     report: Callable[[str], None],
 ) -> None:
-    """Run all remaining steps from the state in the folder, which is saved every `NUM_STATE_STEPS`."""
     optimizer = torch.optim.AdamW(draft.parameters(), betas=recipe.betas, weight_decay=recipe.weight_decay, fused=True)
-    step, seconds = folder.restore(draft, optimizer)
-    report(f"{sum(p.numel() for p in draft.parameters()):,} parameters, {step} of {recipe.num_steps} steps behind it")
     source = FeatureWindowSource(texts.books, texts.own, recipe)
-    with folder.open_log(step) as log:
-        if step == 0:
-            write_measured(log, measure_accuracy("before", 0, target, draft, texts.held_out), report)
-            folder.save(draft, optimizer, step, seconds)
-        for done in run_steps(draft, target, source, recipe, optimizer, step, seconds):
-            write_record(log, done)
-            if done.step % NUM_STATE_STEPS == 0:
-                for record in measure_accuracy("during", done.step, target, draft, texts.held_out[:NUM_CURVE_TEXTS]):
-                    write_record(log, record)
-                folder.save(draft, optimizer, done.step, done.seconds)
 
+    def take_step(step: int) -> Step:
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.learning_rate(step, draft.config.hidden_size)
+        losses, aligned = accumulate_gradients(draft, target, source.windows(step, target.device), recipe.at(step))
+        torch.nn.utils.clip_grad_value_(draft.parameters(), recipe.clip_value)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return Step("griffin", fmean(losses), {"losses": losses, "aligned": aligned})
 
-def run_steps(
-    draft: GriffinModel,
-    target: TargetModel,
-    source: FeatureWindowSource,
-    recipe: GriffinRecipe,
-    optimizer: torch.optim.Optimizer,
-    first: int,
-    seconds: float,
-) -> Iterator[GriffinStepRecord]:
-    """Train from step `first` on, after `seconds` of training, and yield each finished step."""
-    start = time.monotonic() - seconds
-    columns = (TextColumn("griffin"), BarColumn(), TextColumn("loss {task.fields[loss]:.3f}"), TimeRemainingColumn())
-    with Progress(*columns) as progress:
-        task = progress.add_task("griffin", total=recipe.num_steps, completed=first, loss=float("nan"))
-        for step in range(first, recipe.num_steps):
-            for group in optimizer.param_groups:
-                group["lr"] = recipe.learning_rate(step, draft.config.hidden_size)
-            losses, aligned = accumulate_gradients(draft, target, source.windows(step, target.device), recipe.at(step))
-            check_loss(step + 1, sum(losses))
-            torch.nn.utils.clip_grad_value_(draft.parameters(), recipe.clip_value)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            progress.update(task, advance=1, loss=losses[0])
-            yield GriffinStepRecord(step + 1, losses, aligned, round(time.monotonic() - start, 2))
+    def measure(when: str, step: int) -> Iterator[GriffinAccuracyRecord]:
+        held_out = texts.held_out[:NUM_CURVE_TEXTS] if when == "during" else texts.held_out
+        return measure_accuracy(when, step, target, draft, held_out)
+
+    train_part(folder, draft, optimizer, recipe.num_steps, take_step, measure, report)
 
 
 def plot_training(records: list[dict[str, Any]], path: Path) -> None:

@@ -20,39 +20,14 @@ from swiftbatch.worker.drafters.mtp.predictor import PredictorModule
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.causal_lm import decoder_of
 from swiftbatch.worker.model.model_files import MTP_FILE, let_others_read, locate_model, read_config
-from swiftbatch.worker.training import defaults
-from swiftbatch.worker.training.feature_file import TextFeatures
-from swiftbatch.worker.training.griffin_features import FOLDER, GriffinFeatures, Windows, griffin_features
-from swiftbatch.worker.training.griffin_recipe import GRIFFIN_TEXTS, GriffinRecipe
-from swiftbatch.worker.training.tokenswift_recipe import HeadRecipe
+from swiftbatch.worker.training.griffin_features import FOLDER, GriffinFeatures, TextFeatures, Windows, griffin_features
+from swiftbatch.worker.training.recipes import GriffinRecipe, MTPRecipe
 from swiftbatch.worker.training.train_griffin import token_loss
-from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, write_measured, write_record
-from swiftbatch.worker.training.training_lock import held
-from swiftbatch.worker.training.training_loop import Optimizers, Recipe, StepLoss, run_steps
+from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held, write_measured
+from swiftbatch.worker.training.training_loop import Optimizers, Step, train_part, whole_step
 from swiftbatch.worker.training.training_texts import load_target
 
 FILES = TrainingFiles("mtp_log.jsonl", "mtp_state.pt", MTP_FILE)
-NUM_STATE_STEPS = 100
-
-
-@dataclass(frozen=True)
-class MTPRecipe:
-    """Sizes of the training, with GRIFFIN's texts, so that both can share features."""
-
-    num_steps: int = defaults.MTP_STEPS
-    num_step_windows: int = 4
-    window_length: int = 512
-    num_passes: int = 3  # training begins with fewer, since the first pass is cheapest and teaches most
-    own_share: float = 0.5  # share of the windows, with own texts
-    texts: HeadRecipe = GRIFFIN_TEXTS
-    seed: int = defaults.SEED
-
-    def passes_at(self, step: int) -> int:
-        later = 2 * step / self.num_steps - 1.0
-        return 1 if later < 0 else min(self.num_passes, 2 + int(later * (self.num_passes - 1)))
-
-    def steps(self) -> Recipe:
-        return Recipe(self.num_steps, embedding_learning_rate=1e-3, num_warmup_steps=20, seed=self.seed)
 
 
 @dataclass(frozen=True)
@@ -85,8 +60,7 @@ def train_mtp(
     files = locate_model(model)
     with held(output):
         folder = TrainingFolder(output, FILES, {"model": files.fingerprint, "recipe": asdict(recipe)})
-        if folder.is_finished():
-            report(f"{output}: holds this training, finished; nothing to do")
+        if folder.is_finished(report):
             return
         target = load_target(files)
         shared = GriffinRecipe(texts=recipe.texts, window_length=recipe.window_length)
@@ -115,22 +89,16 @@ def run_training(
     report: Callable[[str], None],
 ) -> None:
     """Run all remaining steps from the state in the folder, which is saved every `NUM_STATE_STEPS`."""
-    settings = recipe.steps()
-    optimizers = Optimizers(module, settings)
-    step, seconds = folder.restore(module, optimizers)
-    report(f"{sum(p.numel() for p in module.parameters()):,} parameters, {step} of {recipe.num_steps} steps behind it")
+    optimizers = Optimizers(module, recipe.steps())
 
-    def add_gradients(number: int) -> StepLoss:
-        windows = draw_windows(texts, recipe, number, target.device)
-        return StepLoss(
-            "mtp", windows.token_ids.numel(), accumulate_gradients(module, target, windows, recipe.passes_at(number))
-        )
+    def take_step(step: int) -> Step:
+        windows = draw_windows(texts, recipe, step, target.device)
+        loss = accumulate_gradients(module, target, windows, recipe.passes_at(step))
+        optimizers.step(step)
+        return whole_step("mtp", windows.token_ids.numel(), loss)
 
-    with folder.open_log(step) as log:
-        for done in run_steps(module, optimizers, settings, add_gradients, step, seconds):
-            write_record(log, done)
-            if done.step % NUM_STATE_STEPS == 0:
-                folder.save(module, optimizers, done.step, done.seconds)
+    train_part(folder, module, optimizers, recipe.num_steps, take_step, lambda *_: (), report)
+    with folder.open_log(recipe.num_steps) as log:
         write_measured(log, measure(module, target, texts.held_out, recipe), report)
 
 

@@ -15,7 +15,7 @@ from swiftbatch.worker.forward.hardware import resolve_device
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.model.model_files import EMBEDDED, let_others_read, locate_model
-from swiftbatch.worker.training import defaults, target_evaluation
+from swiftbatch.worker.training import recipes, target_evaluation
 from swiftbatch.worker.training.model_card import write_card
 from swiftbatch.worker.training.target_evaluation import (
     NUM_SCORED,
@@ -27,9 +27,8 @@ from swiftbatch.worker.training.target_evaluation import (
 )
 from swiftbatch.worker.training.target_recipe import CONFIGS, VOCAB_SIZE, TargetRecipe
 from swiftbatch.worker.training.target_stages import run_stages, stages_of
-from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, write_record
+from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held, write_record
 from swiftbatch.worker.training.training_layers import ATTENTION_NAME, use_chunks
-from swiftbatch.worker.training.training_lock import held
 from swiftbatch.worker.training.training_texts import encode_books, read_books
 
 FILES = TrainingFiles("train_log.jsonl", "train_state.pt", "model.safetensors")
@@ -56,7 +55,7 @@ def train_target(
     output: Path,
     recipe: TargetRecipe,
     report: Callable[[str], None],
-    kind: str = defaults.TARGET_KIND,
+    kind: str = recipes.TARGET_KIND,
 ) -> None:
     """Train tokenizer and model on books under `data`; write both, and the log, to `output`.
 
@@ -106,7 +105,7 @@ def _train(
 
 
 def _is_embedded(kind: str) -> bool:
-    return kind == defaults.TARGET_KIND
+    return kind == recipes.TARGET_KIND
 
 
 def embedded_tokenizer() -> PreTrainedTokenizerFast:

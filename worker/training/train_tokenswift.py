@@ -6,22 +6,21 @@ computed once. Heads may learn from the target's own texts, with its distributio
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import torch
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn.functional import cross_entropy
 
 from swiftbatch.worker.drafters.tokenswift.decoding_heads import head_states, save_heads
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import HEADS_FILE, ModelFiles, locate_model
-from swiftbatch.worker.training.tokenswift_recipe import HeadRecipe
-from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, write_measured, write_record
-from swiftbatch.worker.training.training_lock import held
-from swiftbatch.worker.training.training_loop import check_loss
+from swiftbatch.worker.training.recipes import HeadRecipe
+from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held, write_measured, write_record
+from swiftbatch.worker.training.training_loop import Step, run_steps
 from swiftbatch.worker.training.training_texts import (
     TextStates,
     held_out_texts,
@@ -33,15 +32,6 @@ from swiftbatch.worker.training.training_texts import (
 FILES = TrainingFiles("tokenswift_log.jsonl", "tokenswift_state.pt", HEADS_FILE)
 NUM_LOGITS = 2**24  # limits memory for any vocabulary
 WIDTH = 3  # number of candidates that are scored
-
-
-@dataclass(frozen=True)
-class HeadStepRecord:
-    """Log record of one optimizer step."""
-
-    step: int
-    losses: list[float]  # nats per token of each head
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -87,36 +77,32 @@ def _train(files: ModelFiles, data: Path, output: Path, recipe: HeadRecipe, repo
                 yield AccuracyRecord(when, name, len(part.rows), head_accuracy(target, weight.detach(), part))
 
         write_measured(log, measured("before"), report)
-        for record in run_steps(target, weight, states, recipe):
+        for record in train_weight(target, weight, states, recipe):
             write_record(log, record)
-        report(f"{record.step} steps in {record.seconds:,.0f} s, nats per token {record.losses}")
+        report(f"{record['step']} steps in {record['seconds']:,.0f} s, nats per token {record['losses']}")
         write_measured(log, measured("after"), report)
     save_heads(output, weight, files.fingerprint)
 
 
-def run_steps(
+def train_weight(
     target: TargetModel, weight: torch.Tensor, states: TextStates, recipe: HeadRecipe
-) -> Iterator[HeadStepRecord]:
-    """Train `weight [num_heads, hidden, hidden]` in place, and yield every step."""
+) -> Iterator[dict[str, Any]]:
+    """Train `weight [num_heads, hidden, hidden]` in place, and yield every step's record."""
     optimizer = torch.optim.AdamW(
         [weight], lr=recipe.learning_rate, betas=recipe.betas, weight_decay=recipe.weight_decay
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, recipe.rate)
     generator = torch.Generator().manual_seed(recipe.seed)
-    start = time.monotonic()
-    columns = (TextColumn("heads"), BarColumn(), TextColumn("loss {task.fields[loss]:.3f}"), TimeRemainingColumn())
-    with Progress(*columns) as progress:
-        task = progress.add_task("heads", total=recipe.num_steps, loss=float("nan"))
-        for step in range(1, recipe.num_steps + 1):
-            drawn = torch.randint(len(states.rows), (recipe.num_step_rows,), generator=generator)
-            rows = states.rows[drawn]
-            losses = accumulate_gradients(target, weight, states, rows, soft_labels=recipe.num_own_texts > 0)
-            check_loss(step, sum(losses))
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            scheduler.step()
-            progress.update(task, advance=1, loss=sum(losses) / len(losses))
-            yield HeadStepRecord(step, [round(loss, 4) for loss in losses], round(time.monotonic() - start, 2))
+
+    def take_step(step: int) -> Step:
+        rows = states.rows[torch.randint(len(states.rows), (recipe.num_step_rows,), generator=generator)]
+        losses = accumulate_gradients(target, weight, states, rows, soft_labels=recipe.num_own_texts > 0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        scheduler.step()
+        return Step("heads", fmean(losses), {"losses": [round(loss, 4) for loss in losses]})
+
+    return run_steps(take_step, recipe.num_steps)
 
 
 def accumulate_gradients(

@@ -1,12 +1,16 @@
-"""Folder of one training: its identity, its state after a kill, and its log."""
+"""Folder of one training: its lock, its identity, its state after a kill, and its log."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pickle
-from collections.abc import Callable, Iterable
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -14,7 +18,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.training.feature_file import differing
 
 
 class Stateful(Protocol):
@@ -43,13 +46,8 @@ class TrainingFolder:
         self.path, self._files = path, files
         self._identity = json.loads(json.dumps(identity))
 
-    def is_finished(self, report: Callable[[str], None] = lambda line: None) -> bool:
+    def is_finished(self, report: Callable[[str], None]) -> bool:
         """Return whether this training is over, and `report` it if so. Raises ModelError for another training."""
-        if is_finished := self._is_finished():
-            report(f"{self.path}: holds this training, finished; nothing to do")
-        return is_finished
-
-    def _is_finished(self) -> bool:
         log, state, product = self._files.log, self._files.state, self._files.product
         has_state = (self.path / state).is_file()
         if not has_state and not _is_whole(self.path / product):
@@ -61,6 +59,8 @@ class TrainingFolder:
                 f"output {self.path}: holds another training: {what}; name another folder, or delete {product} "
                 f"and {state} there"
             )
+        if not has_state:
+            report(f"{self.path}: holds this training, finished; nothing to do")
         return not has_state
 
     def records(self) -> list[dict[str, Any]]:
@@ -120,7 +120,7 @@ def _is_whole(product: Path) -> bool:
 
 
 def write_record(log: IO[str], record: Any) -> None:
-    log.write(json.dumps(asdict(record)) + "\n")
+    log.write(json.dumps(record if isinstance(record, dict) else asdict(record)) + "\n")
     log.flush()
 
 
@@ -128,3 +128,83 @@ def write_measured(log: IO[str], records: Iterable[Any], report: Callable[[str],
     for record in records:
         write_record(log, record)
         report(record.in_words())
+
+
+def differing(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """Return the differences of two JSON objects in words, recursively."""
+    said: list[str] = []
+    for key in dict.fromkeys([*expected, *found]):
+        one, other = found.get(key), expected.get(key)
+        if isinstance(one, dict) and isinstance(other, dict):
+            said += [f"{key}.{line}" for line in differing(one, other)]
+        elif one != other:
+            said.append(f"{key} is {_short(one)}, expected {_short(other)}")
+    return said
+
+
+def _short(value: object) -> str:
+    return value[:12] if isinstance(value, str) else json.dumps(value)
+
+
+LOCK = ".training.lock"  # the file names the process that has the lock, for error messages
+
+_held: set[Path] = set()  # a training may be part of another training in this process
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Lock a folder within the block; remove a new one at the end if it is empty. Raises ModelError."""
+    folder = Path(os.path.realpath(path))  # Path.resolve would raise for a link to itself
+    if folder in _held:
+        yield
+        return
+    is_new = not os.path.exists(folder)  # Path.exists would raise for a name that is too long
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _lock(folder / LOCK, path)
+    except OSError as error:
+        raise ModelError(f"output {path}: cannot be written ({error.strerror}); name another folder") from None
+    _held.add(folder)
+    try:
+        yield
+    finally:
+        _held.remove(folder)
+        (folder / LOCK).unlink(missing_ok=True)
+        os.close(lock)
+        if is_new:
+            with suppress(OSError):  # it is not empty
+                folder.rmdir()
+
+
+def _lock(file: Path, path: Path) -> int:
+    """Create and lock the file; return its descriptor. Raises ModelError if another process holds it, OSError."""
+    while True:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 1000).decode(errors="replace") or "one that is just starting"
+            os.close(descriptor)
+            raise ModelError(
+                f"output {path}: another process is at work there, {holder}; wait for its end, end it, or name "
+                "another folder"
+            ) from None
+        except OSError:
+            pass  # without locks in the file system, every process may train
+        if _is_at(file, descriptor):
+            os.truncate(descriptor, 0)
+            os.write(descriptor, _own_name().encode())
+            return descriptor
+        os.close(descriptor)  # the process that had the lock has ended, and has removed the file
+
+
+def _own_name() -> str:
+    since = datetime.now().astimezone().isoformat(" ", "seconds")
+    return f"process {os.getpid()} on {socket.gethostname()} since {since}"
+
+
+def _is_at(file: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(file), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

@@ -4,55 +4,30 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.training.recipes import Recipe
+from swiftbatch.worker.training.training_folder import Stateful, TrainingFolder, write_measured, write_record
+
+NUM_STATE_STEPS = 100  # steps between two states
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """Muon (Jordan et al. 2024) for the layers' matrices, AdamW for the embedding and the norms."""
+class Step(NamedTuple):
+    """One optimizer step."""
 
-    num_steps: int
-    learning_rate: float = 5e-3
-    embedding_learning_rate: float = 3e-3
-    weight_decay: float = 0.01
-    num_warmup_steps: int = 100
-    decay_share: float = 0.2  # share of the last steps, over which the rate decays linearly
-    final_rate: float = 0.05  # share of the peak rate
-    gradient_clip: float = 1.0
-    seed: int = 1
-
-    def rate(self, step: int) -> float:
-        """Return the share of the peak rate at a step (from 0): warm-up, constant, decay."""
-        warm = min(1.0, (step + 1) / self.num_warmup_steps)
-        left = (self.num_steps - step) / max(1.0, self.decay_share * self.num_steps)
-        return warm * (self.final_rate + (1 - self.final_rate) * min(1.0, left))
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """Log record of one optimizer step."""
-
-    step: int
-    kind: str
-    num_tokens: int
+    kind: str  # for display
     loss: float  # nats per token
-    seconds: float  # since the training began
+    logged: dict[str, Any]  # further fields of its record
 
 
-@dataclass(frozen=True)
-class StepLoss:
-    """The loss from which a step's gradients were computed."""
-
-    kind: str
-    num_tokens: int
-    loss: float
+def whole_step(kind: str, num_tokens: int, loss: float) -> Step:
+    return Step(kind, loss, {"kind": kind, "num_tokens": num_tokens, "loss": loss})
 
 
 class Optimizers:
@@ -69,13 +44,15 @@ class Optimizers:
                 others, lr=recipe.embedding_learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
             ),
         ]
+        self._parameters, self._recipe = list(model.parameters()), recipe
         self._peaks = [recipe.learning_rate, recipe.embedding_learning_rate]
 
-    def step(self, rate: float) -> None:
-        """Apply the gradients at a share of the peak rates, and clear them."""
+    def step(self, step: int) -> None:
+        """Clip and apply the gradients of a step (from 0), and clear them."""
+        torch.nn.utils.clip_grad_norm_(self._parameters, self._recipe.gradient_clip)
         for optimizer, peak in zip(self._all, self._peaks, strict=True):
             for group in optimizer.param_groups:
-                group["lr"] = rate * peak
+                group["lr"] = self._recipe.rate(step) * peak
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
@@ -107,35 +84,50 @@ def repeatable(device: torch.device) -> Iterator[None]:
 
 
 def run_steps(
-    model: torch.nn.Module,
-    optimizers: Optimizers,
-    recipe: Recipe,
-    add_gradients: Callable[[int], StepLoss],
-    first: int = 0,
-    seconds: float = 0.0,
-) -> Iterator[StepRecord]:
-    """Train from step `first` on, after `seconds` of training, and yield each finished step.
+    take_step: Callable[[int], Step], num_steps: int, first: int = 0, seconds: float = 0.0
+) -> Iterator[dict[str, Any]]:
+    """Take the steps from `first` on (from 0), after `seconds` of training, and yield a log record of each.
 
-    `add_gradients` adds the gradients of a step's batch; steps count from 0.
+    Raises ModelError if a step's loss is not finite.
     """
     start = time.monotonic() - seconds
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("loss {task.fields[loss]:.3f}"))
     with Progress(*columns, TimeRemainingColumn()) as progress:
-        task = progress.add_task("training", total=recipe.num_steps, completed=first, loss=float("nan"))
-        for step in range(first, recipe.num_steps):
-            done = add_gradients(step)
-            check_loss(step + 1, done.loss)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.gradient_clip)
-            optimizers.step(recipe.rate(step))
+        task = progress.add_task("training", total=num_steps, completed=first, loss=float("nan"))
+        for step in range(first, num_steps):
+            done = take_step(step)
+            if not math.isfinite(done.loss):
+                raise ModelError(
+                    f"the loss of training step {step + 1} is {done.loss}, expected a number: the model's logits are "
+                    "not finite behind some tokens of the texts; its weights are damaged, or outgrow the dtype"
+                )
             progress.update(task, advance=1, loss=done.loss, description=done.kind)
-            passed = round(time.monotonic() - start, 2)
-            yield StepRecord(step + 1, done.kind, done.num_tokens, done.loss, passed)
+            yield {"step": step + 1, **done.logged, "seconds": round(time.monotonic() - start, 2)}
 
 
-def check_loss(step: int, loss: float) -> None:
-    """Raise ModelError if a step's loss is not finite."""
-    if not math.isfinite(loss):
-        raise ModelError(
-            f"the loss of training step {step} is {loss}, expected a number: the model's logits are not finite behind "
-            "some tokens of the texts; its weights are damaged, or outgrow the dtype"
-        )
+def train_part(
+    folder: TrainingFolder,
+    model: torch.nn.Module,
+    optimizer: Stateful,
+    num_steps: int,
+    take_step: Callable[[int], Step],
+    measure: Callable[[str, int], Iterable[Any]],
+    report: Callable[[str], None],
+) -> None:
+    """Take all remaining steps from the state in the folder, which is saved every `NUM_STATE_STEPS`.
+
+    `measure` takes "before" or "during", and the number of steps so far, and returns log records of the model.
+    """
+    step, seconds = folder.restore(model, optimizer)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    report(f"{num_parameters:,} parameters, {step:,} of {num_steps:,} steps behind it")
+    with folder.open_log(step) as log:
+        if step == 0:
+            write_measured(log, measure("before", 0), report)
+            folder.save(model, optimizer, 0, 0.0)
+        for done in run_steps(take_step, num_steps, step, seconds):
+            write_record(log, done)
+            if done["step"] % NUM_STATE_STEPS == 0 or done["step"] == num_steps:
+                for record in measure("during", done["step"]):
+                    write_record(log, record)
+                folder.save(model, optimizer, done["step"], done["seconds"])

@@ -25,7 +25,7 @@ from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.text.tokenizer import TextCodec
-from swiftbatch.worker.training.tokenswift_recipe import LEARNED_SAMPLING, OWN_SAMPLING, HeadRecipe
+from swiftbatch.worker.training.recipes import LEARNED_SAMPLING, OWN_SAMPLING, HeadRecipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

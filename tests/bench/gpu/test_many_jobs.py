@@ -20,7 +20,7 @@ from bench.many_jobs import (
     way_now,
 )
 from bench.tables import tables
-from swiftbatch.worker.drafters.tree_budget import PRIOR_ACCEPTANCE
+from swiftbatch.worker.drafters.choice.tree_sizes import PRIOR_ACCEPTANCE
 from tests import ROOT
 
 PAGE = (ROOT / "docs" / "gpu_lab_book.md").read_text(encoding="utf-8")

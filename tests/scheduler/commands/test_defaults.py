@@ -14,10 +14,9 @@ from swiftbatch.scheduler.driver.run_limits import Limits
 from swiftbatch.scheduler.runs.run_settings import ServeOptions, Settings
 from swiftbatch.worker.config import CheckpointSettings, Computation
 from swiftbatch.worker.decode_bench import DecodeBenchOptions
-from swiftbatch.worker.training.griffin_recipe import GRIFFIN_RECIPE, GriffinRecipe
-from swiftbatch.worker.training.tokenswift_recipe import HeadRecipe
-from swiftbatch.worker.training.train_draft import DraftRecipe
-from swiftbatch.worker.training.train_mtp import MTPRecipe
+from swiftbatch.worker.drafters import triforce
+from swiftbatch.worker.drafters.griffin import draft_input
+from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE, DraftRecipe, GriffinRecipe, HeadRecipe, MTPRecipe
 from tests.scheduler.commands.command_parts import COMMANDS
 
 
@@ -43,7 +42,7 @@ FIELDS = {
     "chaos": defaults(ChaosOptions),
     "bench decode": defaults(DecodeBenchOptions),
     "train tokenswift": defaults(HeadRecipe),
-    "train draft": defaults(DraftRecipe) | {"seed": HeadRecipe().seed},
+    "train draft": defaults(DraftRecipe),
     "train griffin": defaults(GriffinRecipe) | {"num_own_texts": GRIFFIN_RECIPE.texts.num_own_texts},
     "train mtp": defaults(MTPRecipe) | {"num_own_texts": MTPRecipe().texts.num_own_texts},
 }
@@ -82,3 +81,8 @@ def test_a_default_that_a_help_text_names_is_that_of_the_field(name: str) -> Non
     named = {field: text.partition("[default: ")[2].removesuffix("]") for field, text in texts.items()}
     values = {field: value for field, value in named.items() if value and " " not in value and field in FIELDS[name]}
     assert values == {field: str(FIELDS[name][field]) for field in values}
+
+
+def test_windows_of_draft_models_are_as_long_as_what_they_read_when_they_draft() -> None:
+    assert DraftRecipe.window_length == triforce.NUM_SINKS + 2 * triforce.WINDOW
+    assert GriffinRecipe.window_length == draft_input.NUM_ENTRIES

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
-from swiftbatch.worker.drafters.self_speculation.self_speculation import SelfSpeculationDrafter
+from swiftbatch.worker.drafters.self_speculation import SelfSpeculationDrafter
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.step_costs import StepCosts
 from swiftbatch.worker.forward.target_model import TargetModel

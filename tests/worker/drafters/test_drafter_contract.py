@@ -203,6 +203,11 @@ def test_users_choose_from_few_engines_and_variants_are_no_choice() -> None:
     assert not ENGINES.keys() & VARIANTS.keys()
 
 
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_drafter_reads_caches_if_its_entry_says_so(tiny_target: TargetModel, name: str) -> None:
+    assert create_drafter(name, tiny_target, free_rows).reads_caches == ENGINES[name].reads_caches
+
+
 def test_an_unknown_engine_names_the_known_ones() -> None:
     with pytest.raises(ModelError, match="unknown engine 'medusa'; expected one of: auto, autoregressive"):
         create_drafter("medusa", NO_TARGET, free_rows)

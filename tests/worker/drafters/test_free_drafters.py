@@ -14,7 +14,7 @@ import torch
 from bench.variants import create_bench_drafter, static_tree
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.drafter_interface import Drafter, ReadRows
-from swiftbatch.worker.drafters.recycling.token_recycling import PairTable, RecyclingMatrix
+from swiftbatch.worker.drafters.token_recycling import PairTable, RecyclingMatrix
 from swiftbatch.worker.sampling.draft_tree import ROOT, TOP_K, DraftTree, Verification
 from swiftbatch.worker.sampling.sampler import TokenSampler
 from swiftbatch.worker.sampling.sequence import Sequence

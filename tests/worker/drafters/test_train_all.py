@@ -13,10 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from swiftbatch.worker.drafters.catalogue import ENGINES, check_parts
 from swiftbatch.worker.model.model_files import PARTS_FOLDER, locate_model
 from swiftbatch.worker.training import train_all as everything
+from swiftbatch.worker.training.recipes import DraftRecipe, HeadRecipe
 from swiftbatch.worker.training.target_recipe import TargetRecipe, WindowKind
-from swiftbatch.worker.training.tokenswift_recipe import HeadRecipe
 from swiftbatch.worker.training.train_all import train_all
-from swiftbatch.worker.training.train_draft import DraftRecipe
 from tests import ROOT
 from tests.worker.drafters.griffin.griffin_training_parts import FAST as FAST_GRIFFIN
 from tests.worker.training.small_target import score_short_texts, train_small_targets

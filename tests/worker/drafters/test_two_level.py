@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,11 +17,12 @@ from bench.variants import TOKENSWIFT_PAPER
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.catalogue import create_drafter
+from swiftbatch.worker.drafters.choice.choosing_drafter import TREE
+from swiftbatch.worker.drafters.choice.policy import PLAIN, Policy
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
-from swiftbatch.worker.drafters.self_speculation.draft_chain import Chain, RoundPlan
-from swiftbatch.worker.drafters.self_speculation.round_planner import Planner
-from swiftbatch.worker.drafters.self_speculation.self_speculation import SelfSpeculationDrafter
+from swiftbatch.worker.drafters.self_speculation import Chain, RoundPlan, SelfSpeculationDrafter
 from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
+from swiftbatch.worker.drafters.triforce import TriForceOptions, triforce
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.target_model import RowOutputs, TargetModel
 from swiftbatch.worker.kv import sparse_cache
@@ -115,13 +117,37 @@ def test_a_sequence_without_room_for_a_partial_cache_drafts_without_rounds(
     assert counters.num_draft_tokens > 0
 
 
+@pytest.mark.parametrize("engine", [tokenswift, triforce])
+def test_rounds_begin_where_the_text_outgrows_the_partial_cache(
+    target: TargetModel, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Policy, "choose", lambda *_: TREE)
+    options = TokenSwiftOptions if engine is tokenswift else TriForceOptions
+    sequence = new_sequence(target, "T=0", NUM_TOKENS)
+    budget = len(sequence) + NUM_TOKENS // 2
+    drafter = engine(target, free_rows, None, options(budget=budget))
+    runner, num_rounds = Engine(target, drafter), {True: 0, False: 0}
+    runner.start(sequence)
+    while sequence.finish_reason is None:
+        is_long, before = len(sequence) - 1 > budget, drafter.counters.num_rounds
+        runner.step()
+        num_rounds[is_long] += drafter.counters.num_rounds - before
+    assert num_rounds[False] == 0 < num_rounds[True]
+
+
+def test_steps_are_plain_while_the_policy_says_so(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Policy, "choose", lambda *_: PLAIN)
+    drafter = triforce(target, free_rows, None)
+    assert run(target, drafter, new_sequence(target, "T=0", NUM_TOKENS)).counters.num_draft_tokens == 0
+
+
 def always(
     target: TargetModel, chain_length: int, cache: str, num_nodes: int | None = None, **changes: int
 ) -> SelfSpeculationDrafter:
     """Draft chains of a fixed length, with up to `num_nodes` below."""
     options = TokenSwiftOptions(cache=PARTIAL_CACHES[cache], draft_rounds=1, **changes)  # type: ignore[arg-type]
     drafter = tokenswift(target, free_rows, None, options)
-    drafter._planner = Planner(RoundPlan(chain_length, 5, chain_length, num_nodes or chain_length))
+    drafter.plan = RoundPlan(chain_length, 5, chain_length, num_nodes or chain_length)
     return drafter
 
 
@@ -202,16 +228,14 @@ def test_committed_positions_keep_their_bits_where_a_machine_is_not_exact(target
     assert np.array_equal(before, slot.cache.kv(0, slot.cache.length))
 
 
-@pytest.mark.parametrize("damage", ["plan_means", "recycling_ids"])
-def test_unfit_state_is_refused_and_changes_nothing(target: TargetModel, damage: str) -> None:
+def test_unfit_state_is_refused_and_changes_nothing(target: TargetModel) -> None:
     drafter = tokenswift(target, free_rows, None, TokenSwiftOptions())
     sequence = new_sequence(target, "T=0", 60)
     run(target, drafter, sequence)
     state = drafter.state(sequence)
     before = {name: array.copy() for name, array in state.items()}
-    unfit = {name: array.copy() for name, array in state.items()} | {"plan_means": np.array([2.0, 0.5, 0.5, 0.0])}
-    unfit[damage] = np.array([np.inf, 1.0, 1.0])
-    with pytest.raises(ValueError, match=r"draft plan|recycling matrix"):
+    unfit = {name: np.zeros_like(array) for name, array in state.items()} | {"recycling_pair_keys": np.zeros(3)}
+    with pytest.raises(ValueError, match="recycling matrix"):
         drafter.restore(sequence, unfit)
     assert all(np.array_equal(before[name], array) for name, array in drafter.state(sequence).items())
 
@@ -308,8 +332,8 @@ def test_rounds_on_the_kernels_load_no_second_copy_of_the_model() -> None:
     assert process.stdout == 2 * "rounds True\nsummaries True\n" + "transformers False False\n"
 
 
-def first_tree(target: TargetModel, **changes: object) -> DraftTree:
-    drafter = tokenswift(target, free_rows, None, replace(TOKENSWIFT_PAPER, num_ngrams=0, **changes))  # type: ignore[arg-type]
+def first_tree(target: TargetModel) -> DraftTree:
+    drafter = tokenswift(target, free_rows, None, replace(TOKENSWIFT_PAPER, num_ngrams=0))
     sequence = new_sequence(target, "T=0", 50)
     engine = Engine(target, drafter)
     engine.start(sequence)
@@ -326,11 +350,6 @@ def test_the_papers_step_is_one_row_then_one_tree(target: TargetModel, monkeypat
     assert [depths.count(depth) for depth in (1, 2, 3, 4, 5)] == [1, 3, 9, 27, 0]
 
 
-def test_the_first_digit_counts_candidates_for_the_drawn_token(target: TargetModel) -> None:
-    tree = first_tree(target, digits=(3, 3, 2))
-    assert [tree.depths().count(depth) for depth in (1, 2, 3, 4)] == [3, 9, 18, 0]
-
-
 def test_more_digits_than_heads_are_refused(target: TargetModel) -> None:
-    with pytest.raises(ModelError, match=r"tree 1,3,3,3,3: the heads in .* are 3"):
-        tokenswift(target, free_rows, None, TokenSwiftOptions(digits=(1, 3, 3, 3, 3)))
+    with pytest.raises(ModelError, match=r"tree 3,3,3,3: the heads in .* are 3, expected one"):
+        tokenswift(target, free_rows, None, TokenSwiftOptions(digits=(3, 3, 3, 3)))

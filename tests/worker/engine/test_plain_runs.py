@@ -10,7 +10,7 @@ import pytest
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.metrics.counters import EngineCounters
 from swiftbatch.worker.drafters.auto import auto
-from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
+from swiftbatch.worker.drafters.drafter_interface import AutoregressiveDrafter
 from swiftbatch.worker.engine.engine import FEW_STEPS, MOST_STEPS, Engine, PlainRuns
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model

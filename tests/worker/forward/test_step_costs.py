@@ -13,19 +13,18 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.drafters.choice.tree_sizes import NUM_ROWS, best_shares
+from swiftbatch.worker.drafters.choice.rounds import RoundsPlanner
+from swiftbatch.worker.drafters.choice.tree_sizes import NODE_CHOICES, NUM_ROWS, best_shares
 from swiftbatch.worker.drafters.choice.ways import TreeWay
 from swiftbatch.worker.drafters.drafter_interface import DraftRequest
 from swiftbatch.worker.drafters.griffin.griffin import PricePlanner
-from swiftbatch.worker.drafters.self_speculation.round_planner import RoundsPlanner
-from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES, NodeBudget
 from swiftbatch.worker.forward import step_costs
 from swiftbatch.worker.forward.expert_counts import ExpertCounts, ExpertSpread
 from swiftbatch.worker.forward.step_costs import ROW_COUNTS, StepCosts, measure_step_costs
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.sequence import Sequence
-from tests.worker.drafters.test_tree_budget import Chains
+from tests.worker.drafters.choice.test_tree_sizes import Chains, sizes_of
 from tests.worker.forward.cuda.cuda_parts import cuda_target
 
 FORWARD, ROW_AND_POSITION = 0.01, 1e-7
@@ -85,7 +84,7 @@ def test_sequences_share_as_many_rows_as_the_run_s_forwards_have(
     wide = replace(costs, rows_per_forward=256)
     assert wide.shared_seconds(1) == wide.shared_seconds(256) == pytest.approx(FORWARD)
     assert wide.shared_seconds(257) == pytest.approx(2 * FORWARD)
-    assert NodeBudget(wide).best(0, num_sequences, 0.0).num_nodes == num_nodes
+    assert set(sizes_of(0, num_sequences, wide)) == {num_nodes}
 
 
 def test_a_whole_forward_of_rows_with_experts_is_timed_and_not_guessed(
@@ -115,7 +114,7 @@ def test_attention_to_each_sequence_s_own_cache_comes_on_top(costs: StepCosts) -
 
 @pytest.mark.parametrize(("num_sequences", "num_nodes"), [(1, 31), (2, 31), (4, 15), (5, 11), (32, 1), (40, 0)])
 def test_sequences_share_64_rows(costs: StepCosts, num_sequences: int, num_nodes: int) -> None:
-    assert NodeBudget(costs).best(0, num_sequences, 0.0).num_nodes == num_nodes
+    assert set(sizes_of(0, num_sequences, costs)) == {num_nodes}
 
 
 ACCEPTANCE = [(0.98, 0.05, 0.05, 0.05), (0.9, 0.8, 0.6, 0.3), (0.7, 0.7, 0.7, 0.7), (0.95, 0.95, 0.95, 0.9)]
@@ -148,7 +147,6 @@ def test_a_replay_is_run_in_whole_forwards(costs: StepCosts) -> None:
 
 def test_a_clock_that_sees_nothing_leaves_every_choice_open() -> None:
     nothing = StepCosts((64, 8192), np.zeros((2, len(ROW_COUNTS))))
-    assert NodeBudget(nothing).best(64, 2, 0.0).num_nodes in NODE_CHOICES
     shares, _ = best_shares(nothing, np.ones((2, len(NODE_CHOICES))), np.array([64, 64]), 0.0)
     assert len(shares) == 2
 
@@ -242,12 +240,13 @@ def test_rounds_promise_what_the_experts_of_real_steps_let_them_bring(
 
 def test_trees_of_trained_parts_are_priced_by_the_experts_that_real_steps_met() -> None:
     counts = ExpertCounts()
-    budget, prices = NodeBudget(routed_costs(counts)), PricePlanner(routed_costs(counts), level_seconds=0.001)
-    row, few = prices.prices(64, 1).row, budget.best(64, 1, 0.0).num_nodes
+    costs = routed_costs(counts)
+    prices = PricePlanner(costs, level_seconds=0.001)
+    row, few = prices.prices(64, 1).row, sizes_of(64, 1, costs.as_routed())
     for rows in ROW_COUNTS:
         counts.observe(rows, NUM_LAYERS * NUM_CHOSEN)
     assert prices.prices(64, 1).row < 0.1 * row
-    assert budget.best(64, 1, 0.0).num_nodes > few
+    assert sizes_of(64, 1, costs.as_routed()) > few
 
 
 def test_what_real_steps_met_is_looked_at_again_every_few_steps() -> None:

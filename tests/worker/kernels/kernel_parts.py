@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from swiftbatch.jobs.run.run_records import KVDtype
-from swiftbatch.worker.drafters.griffin.native_griffin import GriffinWeights
+from swiftbatch.worker.drafters.griffin.griffin_model import GriffinWeights
 from swiftbatch.worker.forward.forward_interface import SparseRows, partial_rows
 from swiftbatch.worker.forward.tile_packing import SequenceRows, max_tree_depth, tree_rows
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, DecoderWeights, LayerWeights

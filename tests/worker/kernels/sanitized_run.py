@@ -21,11 +21,9 @@ import torch
 
 from swiftbatch.jobs.run.run_records import LogprobsMode
 from swiftbatch.jobs.sampling_params import MAX_TOP_LOGPROBS
-from swiftbatch.worker.drafters.griffin.native_griffin import NativeGriffin
-from swiftbatch.worker.drafters.ranking import ranking_rule
-from swiftbatch.worker.drafters.recycling import native_recycler
-from swiftbatch.worker.drafters.recycling.native_recycler import MOST_NODES, NativeRecycling, TextCandidates
-from swiftbatch.worker.drafters.recycling.token_recycling import NEW_SHARE, PAIR_SHARE, RecyclingTables
+from swiftbatch.worker.drafters import token_recycling
+from swiftbatch.worker.drafters.griffin.draft_forwards import NativeGriffin
+from swiftbatch.worker.drafters.token_recycling import MOST_NODES, NativeRecycler, RecyclingTables, TextCandidates
 from swiftbatch.worker.forward import tile_packing
 from swiftbatch.worker.forward.forward_interface import SparseRows
 from swiftbatch.worker.forward.tile_packing import SequenceRows, tree_rows
@@ -138,15 +136,13 @@ def fill_tables(numbers: random.Random, shape: Shape, groups: list[SequenceRows 
 
 def fuzz_recycling(vocab: int, numbers: random.Random, num_rounds: int) -> None:
     tables = RecyclingTables(vocab)
-    tokens, pairs = tables.tokens, tables.pairs.matrix
-    rows, shares = ((tokens.ids, tokens.logprobs), (pairs.ids, pairs.logprobs)), (NEW_SHARE, PAIR_SHARE)
-    recycling = NativeRecycling(*rows, tables.pairs.keys, shares, "sanitized")
+    recycling = NativeRecycler(tables, True, "sanitized")
     for _ in range(5 * num_rounds):
         recycling.write([random_text(numbers, vocab, vocab) for _ in range(numbers.randrange(1, 4))])
         ends = [[numbers.randrange(vocab) for _ in range(9)] for _ in range(numbers.randrange(1, 4))]
         sequences = [Sequence("s", end, any_params(numbers), vocab) for end in ends]
         wanted = [(each, numbers.randrange(MOST_NODES + 2), numbers.randrange(20)) for each in sequences]
-        for tree in recycling.grow(wanted, [ranking_rule(each.sampling, True) for each in sequences]):
+        for tree in recycling.trees(wanted):
             assert all(0 <= token_id < vocab for token_id in tree.token_ids)
         with suppress(ValueError):
             recycling.write([random_text(numbers, vocab, vocab + 1)])
@@ -212,7 +208,7 @@ if __name__ == "__main__":
     if rounds == 1:  # long texts, and rows that read all keys, take most of the time
         LENGTHS, MOST_SCANNING, MOST_CHUNKS = LENGTHS[:8], 12, 2
     cuda_row_table.chosen_library = tile_packing.chosen_library = sanitized  # type: ignore[attr-defined]
-    native_recycler.load_library = lambda _: sanitized()  # type: ignore[attr-defined]
+    token_recycling.load_library = lambda _: sanitized()  # type: ignore[attr-defined]
     scan_cache.load_library = lambda _: sanitized()  # type: ignore[attr-defined]
     causal_attention.load_library = native_decoder.load_library = sampling_calls.load_library = lambda _: sanitized()  # type: ignore[assignment]
     sampling_calls.chosen_variant = lambda: "sanitized"

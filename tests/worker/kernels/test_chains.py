@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.drafters.self_speculation.draft_chain import Chain, RoundPlan
+from swiftbatch.worker.drafters.self_speculation import Chain, RoundPlan
 from swiftbatch.worker.forward import native_forwards
 from swiftbatch.worker.forward.native_forwards import NativeForwards
 from swiftbatch.worker.forward.target_model import TargetModel

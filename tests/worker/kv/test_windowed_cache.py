@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from swiftbatch.worker.drafters.catalogue import engine_entry
-from swiftbatch.worker.drafters.choice.choosing_drafter import ChoosingDrafter
+from swiftbatch.worker.drafters.choice.ways import DraftWay, TreeWay
 from swiftbatch.worker.drafters.drafter_interface import Drafter
 from swiftbatch.worker.drafters.griffin.griffin import GriffinDrafter
 from swiftbatch.worker.drafters.mtp.mtp import MTPDrafter
-from swiftbatch.worker.drafters.self_speculation.self_speculation import SelfSpeculationDrafter
+from swiftbatch.worker.drafters.self_speculation import SelfSpeculationDrafter
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kv.cache_rows import CacheShape
@@ -171,10 +171,12 @@ def test_rows_have_the_same_bits_whatever_was_forgotten(tmp_path: Path, kind: st
         (("triforce", "tokenswift"), SelfSpeculationDrafter),
         (("griffin",), GriffinDrafter),
         (("mtp",), MTPDrafter),
-        (("auto", "token-recycling", "suffix", "prompt-lookup"), ChoosingDrafter),
+        (("auto", "token-recycling", "suffix", "prompt-lookup"), TreeWay),
     ],
 )
-def test_the_list_of_engines_says_whose_drafts_read_caches(names: tuple[str, ...], drafter: type[Drafter]) -> None:
+def test_the_list_of_engines_says_whose_drafts_read_caches(
+    names: tuple[str, ...], drafter: type[Drafter | DraftWay]
+) -> None:
     assert {engine_entry(name).reads_caches for name in names} == {drafter.reads_caches}
 
 

@@ -8,8 +8,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig, GriffinModel
-from swiftbatch.worker.drafters.griffin.griffin_weights import save_griffin
+from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig, GriffinModel, save_griffin
 from swiftbatch.worker.drafters.tokenswift.decoding_heads import save_heads
 from swiftbatch.worker.exactness.forward_comparisons import compare
 from swiftbatch.worker.forward.native_forwards import NativeForwards

@@ -12,8 +12,7 @@ import torch
 from bench.variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.auto import round_costs
-from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig, GriffinModel
-from swiftbatch.worker.drafters.griffin.griffin_weights import save_griffin
+from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig, GriffinModel, save_griffin
 from swiftbatch.worker.drafters.tokenswift.decoding_heads import save_heads
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.exactness.forward_comparisons import probe_rows

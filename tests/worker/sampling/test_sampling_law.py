@@ -10,8 +10,7 @@ import torch
 
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.constraints.constrained_tree import Constraints
-from swiftbatch.worker.drafters.tokenswift.ngram_table import NgramTable
-from swiftbatch.worker.drafters.tokenswift.tokenswift import Sources, digit_tree
+from swiftbatch.worker.drafters.tokenswift.tokenswift import NgramTable, Sources, digit_tree
 from swiftbatch.worker.sampling.draft_tree import DraftTree, walk
 from swiftbatch.worker.sampling.logits_processors import only_allowed, penalise
 from swiftbatch.worker.sampling.sampler import TokenSampler, process

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from transformers import Qwen3_5TextConfig, Qwen3Config
 
-from swiftbatch.worker.training import defaults, target_evaluation, target_recipe
+from swiftbatch.worker.training import recipes, target_evaluation, target_recipe
 from swiftbatch.worker.training import train_target as target_training
 
 SHORT_CONTEXT = {"WINDOWS": (20, 200), "SCORED_FROM": 200, "NUM_SCORED": 10, "DISTANCES": (100,), "NUM_NEEDLES": 2}
@@ -25,7 +25,7 @@ def small_hybrid_config(beginning_of_text_id: int, end_of_text_id: int) -> Qwen3
 def train_small_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Train small models in place of the embedded one."""
     monkeypatch.setattr(target_training, "VOCAB_SIZE", 300)
-    monkeypatch.setitem(target_training.CONFIGS, defaults.TARGET_KIND, small_config)
+    monkeypatch.setitem(target_training.CONFIGS, recipes.TARGET_KIND, small_config)
     monkeypatch.setitem(target_training.CONFIGS, "qwen3_5_text", small_hybrid_config)
 
 

@@ -19,11 +19,11 @@ from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
-from swiftbatch.worker.training import defaults, target_evaluation, target_stages
+from swiftbatch.worker.training import recipes, target_evaluation, target_stages
 from swiftbatch.worker.training import train_target as target
+from swiftbatch.worker.training.recipes import Recipe
 from swiftbatch.worker.training.target_recipe import KINDS, TargetRecipe, WindowKind, embedded_recipe, long_text_recipe
 from swiftbatch.worker.training.target_stages import WindowSource
-from swiftbatch.worker.training.training_loop import Recipe
 from swiftbatch.worker.training.training_texts import CorpusError, load_target, read_books
 from tests.worker.training.small_target import score_short_texts, train_small_targets
 
@@ -139,7 +139,7 @@ def test_a_text_begins_with_the_token_that_training_puts_in_front(data: Path, tm
 @pytest.mark.slow
 @pytest.mark.parametrize(  # steps: six in windows, three times two texts of three
     ("kind", "stopped_at"),
-    [*((defaults.TARGET_KIND, step) for step in (12, 5, 6, 10, 11, 13, 18)), ("qwen3_5_text", 10)],
+    [*((recipes.TARGET_KIND, step) for step in (12, 5, 6, 10, 11, 13, 18)), ("qwen3_5_text", 10)],
 )
 def test_a_killed_training_goes_on_to_the_same_bits_and_logs_each_step_once(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, stopped_at: int

@@ -16,21 +16,20 @@ import pytest
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.model.model_files import DRAFT_FOLDER, PARTS_FOLDER
-from swiftbatch.worker.training.griffin_recipe import GRIFFIN_RECIPE
+from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE, DraftRecipe, HeadRecipe
 from swiftbatch.worker.training.target_recipe import embedded_recipe
-from swiftbatch.worker.training.tokenswift_recipe import HeadRecipe
 from swiftbatch.worker.training.train_all import train_all
-from swiftbatch.worker.training.train_draft import DraftRecipe, train_draft
+from swiftbatch.worker.training.train_draft import train_draft
 from swiftbatch.worker.training.train_griffin import train_griffin
 from swiftbatch.worker.training.train_target import train_target
 from swiftbatch.worker.training.train_tokenswift import train_heads
-from swiftbatch.worker.training.training_lock import held
+from swiftbatch.worker.training.training_folder import held
 from tests import ROOT
 
 HOLDS = """
 import sys
 from pathlib import Path
-from swiftbatch.worker.training.training_lock import held
+from swiftbatch.worker.training.training_folder import held
 
 while folder := sys.stdin.readline().rstrip():
     with held(Path(folder)):
@@ -161,6 +160,6 @@ def test_a_file_system_without_locks_holds_nobody_up(tmp_path: Path, monkeypatch
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr("swiftbatch.worker.training.training_lock.fcntl.flock", flock)
+    monkeypatch.setattr("swiftbatch.worker.training.training_folder.fcntl.flock", flock)
     with held(tmp_path / "output"):
         assert (tmp_path / "output").is_dir()

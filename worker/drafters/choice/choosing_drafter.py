@@ -8,12 +8,18 @@ from collections.abc import Sequence as Many
 import numpy as np
 import torch
 
-from swiftbatch.worker.drafters.choice.chain_way import ChainWay
 from swiftbatch.worker.drafters.choice.policy import PLAIN, Policy, StepCall
 from swiftbatch.worker.drafters.choice.repeated_text import RepeatWay
-from swiftbatch.worker.drafters.choice.ways import DraftWay, PlainWay, TreeWay
-from swiftbatch.worker.drafters.drafter_interface import DraftCounters, Drafter, DraftRequest, ReadRows, Verified
-from swiftbatch.worker.drafters.tree_drafter import TreeDrafter
+from swiftbatch.worker.drafters.choice.ways import ChainWay, DraftWay, MeasuredWay, PartialCacheWay, PlainWay, TreeWay
+from swiftbatch.worker.drafters.drafter_interface import (
+    DraftCounters,
+    Drafter,
+    DraftRequest,
+    ReadRows,
+    TreeDrafter,
+    Verified,
+)
+from swiftbatch.worker.drafters.self_speculation import RoundPlan, SelfSpeculationDrafter
 from swiftbatch.worker.forward.step_costs import Costs, StepCosts, seconds_now
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.draft_tree import DraftTree, Verification
@@ -29,7 +35,7 @@ class ChoosingDrafter(Drafter):
     def __init__(
         self,
         costs: StepCosts,
-        trees: TreeWay,
+        trees: DraftWay,
         repeats: RepeatWay | None = None,
         chains: ChainWay | None = None,
         others: dict[str, DraftWay] | None = None,
@@ -44,8 +50,9 @@ class ChoosingDrafter(Drafter):
         self._all = [*self.ways.values(), *([repeats] if repeats is not None else [])]
         self.needs_top_k = any(way.needs_top_k for way in self._all)
         self.needs_hidden = any(way.needs_hidden for way in self._all)
-        self.phases = () if chains is None else chains.chains.phases
-        self.way = PLAIN  # the newest step's way
+        self._counted = trees if chains is None else chains
+        self.phases = self._counted.phases
+        self.way, self._newest = PLAIN, self.ways[PLAIN]  # the newest step's way
         self._sequences: list[Sequence] = []  # the newest step's sequences
         self._is_chosen = False  # it has been proposed for and not verified yet
         self._begun = 0.0
@@ -53,6 +60,10 @@ class ChoosingDrafter(Drafter):
     @property
     def draft_kind(self) -> str:
         return self._newest.draft_kind
+
+    @property
+    def reads_caches(self) -> bool:  # type: ignore[override]
+        return self.ways[TREE].reads_caches
 
     @property
     def wants_candidates(self) -> bool:
@@ -67,7 +78,7 @@ class ChoosingDrafter(Drafter):
 
     @property
     def counters(self) -> DraftCounters:
-        return super().counters if self._chains is None else self._chains.counters
+        return self._counted.counters
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
         for way in self._all:
@@ -82,8 +93,8 @@ class ChoosingDrafter(Drafter):
             self._choose(requests)
         trees = self._newest.propose(requests)
         if trees is None:
-            self.way = TREE
-            trees = self.ways[TREE].propose(requests)
+            self.way, self._newest = TREE, self.ways[TREE]
+            trees = self._newest.propose(requests)
             assert trees is not None
         return trees
 
@@ -111,8 +122,7 @@ class ChoosingDrafter(Drafter):
             if way is not newest:
                 way.hear(verified)
         if verified:
-            call, seconds = _call_of(verified), self._clock() - self._begun
-            self.policy.observe(self.way, call, seconds, newest.expected_seconds)
+            self.policy.observe(self.way, _call_of(verified), self._clock() - self._begun, newest.expected_seconds)
 
     def stop(self, sequence: Sequence) -> None:
         for way in self._all:
@@ -120,7 +130,8 @@ class ChoosingDrafter(Drafter):
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
         """Return what ways keep. Rates are left out: another machine soon finds its own."""
-        return {name: array for way in self._all for name, array in way.state(sequence).items()}
+        kept = [self.ways[TREE], *([] if self._chains is None else [self._chains])]
+        return {name: array for way in kept for name, array in way.state(sequence).items()}
 
     def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:
         before = {} if self._chains is None else self._chains.state(sequence)
@@ -133,10 +144,6 @@ class ChoosingDrafter(Drafter):
                 self._chains.restore(sequence, before)
             raise
 
-    @property
-    def _newest(self) -> DraftWay:
-        return self._repeats if self.way == REPEAT and self._repeats is not None else self.ways[self.way]
-
     def _choose(self, requests: list[DraftRequest]) -> None:
         times, otherwise = self.policy.times, requests[0].overhead
 
@@ -144,17 +151,31 @@ class ChoosingDrafter(Drafter):
             return {name: way.promise(requests, times.beside(name, otherwise)) for name, way in self.ways.items()}
 
         self.way = self.policy.choose(requests, promises)
+        self._newest = self.ways[self.way]
         if self._repeats is not None and self._repeats.pays(requests, times.beside(TREE, otherwise), self.policy.rate):
-            self.way = REPEAT
+            self.way, self._newest = REPEAT, self._repeats
 
 
 def _call_of(verified: Many[Verified]) -> StepCall:
     """Add up what a call has brought."""
-    num_tokens = sum(len(verification.committed_ids) for _, verification in verified)
-    num_steps = max(verification.num_steps for _, verification in verified)
-    return StepCall(num_tokens, num_steps, sum(len(verification.tree) for _, verification in verified))
+    num_tokens = num_steps = num_nodes = 0
+    for _, verification in verified:
+        num_tokens += len(verification.committed_ids)
+        num_steps = max(num_steps, verification.num_steps)
+        num_nodes += len(verification.tree)
+    return StepCall(num_tokens, num_steps, num_nodes)
 
 
 def with_trees(drafter: TreeDrafter, costs: Costs) -> ChoosingDrafter:
     """Choose between plain decoding and the trees of a drafter."""
     return ChoosingDrafter(costs(), TreeWay(drafter, costs()))
+
+
+def with_measured(drafter: Drafter, costs: Costs) -> ChoosingDrafter:
+    """Choose between plain decoding and the drafts of a drafter, by trials alone."""
+    return ChoosingDrafter(costs(), MeasuredWay(drafter))
+
+
+def with_rounds(drafter: SelfSpeculationDrafter, plan: RoundPlan, costs: Costs) -> ChoosingDrafter:
+    """Choose between plain decoding and the chains that a drafter draws by a plan."""
+    return ChoosingDrafter(costs(), PartialCacheWay(drafter, plan))

@@ -9,10 +9,9 @@ from itertools import accumulate
 
 import numpy as np
 
-from swiftbatch.worker.drafters.choice.tree_sizes import best_shares, lengths_of
+from swiftbatch.worker.drafters.choice.tree_sizes import NODE_CHOICES, best_shares, lengths_of, together
 from swiftbatch.worker.drafters.choice.ways import DraftWay, TreeWay
 from swiftbatch.worker.drafters.drafter_interface import DraftRequest, Verified
-from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES, together
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
@@ -161,7 +160,7 @@ class RepeatWay(DraftWay):
 
     def pays(self, requests: list[DraftRequest], beside: float, rate: float) -> bool:
         """Return whether chains bring more in the coming step than `rate` tokens per second."""
-        names = [_name(request) for request in requests]
+        names = [request.sequence.sequence_id for request in requests]
         promised = {name: tokens for name in names if (tokens := self._promised(name)) > PROMISING}
         self.most_steps = FEWEST_AT_ONCE if promised else min(2 * self.most_steps, MOST_AT_ONCE)
         if sum(promised.values()) - len(promised) <= (BETTER - 1) * len(requests):

@@ -1,19 +1,105 @@
-"""Sizes of draft trees: each sequence of a step gets the nodes that bring most tokens per second of all."""
+"""Sizes of draft trees: each sequence of a step gets the nodes that bring most tokens per second of all.
+
+A tree lists its nodes best first, so the acceptance rates by node index predict the tokens of every tree size.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from itertools import accumulate
 
 import numpy as np
 
 from swiftbatch.worker.drafters.drafter_interface import DraftRequest, Verified
-from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES, PRIOR_ACCEPTANCE, NodeAcceptance, together
 from swiftbatch.worker.forward.step_costs import StepCosts
+from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 from swiftbatch.worker.sampling.sequence import Sequence
 
+NODE_CHOICES = (0, 1, 3, 5, 7, 11, 15, 23, 31)
+
+PRIOR_ACCEPTANCE = 0.6 * 0.75 ** np.arange(TILE_ROWS)  # prior acceptance of node i
+LEARNING_RATE = 0.02
+PRIOR_STEPS = 8  # weight of the prior in steps: short generations learn faster than at the final rate
+MOST_PRIOR_STEPS = 24  # further weight of a prior that other sequences confirmed
+EXPLORE_EVERY = 24  # steps between trials of the next larger size
+PROBE_EVERY = 8  # steps between trials at first, if nothing is drafted
+PROBE_CHOICE = NODE_CHOICES.index(3)  # enough to see a text begin to repeat itself
+LONGEST_INTERVAL = 32 * PROBE_EVERY  # steps between trials
+PROMISING = 3  # accepted tokens of a trial that shorten the interval again
 NUM_ROWS = np.array(NODE_CHOICES) + 1
 NUM_PASSES = 2  # over the shares, each by the rate that the last ones promise: more passes change nothing
 PLAN_EVERY, PLAN_AT_LEAST_EVERY = 8, 64  # trees: to find shares takes half a short step
+
+
+def together(forward_seconds: float, beside: float) -> float:
+    """Return a step's seconds: `beside` may be negative, but a step takes at least half the forward's estimate."""
+    return max(forward_seconds + beside, forward_seconds / 2)
+
+
+class NodeAcceptance:
+    """Running acceptance of the first `TILE_ROWS` nodes, and when a sequence without drafts has a trial draft."""
+
+    def __init__(self, prior: np.ndarray = PRIOR_ACCEPTANCE, before: NodeAcceptance | None = None) -> None:
+        """Continue the schedule and part of the step count of `before`, which belonged to a finished sequence."""
+        # for so few values, a list takes a tenth of an array's time
+        self.shares: list[float] = prior.tolist()
+        self.num_steps: int = min(before.num_steps, MOST_PRIOR_STEPS) if before else 0  # steps with drafts
+        self._interval: int = before._interval if before else PROBE_EVERY  # steps until the next trial draft
+        self._num_waited: int = before._num_waited if before else 0  # steps without a tree
+
+    def observe(self, num_draft_tokens: int, path: list[int]) -> None:
+        """Learn from a verified tree, perhaps empty, with the accepted nodes `path`.
+
+        After each failed trial draft, the interval to the next one doubles. One with an empty tree counts as failed.
+        """
+        if num_draft_tokens == 0 and self._num_waited < self._interval:
+            self._num_waited += 1
+        elif self._num_waited and len(path) < PROMISING:  # that was a trial
+            self._num_waited, self._interval = 0, min(2 * self._interval, LONGEST_INTERVAL)
+        else:
+            self._num_waited, self._interval = 0, PROBE_EVERY
+        self.learn(num_draft_tokens, path)
+
+    def learn(self, num_draft_tokens: int, path: list[int]) -> None:
+        """Learn from a tree without counting a step for trials."""
+        if num_draft_tokens == 0:
+            return
+        self.num_steps += 1
+        rate, shares = max(LEARNING_RATE, 1.0 / (PRIOR_STEPS + self.num_steps)), self.shares
+        for node, share in enumerate(shares[: min(num_draft_tokens, TILE_ROWS)]):
+            shares[node] = share + rate * ((node in path) - share)
+
+    def looked_at(self, choice: int) -> int:
+        """Return the index of the size to draft with: `choice`, the best, or sometimes a larger one to learn its gain.
+
+        Steps without drafts, of index 0, teach nothing, so a trial draft replaces some of them.
+        """
+        if choice == 0:
+            return PROBE_CHOICE if self._num_waited >= self._interval else 0
+        return min(choice + (self.num_steps % EXPLORE_EVERY == EXPLORE_EVERY - 1), len(NODE_CHOICES) - 1)
+
+    def state(self) -> np.ndarray:
+        """Return the acceptance rates, then the step counts, `[TILE_ROWS + 3] float64`."""
+        return np.array([*self.shares, self.num_steps, self._num_waited, self._interval], dtype=np.float64)
+
+    def restore(self, state: np.ndarray) -> None:
+        """Restore a result of `state`. Raises ValueError for an array of another shape, dtype or value range."""
+        size = TILE_ROWS + 3
+        if state.shape != (size,) or state.dtype != np.float64 or not np.isfinite(state).all():
+            raise ValueError(f"node budget: found {state.dtype} {state.shape}, expected float64 ({size},)")
+        counts = state[TILE_ROWS:]
+        if (counts < (0, 0, 1)).any() or counts[2] > LONGEST_INTERVAL:
+            raise ValueError(f"node budget: found {counts}, expected steps, those waited and up to {LONGEST_INTERVAL}")
+        self.shares = state[:TILE_ROWS].tolist()
+        self.num_steps, self._num_waited, self._interval = (int(count) for count in counts)
+
+    def tokens(self) -> list[float]:
+        """Return the expected tokens of a step for trees of `NODE_CHOICES` nodes, the bonus token included.
+
+        A node's acceptance rate is capped at the rates of the nodes before it.
+        """
+        accepted = list(accumulate(accumulate(self.shares, min), initial=1.0))
+        return [accepted[nodes] for nodes in NODE_CHOICES]
 
 
 def best_shares(
@@ -107,11 +193,11 @@ class TreeSizes:
         return self._seconds[key]
 
     def _choice(self, sequence: Sequence) -> int:
-        return self._of(sequence).looked_at(self._shares[sequence.sequence_id], len(NODE_CHOICES))
+        return self._of(sequence).looked_at(self._shares[sequence.sequence_id])
 
     def tokens(self, requests: list[DraftRequest]) -> np.ndarray:
         """Return the tokens that trees of `NODE_CHOICES` nodes bring in a step, `[num_sequences, num_choices]`."""
-        return np.array([self._of(request.sequence).tokens(NODE_CHOICES) for request in requests])
+        return np.array([self._of(request.sequence).tokens() for request in requests])
 
     def observe(self, verified: Many[Verified]) -> None:
         """Learn from verified trees; an empty tree only counts as a step."""

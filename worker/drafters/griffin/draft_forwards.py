@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import statistics
+import weakref
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.griffin.draft_input import (
@@ -27,19 +30,97 @@ from swiftbatch.worker.drafters.griffin.draft_input import (
     wanted_rows,
     window_start,
 )
-from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig, GriffinModel
-from swiftbatch.worker.drafters.griffin.griffin_weights import packed_weights
-from swiftbatch.worker.drafters.griffin.native_griffin import NativeGriffin
+from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig, GriffinModel, GriffinWeights, packed_weights
 from swiftbatch.worker.forward.forward_interface import Forwards
 from swiftbatch.worker.forward.step_costs import seconds_of
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import SequenceRows, Tile, needs_whole_tiles, pack_tiles, tree_rows
 from swiftbatch.worker.forward.transformers_attention import ATTENTION_NAME, BatchInvariantRows, RowGroup
-from swiftbatch.worker.kernels.kernel_sizes import BLOCK
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, LANES
+from swiftbatch.worker.kernels.native_decoder import NativeLayers
+from swiftbatch.worker.kernels.native_library import Team
+from swiftbatch.worker.kernels.native_weights import ELEMENTS, check_weights, checked, load_weight
+from swiftbatch.worker.kernels.row_tables import Rows
 from swiftbatch.worker.kv.cache_rows import CacheShape
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
+
+SOURCES = ("feature", "token", "fused")  # in the order of `fusion_source` in source/api.h
+ROLES = {  # in the order of `griffin_role` in source/api.h
+    name: number for number, name in enumerate(("fuse", "expand", "contract", "predict", "regress", "norm 0", "norm 1"))
+}
+MOST_PARTS = 2
+
+
+class CGriffinSizes(ctypes.Structure):
+    """`griffin_sizes` of source/api.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("element", "hidden", "num_parts")),
+        ("parts", ctypes.c_int32 * MOST_PARTS),
+        ("expansion", ctypes.c_int32),
+    )
+
+
+class NativeGriffin:
+    def __init__(self, weights: GriffinWeights, team: Team) -> None:
+        """Raise ValueError for weights that do not fit together."""
+        _check(weights)
+        self._sizes = weights.sizes
+        self._layer = NativeLayers(weights.sizes, [weights.layer], weights.rotary, team)
+        self._team, self._library = team, team.library
+        self._has_head = weights.predict is not None
+        sizes = CGriffinSizes(
+            element=ELEMENTS[weights.sizes.dtype],
+            hidden=weights.sizes.hidden,
+            num_parts=len(weights.parts),
+            parts=(ctypes.c_int32 * MOST_PARTS)(*(SOURCES.index(source) for source, _ in weights.parts)),
+            expansion=weights.expansion(),
+        )
+        self._handle: int = self._library.griffin_new(ctypes.byref(sizes))
+        weakref.finalize(self, team.retire, self._library.griffin_free, self._handle)
+        for role, linear, _ in weights.linears():
+            load = functools.partial(self._library.griffin_load, self._handle, ROLES[role])
+            load_weight(load, linear.weight, linear.bias)
+
+    def forward(self, groups: list[Rows], features: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+        """Return predicted and regressed features of all rows, `[num_rows, hidden]` like all inputs.
+
+        Keys and values go to their slots. Raises ValueError for inputs of another shape or dtype.
+        """
+        shape = (sum(len(group) for group in groups), self._sizes.hidden)
+        features = checked("features", features, shape, self._sizes.dtype)
+        embeddings = checked("embeddings", embeddings, shape, self._sizes.dtype)
+        state = torch.empty(shape)
+        with self._team.lock:
+            inputs = features.data_ptr(), embeddings.data_ptr()
+            self._library.griffin_fuse(self._handle, self._team.handle, shape[0], *inputs, state.data_ptr())
+        self._layer.run(groups, range(1), state)
+        return self._head(state)
+
+    def _head(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        if not self._has_head:
+            return state.to(self._sizes.dtype), state.to(self._sizes.dtype)
+        predicted, regressed = (torch.empty(state.shape, dtype=self._sizes.dtype) for _ in range(2))
+        with self._team.lock:
+            outputs = predicted.data_ptr(), regressed.data_ptr()
+            self._library.griffin_head(self._handle, self._team.handle, len(state), state.data_ptr(), *outputs)
+        return predicted, regressed
+
+
+def _check(weights: GriffinWeights) -> None:
+    if len(weights.parts) > MOST_PARTS or any(source not in SOURCES for source, _ in weights.parts):
+        raise ValueError(f"found a fusion of {[source for source, _ in weights.parts]}, expected up to {MOST_PARTS}")
+    if weights.expansion() % LANES:
+        raise ValueError(f"found an expansion to {weights.expansion()}, expected a multiple of {LANES}")
+    if (weights.predict is None) != (weights.regress is None) or bool(weights.parts) != (weights.contract is not None):
+        raise ValueError("found a part of a head or of a fusion without the rest of it")
+    for role, linear, shape in weights.linears():
+        check_weights([(role, linear.weight, shape), (f"bias of {role}", linear.bias, shape[:1])], weights.sizes.dtype)
+        if role.startswith("norm") and linear.bias is None:
+            raise ValueError(f"found no bias of {role}")
+
 
 PROBE_REPEATS = 5
 PROBE_NODES = 8

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from swiftbatch.metrics.counters import timed
+from swiftbatch.worker.drafters.choice.choosing_drafter import with_measured
+from swiftbatch.worker.drafters.choice.tree_sizes import LEARNING_RATE, PRIOR_STEPS
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
-from swiftbatch.worker.drafters.griffin.draft_forwards import DraftForwards, GriffinForwards, Level
+from swiftbatch.worker.drafters.griffin.draft_forwards import DraftForwards, GriffinForwards, Level, rows_of
 from swiftbatch.worker.drafters.griffin.draft_input import Candidates
-from swiftbatch.worker.drafters.tree_budget import LEARNING_RATE, PRIOR_STEPS, ProbeSchedule
+from swiftbatch.worker.drafters.griffin.griffin_model import load_griffin
 from swiftbatch.worker.forward.step_costs import Costs, StepCosts
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import max_tree_depth
@@ -117,21 +118,6 @@ class PricePlanner:
         self._level_seconds = level_seconds
         self._means = np.array(PRIOR_MEANS)  # tokens, nodes, levels and expected accepted nodes per step
         self._num_steps = 0
-        self._drafting = 0.0  # seconds of drafting per sequence here; 0 before the first draft
-        self._told_drafting = 0.0  # the same from the state's machine; used until this one has drafted
-
-    def pays(self, lengths: list[int], overhead: float) -> bool:
-        """Return whether drafting is faster than plain decoding for sequences that share a forward.
-
-        `lengths`: each sequence's cached positions. `overhead`: a step's seconds outside the forward and drafting.
-        """
-        if self._num_steps < PRIOR_STEPS:
-            return True
-        tokens, nodes, *_ = self._means.tolist()
-        mean, costs = sum(lengths) // len(lengths), self._costs.as_routed()
-        plain, drafted = (costs.forward_seconds(rows, mean, len(lengths)) for rows in (1, round(nodes) + 1))
-        drafting = self._drafting or self._told_drafting
-        return bool(tokens * (plain + overhead) > drafted + overhead + len(lengths) * drafting)
 
     def prices(self, length: int, num_sequences: int) -> TreePrices:
         tokens, nodes, levels, expected = self._means.tolist()
@@ -144,34 +130,23 @@ class PricePlanner:
         trust = min(MAX_TRUST, max(1 / MAX_TRUST, (tokens - 1.0) / max(expected, 1e-3)))
         return TreePrices(rate * row, rate * level, coverage=1.0 - 1.0 / tokens, trust=trust)
 
-    def observe(
-        self, num_tokens: int, num_nodes: int, num_levels: int, num_expected: float, seconds: float = 0.0
-    ) -> None:
-        """Learn from a step.
-
-        `num_expected`: nodes expected to be accepted; `seconds`: the time spent on drafting.
-        """
-        self._drafting += LEARNING_RATE * (seconds - self._drafting) if self._drafting else seconds
+    def observe(self, num_tokens: int, num_nodes: int, num_levels: int, num_expected: float) -> None:
+        """Learn from a step with drafts; `num_expected` nodes were expected to be accepted."""
         self._num_steps += 1
         weight = max(LEARNING_RATE, 1.0 / (PRIOR_STEPS + self._num_steps))
         self._means += weight * (np.array([num_tokens, num_nodes, num_levels, num_expected]) - self._means)
 
     def state(self) -> dict[str, np.ndarray]:
-        drafting = self._drafting or self._told_drafting
-        return {"griffin_plan": np.array([*self._means, self._level_seconds, drafting, self._num_steps])}
+        return {"griffin_plan": np.array([*self._means, self._num_steps])}
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
         found = state.get("griffin_plan")
-        if found is None or found.shape != (7,) or not (np.isfinite(found) & (found >= 0)).all() or found[0] < 1:
-            raise ValueError(f"griffin's plan: found {found}, expected means of a step, seconds, steps")
-        # a level's time was measured on this machine and is not learned again
-        self._means, self._told_drafting, self._num_steps = found[:4].copy(), float(found[5]), int(found[6])
+        if found is None or found.shape != (5,) or not (np.isfinite(found) & (found >= 0)).all() or found[0] < 1:
+            raise ValueError(f"griffin's plan: found {found}, expected means of a step, steps")
+        self._means, self._num_steps = found[:4].copy(), int(found[4])
 
 
 # GRIFFIN (Hu et al. 2025): a trained draft model over the target's features, with dynamic trees.
-
-
-PROBE_EVERY = 24  # steps between trials at first; a trial reads all tokens since the last draft
 
 
 @dataclass(frozen=True)
@@ -181,7 +156,7 @@ class GriffinOptions:
     max_depth: int = 6
     max_nodes: int = 60
     num_expanded: int = 10  # nodes of a level, and candidates below each
-    is_full: bool = False  # False: as many nodes and levels as pay
+    is_full: bool = False  # False: as many nodes and levels as pay, in steps where drafts pay
 
 
 DEFAULTS = GriffinOptions()
@@ -192,21 +167,17 @@ class _Tracked:
     cache: FullKVCache
     num_levels: int = 0
     num_expected: float = 0.0  # nodes expected to be accepted
-    seconds: float = 0.0  # its share of the drafting time
-    looks: ProbeSchedule = field(default_factory=lambda: ProbeSchedule(PROBE_EVERY))
 
 
 def griffin(
     target: TargetModel, costs: Costs, parts_folder: Path | None, options: GriffinOptions = DEFAULTS
-) -> GriffinDrafter:
+) -> Drafter:
     """Make GRIFFIN's drafter. Raises ModelError without a draft model for this target."""
-    from swiftbatch.worker.drafters.griffin.draft_forwards import rows_of
-    from swiftbatch.worker.drafters.griffin.griffin_weights import load_griffin
-
     rows = rows_of(load_griffin(parts_folder, target), target, options.num_expanded)
     forwards = GriffinForwards(rows, target)
     planner = None if options.is_full else PricePlanner(costs(), forwards.level_seconds())
-    return GriffinDrafter(forwards, planner, options)
+    drafter = GriffinDrafter(forwards, planner, options)
+    return drafter if options.is_full else with_measured(drafter, costs)
 
 
 class GriffinDrafter(Drafter):
@@ -229,9 +200,8 @@ class GriffinDrafter(Drafter):
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         wanted = [request for request in requests if request.max_nodes > 0 and request.max_depth > 0]
-        if not wanted or not self._pays(wanted):
+        if not wanted:
             return [self._close(request, None) for request in requests]
-        started = time.perf_counter()
         trees = {request.sequence.sequence_id: self._tree(request, len(wanted)) for request in wanted}
         with timed(self.counters.seconds, "follow"):
             followed = self._forwards.follow([request.sequence for request in wanted])
@@ -239,42 +209,29 @@ class GriffinDrafter(Drafter):
                 tree.add_root(candidates)
         with timed(self.counters.seconds, "grow"):
             self._grow(list(trees.values()))
-        for request in wanted:
-            tracked = self._tracked[request.sequence.sequence_id]
-            tracked.seconds = (time.perf_counter() - started) / len(wanted)
         return [self._close(request, trees.get(request.sequence.sequence_id)) for request in requests]
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
         tracked, num_new = self._tracked[sequence.sequence_id], len(verification.committed_ids)
         if verification.hidden is not None:
             self._forwards.take(sequence.sequence_id, len(sequence) - num_new - 1, verification.hidden)
-        tracked.looks.observe(tracked.num_levels > 0, len(verification.path))
         if tracked.num_levels:
             self.counters.num_levels += tracked.num_levels
             if self._planner:
                 nodes = verification.num_draft_tokens
-                self._planner.observe(num_new, nodes, tracked.num_levels, tracked.num_expected, tracked.seconds)
+                self._planner.observe(num_new, nodes, tracked.num_levels, tracked.num_expected)
+        tracked.num_levels = 0
 
     def stop(self, sequence: Sequence) -> None:
         self._forwards.stop(sequence.sequence_id)
         del self._tracked[sequence.sequence_id]
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
-        tracked = self._tracked.get(sequence.sequence_id)  # None: it has left, and the next one takes its place
-        looks = tracked.looks if tracked else ProbeSchedule(PROBE_EVERY)
-        return self._planner.state() | {"griffin_looks": looks.state()} if self._planner else {}
+        return self._planner.state() if self._planner else {}
 
     def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:
         if self._planner:
-            looks = ProbeSchedule(PROBE_EVERY)
-            looks.restore(state.get("griffin_looks", np.empty(0)))
             self._planner.restore(state)
-            self._tracked[sequence.sequence_id].looks = looks
-
-    def _pays(self, requests: list[DraftRequest]) -> bool:
-        if self._planner is None or any(self._tracked[r.sequence.sequence_id].looks.is_due for r in requests):
-            return True
-        return self._planner.pays([len(request.sequence) - 1 for request in requests], requests[0].overhead)
 
     def _tree(self, request: DraftRequest, num_sequences: int) -> GrowingTree:
         tracked = self._tracked[request.sequence.sequence_id]

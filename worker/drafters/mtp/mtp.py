@@ -10,13 +10,11 @@ from __future__ import annotations
 import functools
 import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.drafters.griffin.draft_forwards import Level
+from swiftbatch.worker.drafters.griffin.draft_forwards import PROBE_PARAMS, PROBE_REPEATS, GriffinRows, Level
 from swiftbatch.worker.drafters.griffin.draft_input import (
     Candidates,
     DraftRows,
@@ -45,12 +43,6 @@ from swiftbatch.worker.kernels.native_library import Team
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
-
-if TYPE_CHECKING:
-    from swiftbatch.worker.drafters.griffin.draft_forwards import GriffinRows
-
-PROBE_REPEATS = 5
-PROBE_PARAMS = SamplingParams(max_tokens=1, temperature=1.0, seed=0)
 
 
 class MTPForwards:

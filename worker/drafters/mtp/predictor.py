@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.drafters.catalogue import MTP
 from swiftbatch.worker.drafters.griffin.draft_input import RING, Candidates, DraftRows, Room, regressed_place
-from swiftbatch.worker.drafters.griffin.griffin_weights import SLOT_LOGIT_BYTES, ranking_bytes
+from swiftbatch.worker.drafters.griffin.griffin_model import SLOT_LOGIT_BYTES, ranking_bytes
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import known_rows
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, LayerWeights

@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch.nn.functional import linear
 
-from swiftbatch.worker.drafters.catalogue import FINGERPRINT, HEADS
-from swiftbatch.worker.drafters.trained_part import read_part
+from swiftbatch.worker.drafters.catalogue import FINGERPRINT, HEADS, read_part
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.model.model_files import let_others_read

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import heapq
 import math
-from collections.abc import Callable, Iterator
+import operator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -14,14 +17,12 @@ import torch
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.drafters.catalogue import ENGINES
-from swiftbatch.worker.drafters.drafter_interface import ReadRows
+from swiftbatch.worker.drafters.choice.choosing_drafter import with_rounds
+from swiftbatch.worker.drafters.drafter_interface import Drafter, ReadRows
 from swiftbatch.worker.drafters.ranking import CandidateRanker, grow_best_first
-from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
-from swiftbatch.worker.drafters.self_speculation.draft_chain import Chain, Proposer, RoundPlan
-from swiftbatch.worker.drafters.self_speculation.round_planner import planner_of
-from swiftbatch.worker.drafters.self_speculation.self_speculation import SelfSpeculationDrafter
+from swiftbatch.worker.drafters.self_speculation import Chain, Proposer, RoundPlan, SelfSpeculationDrafter
+from swiftbatch.worker.drafters.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.drafters.tokenswift.decoding_heads import DecodingHeads
-from swiftbatch.worker.drafters.tokenswift.ngram_table import NgramTable
 from swiftbatch.worker.forward.step_costs import Costs
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
@@ -99,9 +100,35 @@ def _prefix_tree(ngrams: list[Ranked]) -> Branches:
     return branches
 
 
-# TokenSwift (Wu et al. 2025): heads and reused n-grams propose, the target with a summarised cache checks.
+class NgramTable:
+    """Counts of the n-grams of a growing output, by their first token."""
+
+    def __init__(self, size: int) -> None:
+        """Count n-grams of `size` tokens."""
+        self._num_tokens = 0
+        self._newest = deque[int](maxlen=size)
+        # first token -> the tokens after it -> count, the most recent last
+        self._counts = defaultdict[int, dict[tuple[int, ...], int]](dict)
+
+    def __len__(self) -> int:
+        return self._num_tokens
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            self._num_tokens += 1
+            self._newest.append(token_id)
+            if len(self._newest) == self._newest.maxlen:
+                first, *others = self._newest
+                counts, behind = self._counts[first], tuple(others)
+                counts[behind] = counts.pop(behind, 0) + 1
+
+    def most_frequent(self, first_token: int, k: int) -> list[tuple[tuple[int, ...], int]]:
+        """Return at most `k` pairs (tokens after `first_token`, count), most frequent first, then newest first."""
+        counts = self._counts.get(first_token, {})
+        return heapq.nlargest(k, reversed(counts.items()), key=operator.itemgetter(1))
 
 
+NGRAM_SIZE = 4
 TYPICAL_LOGIT = 10.0  # a likely token's logit; a penalty's cut from it decides whether an n-gram is held back
 
 
@@ -112,7 +139,6 @@ class TokenSwiftProposer(Proposer):
         self,
         heads: DecodingHeads,
         digits: tuple[int, ...],
-        ngram_size: int,
         num_ngrams: int,
         recycling: TokenRecyclingDrafter | None,
     ) -> None:
@@ -120,14 +146,13 @@ class TokenSwiftProposer(Proposer):
         self.needs_top_k = recycling is not None
         self._heads = heads
         self._digits = digits
-        self._ngram_size = ngram_size
         self._num_ngrams = num_ngrams
         self._recycling = recycling
         self._tables: dict[str, NgramTable] = {}
 
     def start(self, sequence: Sequence) -> None:
-        self._tables[sequence.sequence_id] = table = NgramTable(self._ngram_size)
-        table.extend(sequence.output_ids)
+        self._tables[sequence.sequence_id] = table = NgramTable(NGRAM_SIZE)
+        table.extend(sequence.output_ids.tolist())
 
     def propose(self, chains: list[Chain], limits: list[tuple[int, int]]) -> list[DraftTree]:
         return [self._tree(chain, *limit) for chain, limit in zip(chains, limits, strict=True)]
@@ -138,7 +163,7 @@ class TokenSwiftProposer(Proposer):
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
         table = self._tables[sequence.sequence_id]
-        table.extend(sequence.output_ids[len(table) :])
+        table.extend(sequence.output_ids[len(table) :].tolist())
         if self._recycling:
             self._recycling.update(sequence, verification)
 
@@ -231,16 +256,16 @@ def _confident(tokens: tuple[int, ...], confidences: dict[tuple[int, ...], float
 class TokenSwiftOptions:
     """The paper's parameters, with the fastest values as defaults; the paper's own are in `bench/variants.py`."""
 
-    digits: tuple[int, ...] = (1, 3, 3, 3)
-    ngram_size: int = 4
+    digits: tuple[int, ...] = (3, 3, 3)  # candidates by depth, one number per head
     num_ngrams: int = 20  # k
     cache: SparseCacheFactory = SummaryKVCache  # the rounds' cache
     budget: int = ENGINES["tokenswift"].partial_budget
-    draft_rounds: int | None = None  # K; None plans as many as pay
+    draft_rounds: int | None = None  # K, at every step; None: chains by `CHAINS`, in steps where they pay
     recycles: bool = True  # adds token recycling as a source
 
 
 DEFAULTS = TokenSwiftOptions()
+CHAINS = RoundPlan(num_rounds=7, num_round_nodes=5, chain_length=7, num_nodes=7)
 
 
 def tokenswift(
@@ -249,18 +274,18 @@ def tokenswift(
     parts_folder: Path | None,
     options: TokenSwiftOptions = DEFAULTS,
     new_proposer: Callable[..., TokenSwiftProposer] = TokenSwiftProposer,
-) -> SelfSpeculationDrafter:
+) -> Drafter:
     """Make TokenSwift's drafter. Raises ModelError if heads for this target are missing or too few."""
     heads = DecodingHeads.load(parts_folder, target)
-    if len(options.digits) > heads.num_heads + 1:
+    if len(options.digits) > heads.num_heads:
         digits = ",".join(map(str, options.digits))
         folder = parts_folder or target.files.path
-        raise ModelError(f"tree {digits}: the heads in {folder} are {heads.num_heads}, for that many digits + 1")
+        raise ModelError(f"tree {digits}: the heads in {folder} are {heads.num_heads}, expected one for each number")
     recycling = TokenRecyclingDrafter(target) if options.recycles else None
-    proposer = new_proposer(heads, options.digits[1:], options.ngram_size, options.num_ngrams, recycling)
-    plan = None if options.draft_rounds is None else whole_trees(options.draft_rounds)
-    planner = planner_of(plan, costs, options.budget)
-    return SelfSpeculationDrafter(target, proposer, planner, options.cache, options.budget, options.digits[0])
+    proposer = new_proposer(heads, options.digits, options.num_ngrams, recycling)
+    plan = CHAINS if options.draft_rounds is None else whole_trees(options.draft_rounds)
+    drafter = SelfSpeculationDrafter(target, proposer, options.cache, options.budget, plan)
+    return with_rounds(drafter, plan, costs) if options.draft_rounds is None else drafter
 
 
 def whole_trees(num_rounds: int) -> RoundPlan:

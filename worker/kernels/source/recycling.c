@@ -1,5 +1,5 @@
 // Best-first trees over rows of candidates, ranked with the noise of the next positions. Defined by
-// worker/drafters/tree_budget.py and worker/drafters/ranking.py.
+// worker/drafters/choice/tree_sizes.py and worker/drafters/ranking.py.
 #include "recycling.h"
 
 #include <math.h>

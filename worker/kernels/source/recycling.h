@@ -1,5 +1,5 @@
-// What Python calls for token recycling. Python checks every pointer and shape; only the numbers of tokens and rows are
-// checked here, which is faster.
+// What Python calls for token recycling. Python checks the shapes of what it gives; only the numbers of tokens and rows
+// are checked here, which is faster.
 #pragma once
 #include "api.h"
 

@@ -1,4 +1,4 @@
-// Rows of candidates: looked up, mixed and written. Defined by worker/drafters/recycling/token_recycling.py.
+// Rows of candidates: looked up, mixed and written. Defined by worker/drafters/token_recycling.py.
 #include "recycling_rows.h"
 
 #include <float.h>

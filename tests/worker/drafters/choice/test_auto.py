@@ -8,13 +8,9 @@ import pytest
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.auto import auto
 from swiftbatch.worker.drafters.catalogue import create_drafter
-from swiftbatch.worker.drafters.choice import chain_way
-from swiftbatch.worker.drafters.choice.chain_way import ChainWay
+from swiftbatch.worker.drafters.choice import ways
 from swiftbatch.worker.drafters.choice.choosing_drafter import ChoosingDrafter
-from swiftbatch.worker.drafters.drafter_interface import DraftRequest
-from swiftbatch.worker.drafters.self_speculation.draft_chain import ChainTree, Round
-from swiftbatch.worker.drafters.self_speculation.round_planner import (
-    NO_ROUNDS,
+from swiftbatch.worker.drafters.choice.rounds import (
     PRIOR_ALIKE,
     STEPS_TO_KNOW,
     RoundsChoice,
@@ -22,7 +18,10 @@ from swiftbatch.worker.drafters.self_speculation.round_planner import (
     costs_beside_a_gpu,
     costs_on_a_gpu,
 )
-from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES
+from swiftbatch.worker.drafters.choice.tree_sizes import NODE_CHOICES
+from swiftbatch.worker.drafters.choice.ways import ChainWay
+from swiftbatch.worker.drafters.drafter_interface import DraftRequest
+from swiftbatch.worker.drafters.self_speculation import ChainTree, Round
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.step_costs import ROW_COUNTS, StepCosts
 from swiftbatch.worker.forward.target_model import TargetModel
@@ -241,7 +240,7 @@ def test_a_text_that_stays_short_has_no_partial_cache(target: TargetModel) -> No
 
 
 def test_a_long_text_is_taken_in_over_several_steps(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chain_way, "CHUNKS_AT_ONCE", 16)
+    monkeypatch.setattr(ways, "CHUNKS_AT_ONCE", 16)
     sequence = new_sequence(target, "T=0", NUM_PINNED + NUM_RECENT + 18 * SCAN_CHUNK, 300)
     drafter, cache = drafter_with(target, rounds_always_pay()), target.new_cache(sequence.max_length)
     cache.advance(len(sequence) - 1)
@@ -256,7 +255,7 @@ def test_a_long_text_is_taken_in_over_several_steps(target: TargetModel, monkeyp
 
 
 def test_while_a_text_is_taken_in_trees_are_drafted(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chain_way, "CHUNKS_AT_ONCE", 16)
+    monkeypatch.setattr(ways, "CHUNKS_AT_ONCE", 16)
     sequence = new_sequence(target, "T=0", NUM_PINNED + NUM_RECENT + 18 * SCAN_CHUNK, 300)
     drafter, cache = drafter_with(target, rounds_always_pay()), target.new_cache(sequence.max_length)
     cache.advance(len(sequence) - 1)
@@ -297,10 +296,6 @@ def test_chains_become_as_long_as_forwards_have_rows_where_all_of_them_is_accept
             ChainTree(DraftTree.chain([1] * 31), 31, [Round(0, [], planner._expected)] * 31), list(range(31))
         )
     assert planner.best(lengths, np.ones((1, len(NODE_CHOICES))), 0.0).chain_length == 31
-
-
-def test_nothing_is_planned_before_it_is_asked_for() -> None:
-    assert RoundsPlanner(long_caches_cost()).plan(100, 1, 20) == NO_ROUNDS
 
 
 def test_rounds_are_planned_anew_at_every_step_until_some_were_seen() -> None:

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from swiftbatch.worker.drafters.choice.choosing_drafter import ChoosingDrafter
+from swiftbatch.worker.drafters.choice.tree_sizes import NODE_CHOICES
 from swiftbatch.worker.drafters.choice.ways import TreeWay
-from swiftbatch.worker.drafters.drafter_interface import DraftRequest
-from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES
-from swiftbatch.worker.drafters.tree_drafter import TreeDrafter
+from swiftbatch.worker.drafters.drafter_interface import DraftRequest, TreeDrafter
 from swiftbatch.worker.sampling.draft_tree import DraftTree, Verification
 from swiftbatch.worker.sampling.sequence import Sequence
 

@@ -11,7 +11,6 @@ import pytest
 
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.auto import auto
-from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.choice import repeated_text
 from swiftbatch.worker.drafters.choice.choosing_drafter import REPEAT, ChoosingDrafter
 from swiftbatch.worker.drafters.choice.policy import PLAIN, Policy
@@ -26,7 +25,7 @@ from swiftbatch.worker.drafters.choice.repeated_text import (
     RepeatWay,
 )
 from swiftbatch.worker.drafters.choice.ways import TreeWay
-from swiftbatch.worker.drafters.drafter_interface import DraftRequest
+from swiftbatch.worker.drafters.drafter_interface import AutoregressiveDrafter, DraftRequest
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model

@@ -12,10 +12,9 @@ from swiftbatch.scheduler.cli import main
 from swiftbatch.worker.drafters.griffin.griffin_model import GriffinModel
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import GRIFFIN_FILE
-from swiftbatch.worker.training.feature_file import TextFeatures
-from swiftbatch.worker.training.griffin_recipe import GriffinRecipe
-from swiftbatch.worker.training.tokenswift_recipe import HeadRecipe
-from swiftbatch.worker.training.train_griffin import FILES
+from swiftbatch.worker.training.griffin_features import TextFeatures
+from swiftbatch.worker.training.recipes import GriffinRecipe, HeadRecipe
+from swiftbatch.worker.training.train_griffin import FILES, config_of
 from swiftbatch.worker.training.training_texts import hidden_states
 
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
@@ -32,7 +31,7 @@ EAGLE2_RECIPE = replace(HASS_RECIPE, num_passes=1)
 
 def untrained(target: TargetModel, recipe: GriffinRecipe = FAST) -> GriffinModel:
     torch.manual_seed(0)
-    model = GriffinModel(recipe.config(target.model.config))
+    model = GriffinModel(config_of(recipe, target.model.config))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn_like(parameter)  # for distinct heads and visible attention

@@ -21,8 +21,13 @@ from swiftbatch.worker.drafters.griffin.cuda_griffin import cuda_rows
 from swiftbatch.worker.drafters.griffin.draft_forwards import TiledRows, rows_of
 from swiftbatch.worker.drafters.griffin.draft_input import SPREAD, Candidates, DraftRows, features_of
 from swiftbatch.worker.drafters.griffin.griffin import GriffinOptions
-from swiftbatch.worker.drafters.griffin.griffin_model import SECOND_FUSIONS, GriffinConfig, GriffinModel
-from swiftbatch.worker.drafters.griffin.griffin_weights import _stacked_numbers, load_griffin
+from swiftbatch.worker.drafters.griffin.griffin_model import (
+    SECOND_FUSIONS,
+    GriffinConfig,
+    GriffinModel,
+    _stacked_numbers,
+    load_griffin,
+)
 from swiftbatch.worker.forward.cuda.cuda_loading import drafts_of
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import pack_tiles
@@ -206,6 +211,7 @@ def test_what_is_held_on_the_device_is_planned_for(target: TargetModel, one_laye
     drafts = drafts_of(SlotsWanted(100, engine=needs), sizes)
     rows = rows_of(load_griffin(None, target), target, GriffinOptions().num_expanded)
     assert isinstance(rows, CudaRows)
-    held = bytes_held(rows, known={id(target.forwards.surroundings)})  # type: ignore[attr-defined]
+    bytes_held(target.forwards.surroundings, known := set[int]())  # type: ignore[attr-defined]
+    held = bytes_held(rows, known)
     planned = drafts.part_bytes + NUM_SLOTS * drafts.slot_bytes
     assert 0.9 * planned < held + 4 * _stacked_numbers(load_griffin(None, target).config) <= planned

@@ -17,10 +17,15 @@ from swiftbatch.worker.sampling.noise import GumbelNoise
 from swiftbatch.worker.sampling.sampler import draw
 from swiftbatch.worker.training import train_griffin as griffin_accuracy
 from swiftbatch.worker.training import train_griffin as griffin_passes
-from swiftbatch.worker.training.feature_file import read_features, write_features
-from swiftbatch.worker.training.griffin_features import FeatureWindowSource, Windows, griffin_features, windows_in_use
-from swiftbatch.worker.training.griffin_recipe import GriffinRecipe
-from swiftbatch.worker.training.tokenswift_recipe import OWN_SAMPLING
+from swiftbatch.worker.training.griffin_features import (
+    FeatureWindowSource,
+    Windows,
+    griffin_features,
+    read_features,
+    windows_in_use,
+    write_features,
+)
+from swiftbatch.worker.training.recipes import OWN_SAMPLING, GriffinRecipe
 from swiftbatch.worker.training.train_griffin import (
     NUM_FORWARDS,
     WAYS,

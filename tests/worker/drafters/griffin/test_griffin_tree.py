@@ -150,23 +150,6 @@ def test_levels_of_a_slower_machine_are_not_dearer_here() -> None:
     assert here.prices(64, 1).level < 1.0 < slow.prices(64, 1).level
 
 
-def test_drafting_of_a_slower_machine_does_not_end_drafting_here() -> None:
-    slow, here = PricePlanner(costs(1e-6), 0.001), PricePlanner(costs(1e-6), 0.001)
-    for _ in range(20):
-        slow.observe(4, 6, 3, 3.0, seconds=2.0)
-        here.observe(4, 6, 3, 3.0, seconds=0.002)
-    here.restore(slow.state())
-    assert here.pays([64], 0.0)
-    assert not slow.pays([64], 0.0)
-    fresh = PricePlanner(costs(1e-6), 0.001)
-    fresh.restore(slow.state())
-    assert not fresh.pays([64], 0.0)  # nothing else is known yet
-    fresh.observe(4, 6, 3, 3.0, seconds=0.002)
-    assert fresh.pays([64], 0.0)
-    slow.restore(here.state())
-    assert not slow.pays([64], 0.0)
-
-
 def test_probabilities_are_trusted_as_far_as_they_came_true() -> None:
     planner, sure = PricePlanner(costs(1e-4), 0.001), PricePlanner(costs(1e-4), 0.001)
     for _ in range(200):

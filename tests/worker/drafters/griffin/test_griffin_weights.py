@@ -10,8 +10,14 @@ from safetensors.torch import load_file, save_file
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.drafters.catalogue import FINGERPRINT, check_parts
-from swiftbatch.worker.drafters.griffin.griffin_model import SECOND_FUSIONS, GriffinConfig, GriffinModel
-from swiftbatch.worker.drafters.griffin.griffin_weights import CONFIG, load_griffin, save_griffin
+from swiftbatch.worker.drafters.griffin.griffin_model import (
+    CONFIG,
+    SECOND_FUSIONS,
+    GriffinConfig,
+    GriffinModel,
+    load_griffin,
+    save_griffin,
+)
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import GRIFFIN_FILE, PARTS_FOLDER, locate_model
 from tests.worker.drafters.griffin.griffin_parts import load

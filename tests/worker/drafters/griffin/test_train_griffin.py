@@ -10,13 +10,12 @@ import torch
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.scheduler.commands.train import _griffin_recipe, griffin
-from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig
-from swiftbatch.worker.drafters.griffin.griffin_weights import load_griffin
+from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig, load_griffin
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import GRIFFIN_FILE, locate_model
 from swiftbatch.worker.training import train_griffin as training
-from swiftbatch.worker.training.griffin_recipe import GRIFFIN_RECIPE, GriffinRecipe
-from swiftbatch.worker.training.tokenswift_recipe import OWN_SAMPLING
+from swiftbatch.worker.training import training_loop
+from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE, OWN_SAMPLING, GriffinRecipe
 from swiftbatch.worker.training.train_griffin import FILES, WAYS, train_griffin
 from swiftbatch.worker.training.training_texts import CorpusError, load_target
 from tests.worker.drafters.griffin.griffin_training_parts import (
@@ -107,7 +106,7 @@ def test_a_killed_training_goes_on_to_the_same_bits_and_logs_each_step_once(
     tiny_model: Path, books: Path, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped_at: int
 ) -> None:
     (books / "test.jsonl").unlink()
-    monkeypatch.setattr(training, "NUM_STATE_STEPS", 3)
+    monkeypatch.setattr(training_loop, "NUM_STATE_STEPS", 3)
     train(tiny_model, books, tmp_path / "whole", features=shared)
     num_done, original = 0, training.accumulate_gradients
 
@@ -127,7 +126,7 @@ def test_a_killed_training_goes_on_to_the_same_bits_and_logs_each_step_once(
     assert not (tmp_path / "killed" / GRIFFIN_FILE).exists()
     with (tmp_path / "killed" / FILES.log).open("a", encoding="utf-8") as log:
         log.write('{"step": 6, "los')
-    monkeypatch.setattr(training, "NUM_STATE_STEPS", 3)
+    monkeypatch.setattr(training_loop, "NUM_STATE_STEPS", 3)
     with pytest.raises(ModelError, match=r"recipe\.seed is 0, expected 1"):
         train(tiny_model, books, tmp_path / "killed", replace(FAST, seed=1), shared)
     said = train(tiny_model, books, tmp_path / "killed", features=shared)

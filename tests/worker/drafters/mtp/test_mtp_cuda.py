@@ -15,9 +15,8 @@ import tests.worker.interpreter  # noqa: F401
 from swiftbatch.jobs.run.run_records import LinearName
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.auto import auto
-from swiftbatch.worker.drafters.catalogue import create_drafter
+from swiftbatch.worker.drafters.catalogue import create_drafter, slots_wanted
 from swiftbatch.worker.drafters.choice import policy
-from swiftbatch.worker.drafters.engine_memory import slots_wanted
 from swiftbatch.worker.drafters.griffin.cuda_draft_rows import CudaRows
 from swiftbatch.worker.drafters.griffin.draft_forwards import Level
 from swiftbatch.worker.drafters.griffin.draft_input import Candidates

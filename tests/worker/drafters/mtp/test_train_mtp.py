@@ -15,7 +15,9 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.training import train_mtp as training
-from swiftbatch.worker.training.train_mtp import MTPRecipe, train_mtp
+from swiftbatch.worker.training import training_loop
+from swiftbatch.worker.training.recipes import MTPRecipe
+from swiftbatch.worker.training.train_mtp import train_mtp
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.drafters.griffin.griffin_training_parts import TEXTS
 
@@ -30,7 +32,7 @@ def _one_thread(_fixed_threads: None) -> None:
 def test_a_killed_training_goes_on_to_the_weights_that_the_engine_drafts_with(
     tiny_model: Path, books: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "NUM_STATE_STEPS", 2)
+    monkeypatch.setattr(training_loop, "NUM_STATE_STEPS", 2)
     whole, killed, said = tmp_path / "whole", tmp_path / "killed", list[str]()
     train_mtp(str(tiny_model), books, whole, FAST, said.append)
     assert "the target's best token by pass" in said[-1]

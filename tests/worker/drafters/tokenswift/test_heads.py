@@ -26,8 +26,8 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import HEADS_FILE, PARTS_FOLDER, ModelFiles, locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
 from swiftbatch.worker.training import train_tokenswift as tokenswift
-from swiftbatch.worker.training.tokenswift_recipe import OWN_SAMPLING, HeadRecipe
-from swiftbatch.worker.training.train_tokenswift import accumulate_gradients, run_steps, train_heads
+from swiftbatch.worker.training.recipes import OWN_SAMPLING, HeadRecipe
+from swiftbatch.worker.training.train_tokenswift import accumulate_gradients, train_heads, train_weight
 from swiftbatch.worker.training.training_texts import (
     CorpusError,
     Text,
@@ -175,7 +175,7 @@ def test_the_target_stays_frozen(tiny_model: Path, books: Path, tmp_path: Path) 
     before = {name: parameter.clone() for name, parameter in target.model.named_parameters()}
     states = training_states(target, books, FAST)
     weight = torch.zeros(3, 64, 64, requires_grad=True)
-    list(run_steps(target, weight, states, HeadRecipe(num_steps=2, num_step_rows=64)))
+    list(train_weight(target, weight, states, HeadRecipe(num_steps=2, num_step_rows=64)))
     assert weight.detach().abs().max() > 0
     assert all(torch.equal(parameter, before[name]) for name, parameter in target.model.named_parameters())
 
@@ -253,8 +253,8 @@ def test_heads_learn_from_own_texts_and_their_distributions(tiny_model: Path, bo
     states = training_states(target, books, recipe)
     assert len(states.token_ids) == 4 * 61
     weight = torch.zeros(3, 64, 64, requires_grad=True)
-    steps = list(run_steps(target, weight, states, recipe))
-    assert sum(steps[-1].losses) < sum(steps[0].losses) - 1.0
+    steps = list(train_weight(target, weight, states, recipe))
+    assert sum(steps[-1]["losses"]) < sum(steps[0]["losses"]) - 1.0
 
 
 def test_soft_labels_are_what_the_target_expects_in_each_place(tiny_model: Path, books: Path) -> None:

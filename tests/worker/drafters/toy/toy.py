@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from swiftbatch.worker.drafters.catalogue import TrainedPart
+from swiftbatch.worker.drafters.catalogue import TrainedPart, read_part
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
-from swiftbatch.worker.drafters.trained_part import read_part
 from swiftbatch.worker.forward.step_costs import Costs
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.sampling.draft_tree import DraftTree

@@ -14,7 +14,8 @@ from swiftbatch.worker.model.model_files import DRAFT_FOLDER, PARTS_FOLDER, Mode
 from swiftbatch.worker.sampling.noise import GumbelNoise
 from swiftbatch.worker.sampling.sampler import draw
 from swiftbatch.worker.text.tokenizer import TextCodec
-from swiftbatch.worker.training.train_draft import LENGTH, SAMPLING, agreement, draft_config, windowed_logits
+from swiftbatch.worker.training.recipes import DraftRecipe
+from swiftbatch.worker.training.train_draft import SAMPLING, agreement, draft_config, windowed_logits
 from swiftbatch.worker.training.training_texts import Text, load_target, own_texts
 from tests import ROOT
 from tests.worker.drafters.triforce.draft_parts import untrained
@@ -71,7 +72,7 @@ def test_the_embedded_draft_model_agrees_with_the_embedded_model(embedded_files:
 def test_the_embedded_models_draft_has_under_two_million_parameters(target: TargetModel) -> None:
     config = draft_config(target.model.config)
     assert LlamaForCausalLM(config).num_parameters() < 2_000_000
-    assert config.max_position_embeddings >= LENGTH
+    assert config.max_position_embeddings >= DraftRecipe.window_length
     assert (config.vocab_size, config.eos_token_id, config.bos_token_id) == (4096, 0, 0)
 
 

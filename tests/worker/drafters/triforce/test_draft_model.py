@@ -12,16 +12,15 @@ import torch
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.catalogue import ENGINES
-from swiftbatch.worker.drafters.self_speculation.draft_chain import Chain, RoundPlan
+from swiftbatch.worker.drafters.self_speculation import Chain, RoundPlan
 from swiftbatch.worker.drafters.triforce import NUM_SINKS, WINDOW, DraftModel, DraftModelProposer, window_of
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.model.model_files import DRAFT_FOLDER, PARTS_FOLDER, locate_model
 from swiftbatch.worker.sampling.batch_sampler import create_batch_sampler
-from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
+from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sampler import TokenSampler
 from swiftbatch.worker.sampling.sequence import Sequence
-from tests.simulated_clock import SimulatedClock
 
 VOCAB = 289  # of the tiny model
 PARAMS = SamplingParams(max_tokens=2000, temperature=1.0, seed=3, repetition_penalty=1.2)
@@ -59,8 +58,8 @@ def plain_chain(model: TargetModel, sequence: Sequence, length: int) -> list[int
     return token_ids[len(sequence) :].tolist()
 
 
-def proposer_of(model: TargetModel, width: int = 1) -> DraftModelProposer:
-    return DraftModelProposer(DraftModel(model), width, create_batch_sampler(VOCAB, torch.device("cpu")))
+def proposer_of(model: TargetModel) -> DraftModelProposer:
+    return DraftModelProposer(DraftModel(model), create_batch_sampler(VOCAB, torch.device("cpu")))
 
 
 def propose(proposer: DraftModelProposer, sequence: Sequence, num_nodes: int = 6) -> DraftTree:
@@ -122,17 +121,6 @@ def test_sequences_share_the_forwards_and_draft_what_each_drafts_alone(
     assert group_counts[-5:] == [3] * 5
 
 
-def test_siblings_stand_beside_the_chain(model: TargetModel) -> None:
-    sequence = sequence_of(50)
-    chain, wide = (proposer_of(model, width) for width in (1, 3))
-    for proposer in (chain, wide):
-        proposer.start(sequence)
-    tree = propose(wide, sequence, 12)
-    assert tree.parents == [ROOT, ROOT, ROOT, 0, 0, 0, 3, 3, 3, 6, 6, 6]
-    assert tree.token_ids[::3] == propose(chain, sequence, 4).token_ids
-    assert all(len(set(tree.token_ids[i : i + 3])) == 3 for i in range(0, 12, 3))
-
-
 def test_a_damaged_draft_model_drafts_something_and_ends_no_job(model: TargetModel) -> None:
     sequence, proposer = sequence_of(50), proposer_of(model)
     proposer.start(sequence)
@@ -142,12 +130,12 @@ def test_a_damaged_draft_model_drafts_something_and_ends_no_job(model: TargetMod
 
 def test_proposals_keep_to_their_limits(model: TargetModel) -> None:
     sequence = sequence_of(50)
-    proposer = proposer_of(model, 2)
+    proposer = proposer_of(model)
     proposer.start(sequence)
     chain = chain_of(sequence)
     for max_nodes, max_depth in ((0, 5), (5, 0), (1, 3), (5, 2), (5, 9)):
         tree = proposer.propose([chain], [(max_nodes, max_depth)])[0]
-        assert len(tree) == min(max_nodes, 2 * max_depth)
+        assert len(tree) == min(max_nodes, max_depth)
         assert max(tree.depths(), default=0) <= max_depth
 
 
@@ -164,13 +152,3 @@ def test_a_model_with_too_few_positions_is_refused(tiny_model: Path, target: Tar
 
 def test_its_cache_has_room_for_a_window_and_a_draft() -> None:
     assert ENGINES["triforce"].draft_length == NUM_SINKS + 2 * WINDOW + BLOCK
-
-
-def test_the_measured_time_of_a_token_is_that_of_the_draft_model_s_forward(
-    model: TargetModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draft_model, clock = DraftModel(model), SimulatedClock()
-    clock.rule(monkeypatch)
-    monkeypatch.setattr(draft_model, "logits", clock.taking(lambda windows: 0.25, draft_model.logits))
-    assert draft_model.token_seconds() == pytest.approx(0.25)
-    assert torch.is_inference_mode_enabled() is False

@@ -18,14 +18,13 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import chain_rows
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
+from swiftbatch.worker.training import recipes
 from swiftbatch.worker.training import train_draft as draft
-from swiftbatch.worker.training.tokenswift_recipe import OWN_SAMPLING, HeadRecipe
+from swiftbatch.worker.training.recipes import OWN_SAMPLING, DraftRecipe, HeadRecipe, draft_recipe
 from swiftbatch.worker.training.train_draft import (
     SAMPLING,
-    DraftRecipe,
     DraftWindows,
     distil,
-    draft_recipe,
     target_distributions,
     train_draft,
 )
@@ -57,7 +56,7 @@ def test_the_command_writes_a_model_that_runs_with_the_targets_tokenizer(
     tiny_model: Path, books: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = HeadRecipe(num_own_texts=2, num_prompt_tokens=510, num_own_tokens=20)
-    monkeypatch.setattr(draft, "DRAFT_TEXTS", texts)
+    monkeypatch.setattr(recipes, "DRAFT_TEXTS", texts)
     (books / "test.jsonl").unlink()
     result = command(tiny_model, books, tmp_path / "draft")
     assert result.exit_code == 0, result.output

@@ -12,11 +12,10 @@ import torch
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters import auto as auto_module
 from swiftbatch.worker.drafters.auto import auto
-from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
-from swiftbatch.worker.drafters.choice import chain_way, policy
-from swiftbatch.worker.drafters.choice.chain_way import ChainWay
-from swiftbatch.worker.drafters.drafter_interface import Drafter
-from swiftbatch.worker.drafters.self_speculation import round_planner as plan_module
+from swiftbatch.worker.drafters.choice import policy, ways
+from swiftbatch.worker.drafters.choice import rounds as plan_module
+from swiftbatch.worker.drafters.choice.ways import ChainWay
+from swiftbatch.worker.drafters.drafter_interface import AutoregressiveDrafter, Drafter
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.forward_interface import partial_rows
 from swiftbatch.worker.forward.step_costs import ROW_COUNTS, StepCosts
@@ -52,7 +51,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "SCAN_CHUNK", CHUNK)
     monkeypatch.setattr(scan_cache, "NUM_RECENT", NUM_RECENT)
     monkeypatch.setattr(scan_cache, "MOST_ENTRIES", SHORTEST)
-    for module in (auto_module, chain_way):
+    for module in (auto_module, ways):
         monkeypatch.setattr(module, "SHORTEST_SCANNED", SHORTEST)
     monkeypatch.setattr(plan_module, "MOST_ENTRIES", 32)
     monkeypatch.setattr(plan_module, "CHAIN_LENGTHS", (3,))

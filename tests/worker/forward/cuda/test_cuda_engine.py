@@ -11,9 +11,7 @@ import torch
 
 from bench.variants import BENCH_ENGINES, create_bench_drafter
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.drafters.catalogue import ENGINES, create_drafter
-from swiftbatch.worker.drafters.engine_memory import slots_wanted
-from swiftbatch.worker.drafters.triforce import DraftModel
+from swiftbatch.worker.drafters.catalogue import ENGINES, create_drafter, slots_wanted
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward import step_costs
 from swiftbatch.worker.forward.cuda.cuda_loading import drafts_of
@@ -173,7 +171,8 @@ def test_drafts_are_planned_for_beside_the_slots(files: ModelFiles, engine_name:
     planned = drafts_of(SlotsWanted(3000, ENGINES[engine_name].partial_budget), sizes).slot_bytes
     drafter = create_drafter(engine_name, target, free_rows)
     drafter.start(Sequence("a", [1], SamplingParams(max_tokens=2999), target.vocab_size), target.new_cache(3000))
-    partial = [tracked.partial for tracked in getattr(drafter, "_tracked", {}).values() if hasattr(tracked, "partial")]
+    drafting = getattr(getattr(drafter, "_counted", None), "drafter", drafter)
+    partial = [each.partial for each in getattr(drafting, "_tracked", {}).values() if hasattr(each, "partial")]
     held = sum(cache._buffer.numel() * cache._buffer.element_size() for cache in partial)
     assert held <= planned
     assert bool(held) == bool(planned)
@@ -184,12 +183,11 @@ def test_a_drafter_s_slots_take_what_was_planned_for_them(
     files: ModelFiles, engine_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counts partial caches, draft model and heads, to the byte except small tables."""
-    monkeypatch.setattr(DraftModel, "token_seconds", lambda _: 0.001)
     target = cuda_target(files, torch.float32, 2, 3000)
     sizes, wanted = read_sizes(files, "float32"), slots_wanted(engine_name, files, "float32", 3000, None)
     assert sizes is not None
     planned = drafts_of(wanted, sizes)
-    drafter = create_drafter(engine_name, target, free_rows)
+    drafter = create_drafter(engine_name, target, free_rows).ways["tree"].drafter  # type: ignore[attr-defined]
     arena = drafter._new_entries.__self__  # type: ignore[attr-defined]
     slot_bytes = (arena.buffer.nbytes + arena.means.nbytes) // 2
     part_bytes = arena.means.nbytes // 4  # one slot's mean keys while chunks are scored

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
+from swiftbatch.worker.drafters.drafter_interface import AutoregressiveDrafter
 from swiftbatch.worker.drafters.griffin.cuda_draft_rows import CudaRows
 from swiftbatch.worker.drafters.griffin.draft_forwards import GriffinForwards, GriffinRows, TiledRows, rows_of
 from swiftbatch.worker.drafters.griffin.griffin import GriffinDrafter, GriffinOptions
-from swiftbatch.worker.drafters.griffin.griffin_weights import load_griffin
+from swiftbatch.worker.drafters.griffin.griffin_model import load_griffin
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.kv_capacity import KVRoomError

@@ -11,10 +11,8 @@ import torch
 
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters import triforce as draft_model
-from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
-from swiftbatch.worker.drafters.self_speculation.draft_chain import RoundPlan
-from swiftbatch.worker.drafters.self_speculation.round_planner import Planner
-from swiftbatch.worker.drafters.self_speculation.self_speculation import SelfSpeculationDrafter
+from swiftbatch.worker.drafters.drafter_interface import AutoregressiveDrafter
+from swiftbatch.worker.drafters.self_speculation import RoundPlan, SelfSpeculationDrafter
 from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
 from swiftbatch.worker.drafters.triforce import TriForceOptions, triforce
 from swiftbatch.worker.engine.engine import Engine
@@ -48,7 +46,6 @@ def small_periods(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_cache, "NUM_RECENT", 8)
     monkeypatch.setattr(sparse_cache, "PERIOD", 8)
     monkeypatch.setattr(draft_model, "WINDOW", 16)
-    monkeypatch.setattr(draft_model, "PROBE_REPEATS", 1)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +75,7 @@ def run(target: TargetModel, drafter: SelfSpeculationDrafter | None, *together: 
 
 def tokenswift_in_rounds(target: TargetModel) -> SelfSpeculationDrafter:
     drafter = tokenswift(target, free_rows, None, TokenSwiftOptions(budget=BUDGET, draft_rounds=1))
-    drafter._planner = Planner(RoundPlan(2, 5, 2, 6))
+    drafter.plan = RoundPlan(2, 5, 2, 6)
     return drafter
 
 

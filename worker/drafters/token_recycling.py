@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import struct
+from array import array
 from collections.abc import Sequence as Many
+from ctypes import c_char, c_double, c_int64, c_void_p
+from itertools import chain
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from swiftbatch.worker.drafters.choice.choosing_drafter import ChoosingDrafter, with_trees
-from swiftbatch.worker.drafters.drafter_interface import ReadRows, Verified, WantedTree
+from swiftbatch.worker.drafters.drafter_interface import ReadRows, TreeDrafter, Verified, WantedTree
 from swiftbatch.worker.drafters.ranking import CandidateRanker, grow_best_first, ranking_rule
-from swiftbatch.worker.drafters.recycling.native_recycler import NativeRecycling, TextCandidates
-from swiftbatch.worker.drafters.tree_drafter import TreeDrafter
 from swiftbatch.worker.forward.step_costs import Costs
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.kernels.native_library import chosen_variant
+from swiftbatch.worker.kernels.native_library import chosen_variant, load_library
+from swiftbatch.worker.kernels.row_tables import address_of
 from swiftbatch.worker.sampling.draft_tree import TOP_K, DraftTree, Verification
 from swiftbatch.worker.sampling.sequence import Sequence
 
@@ -61,10 +65,10 @@ class RecyclingMatrix:
 
     def check(self, ids: np.ndarray, logprobs: np.ndarray, vocab_size: int) -> None:
         """Raise ValueError if another matrix does not fit this one."""
-        for name, array, own in (("ids", ids, self.ids), ("logprobs", logprobs, self.logprobs)):
-            if array.shape != own.shape or array.dtype != own.dtype:
+        for name, found, own in (("ids", ids, self.ids), ("logprobs", logprobs, self.logprobs)):
+            if found.shape != own.shape or found.dtype != own.dtype:
                 raise ValueError(
-                    f"recycling matrix: {name} is {array.dtype} {array.shape}, expected {own.dtype} {own.shape}"
+                    f"recycling matrix: {name} is {found.dtype} {found.shape}, expected {own.dtype} {own.shape}"
                 )
         if ids.min() < 0 or ids.max() >= vocab_size:
             raise ValueError(f"recycling matrix: ids outside the vocabulary of {vocab_size} tokens")
@@ -172,33 +176,136 @@ def mixed(
     return best, [math.log(probabilities[token]) for token in best]
 
 
-# Token recycling (Luo et al. 2024): the target's candidates at every verified row are kept and drafted again.
-
-
+MOST_NODES = 127  # as in source/recycling.h
 ROOT_ALONE = [0]  # rows in the text
 
 
-class Recycler(Protocol):
-    """Grower and writer of tables, native if kernels run."""
+class CCandidateRows(ctypes.Structure):
+    """`candidate_rows` of source/recycling.h."""
 
-    def trees(self, wanted: Many[WantedTree]) -> list[DraftTree]:
-        """Grow trees."""
+    _fields_ = (("ids", c_void_p), ("logprobs", c_void_p), ("width", c_int64))
 
-    def write(self, texts: Many[TextCandidates]) -> None:
-        """Write the candidates to follow tokens and pairs, text after text."""
+
+class CRecyclingTables(ctypes.Structure):
+    """`recycling_tables` of source/recycling.h."""
+
+    _fields_ = (
+        ("tokens", CCandidateRows),
+        ("pairs", CCandidateRows),
+        ("pair_keys", c_void_p),
+        ("pair_bits", c_int64),
+        ("vocab", c_int64),
+        ("new_share", c_double),
+        ("pair_share", c_double),
+    )
+
+
+TREE_GROWTH = struct.Struct("@Q3d5q")
+"""`tree_growth` of source/recycling.h: noise key, scale; spread; floor; the last two tokens, length, nodes, depth."""
+
+
+class TextCandidates(NamedTuple):
+    """The target's candidates to follow rows of one text; if a token has several rows, the last row counts."""
+
+    token_ids: Many[int] | np.ndarray  # [num_rows]
+    top_ids: np.ndarray  # [num_rows, TOP_K] int64
+    top_logprobs: np.ndarray  # [num_rows, TOP_K] float32
+    text_rows: Many[int] | np.ndarray  # [num_text_rows] the rows that stand in the text
+    previous_ids: Many[int] | np.ndarray  # [num_text_rows] the tokens in front of them, for pairs
 
 
 class NativeRecycler:
+    """Grows trees from tables and writes to them in C (source/recycling.h), many times faster than in Python.
+
+    Results do not depend on the instruction set. Calls release the GIL.
+    """
+
     def __init__(self, tables: RecyclingTables, with_noise: bool, variant: str) -> None:
-        tokens, pairs = tables.tokens, tables.pairs.matrix
-        rows = (tokens.ids, tokens.logprobs), (pairs.ids, pairs.logprobs)
-        self._native = NativeRecycling(*rows, tables.pairs.keys, (NEW_SHARE, PAIR_SHARE), variant)
-        self._with_noise = with_noise
-        self.write = self._native.write
+        """Raise KernelError if the library does not load."""
+        self._vocab_size, self._with_noise = tables.vocab_size, with_noise
+        self._tables = tables  # C keeps pointers to its arrays
+        self._in_c = CRecyclingTables(
+            *(_rows_in_c(tables.tokens), _rows_in_c(tables.pairs.matrix), address_of(tables.pairs.keys)),
+            *(PairTable.NUM_BITS, tables.vocab_size, NEW_SHARE, PAIR_SHARE),
+        )
+        self._address = ctypes.addressof(self._in_c)
+        self._library = load_library(variant)
 
     def trees(self, wanted: Many[WantedTree]) -> list[DraftTree]:
-        rankings = [ranking_rule(sequence.sampling, self._with_noise) for sequence, _, _ in wanted]
-        return self._native.grow(wanted, rankings)
+        """Grow one best-first tree after each sequence, of at most `MOST_NODES` nodes."""
+        growths, most = bytearray(TREE_GROWTH.size * len(wanted)), list[int]()
+        for number, (sequence, max_nodes, max_depth) in enumerate(wanted):
+            ranking = ranking_rule(sequence.sampling, self._with_noise)
+            most.append(max(0, min(max_nodes, MOST_NODES)))
+            fields = *ranking, *self._end_of(sequence), most[-1], max_depth
+            TREE_GROWTH.pack_into(growths, number * TREE_GROWTH.size, sequence.noise_key, *fields)
+        num_nodes = sum(most)
+        found = (c_int64 * (2 * num_nodes + len(most)))()  # tokens, parents, sizes; numpy arrays take longer to make
+        parents = ctypes.addressof(found) + 8 * num_nodes
+        self._library.recycling_grow(
+            *(self._address, (c_char * len(growths)).from_buffer(growths), len(most)),
+            *(found, parents, parents + 8 * num_nodes),
+        )
+        numbers, trees, first = found[:], list[DraftTree](), 0
+        for count, room in zip(numbers[2 * num_nodes :], most, strict=True):
+            behind = num_nodes + first
+            trees.append(DraftTree(numbers[first : first + count], numbers[behind : behind + count]))
+            first += room
+        return trees
+
+    def _end_of(self, sequence: Sequence) -> tuple[int, int, int]:
+        """Return a sequence's last two tokens and its length; a single token is returned twice."""
+        previous, token = sequence.last_token_ids
+        if not (0 <= previous < self._vocab_size and 0 <= token < self._vocab_size):
+            raise ValueError(f"sequence ends with {previous}, {token}; expected tokens below {self._vocab_size}")
+        return previous, token, len(sequence)
+
+    def write(self, texts: Many[TextCandidates]) -> None:
+        """Write the candidates that a step or a prefill found for some texts, in order.
+
+        Raises ValueError for arrays that do not fit; texts before the faulty one are already written.
+        """
+        all_ids, all_top, all_logprobs, all_text_rows, all_previous = zip(*texts, strict=True)
+        num_rows, num_text_rows = list(map(len, all_ids)), list(map(len, all_text_rows))
+        shape, num_in_texts = (sum(num_rows), TOP_K), sum(num_text_rows)
+        tokens = _longs("tokens", all_ids, shape[0])
+        ids = _fitting("candidates", all_top, shape, np.int64)
+        logprobs = _fitting("log-probabilities", all_logprobs, shape, np.float32)
+        rows = _longs("rows of a text", all_text_rows, num_in_texts)
+        previous = _longs("previous tokens", all_previous, num_in_texts)
+        sizes = array("q", chain.from_iterable(zip(num_rows, num_text_rows, strict=True)))
+        room = array("q", bytes(8 * num_in_texts))
+        num_written = self._library.recycling_write(
+            *(self._address, tokens.buffer_info()[0], address_of(ids), address_of(logprobs)),
+            *(each.buffer_info()[0] for each in (rows, previous, sizes)),
+            *(len(texts), room.buffer_info()[0]),
+        )
+        if num_written < len(texts):
+            of_text = num_rows[num_written]
+            raise ValueError(f"candidates name tokens outside the {self._vocab_size}, or rows outside the {of_text}")
+
+
+def _longs(name: str, parts: Many[Many[int] | np.ndarray], count: int) -> array[int]:
+    """Join the integers of several texts for C. Numpy would take longer to convert lists."""
+    if isinstance(parts[0], np.ndarray):  # then all parts are arrays
+        return array("q", _fitting(name, [np.asarray(part) for part in parts], (count,), np.int64).tobytes())
+    numbers = array("q", [*chain.from_iterable(parts)])
+    if len(numbers) != count:
+        raise ValueError(f"{name} are {len(numbers)}; expected {count}")
+    return numbers
+
+
+def _rows_in_c(matrix: RecyclingMatrix) -> CCandidateRows:
+    return CCandidateRows(address_of(matrix.ids), address_of(matrix.logprobs), matrix.ids.shape[1])
+
+
+def _fitting(name: str, parts: Many[np.ndarray], shape: tuple[int, ...], dtype: type) -> np.ndarray:
+    """Join the texts' arrays as `dtype`; a single one is not copied."""
+    joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    made: np.ndarray = np.ascontiguousarray(joined, dtype=dtype)
+    if made.shape != shape:
+        raise ValueError(f"{name} are {list(made.shape)}; expected {list(shape)}")
+    return made
 
 
 class PythonRecycler:
@@ -228,7 +335,7 @@ class PythonRecycler:
             self._tables.pairs.write(pairs.tolist(), text.top_ids[text_rows], text.top_logprobs[text_rows])
 
 
-def create_recycler(tables: RecyclingTables, with_noise: bool) -> Recycler:
+def create_recycler(tables: RecyclingTables, with_noise: bool) -> PythonRecycler | NativeRecycler:
     """Make the fastest recycler here. Raises KernelError for instructions that this machine lacks."""
     variant = chosen_variant()
     return PythonRecycler(tables, with_noise) if variant is None else NativeRecycler(tables, with_noise, variant)
@@ -276,7 +383,9 @@ class TokenRecyclingDrafter(TreeDrafter):
 
 def _candidates_of(sequence: Sequence, verification: Verification) -> TextCandidates:
     path, token_ids, committed = verification.path, verification.row_token_ids, verification.committed_ids
-    top_ids, top_logprobs = top_candidates_of(verification)
+    top_ids, top_logprobs = verification.top_ids, verification.top_logprobs
+    assert top_ids is not None
+    assert top_logprobs is not None
     before = len(sequence) - len(committed) - 2  # tokens in front of the root
     previous = [sequence.token_id(before if before > 0 else 0)]
     if not path:
@@ -284,10 +393,3 @@ def _candidates_of(sequence: Sequence, verification: Verification) -> TextCandid
     text_rows = [0, *[node + 1 for node in path]]  # rows of tokens that stand in the text now
     previous_ids = [*previous, token_ids[0], *committed][: len(text_rows)]
     return TextCandidates(token_ids, top_ids, top_logprobs, text_rows, previous_ids)
-
-
-def top_candidates_of(verification: Verification) -> tuple[np.ndarray, np.ndarray]:
-    """Raise ValueError if the step kept no candidates."""
-    if verification.top_ids is None or verification.top_logprobs is None:
-        raise ValueError("token recycling needs the target's top candidates at every verified row; got none")
-    return verification.top_ids, verification.top_logprobs

@@ -1,4 +1,4 @@
-"""The number of draft nodes follows measured costs and the running acceptance."""
+"""The sizes of trees follow measured costs and the running acceptance."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import pytest
 
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.choice.choosing_drafter import with_trees
-from swiftbatch.worker.drafters.choice.tree_sizes import best_shares
+from swiftbatch.worker.drafters.choice.tree_sizes import EXPLORE_EVERY, NODE_CHOICES, NodeAcceptance, best_shares
 from swiftbatch.worker.drafters.choice.ways import TreeWay
-from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
-from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES, NodeAcceptance, NodeBudget
-from swiftbatch.worker.drafters.tree_drafter import TreeDrafter
+from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest, TreeDrafter
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward import step_costs
 from swiftbatch.worker.forward.step_costs import ROW_COUNTS, StepCosts, measure_step_costs
@@ -31,26 +29,19 @@ FREE_ROWS = free_rows()
 DEAR_ROWS = StepCosts((64, 8192), np.array([[1.0, 1.05, 1.1, 1.2, 1.5, 2.0], [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]]))
 
 
+def sizes_of(length: int, num_sequences: int, costs: StepCosts) -> list[int]:
+    """Return the nodes of sequences as long, before any was verified."""
+    tokens = np.array([NodeAcceptance().tokens()] * num_sequences)
+    chosen, _ = best_shares(costs, tokens, np.array([length] * num_sequences), beside=0.0)
+    return [NODE_CHOICES[choice] for choice in chosen]
+
+
 def test_nodes_that_cost_nothing_are_all_taken() -> None:
-    assert NodeBudget(FREE_ROWS).best(1000, num_sequences=1, proposing=0.0).num_nodes == TILE_ROWS - 1
+    assert sizes_of(1000, 1, FREE_ROWS) == [TILE_ROWS - 1]
 
 
 def test_where_rows_are_dear_a_long_cache_gets_fewer_nodes() -> None:
-    budget = NodeBudget(DEAR_ROWS)
-    assert budget.best(64, 1, 0.0).num_nodes > budget.best(8192, 1, 0.0).num_nodes
-
-
-def test_sequences_share_a_tile() -> None:
-    assert NodeBudget(FREE_ROWS).best(64, num_sequences=4, proposing=0.0).num_nodes == 7
-    assert NodeBudget(FREE_ROWS).best(64, num_sequences=100, proposing=0.0).num_nodes == 1
-
-
-def test_acceptance_that_falls_takes_nodes_away() -> None:
-    budget = NodeBudget(DEAR_ROWS)
-    before = budget.best(64, 1, 0.0).num_nodes
-    for _ in range(24 * 20):
-        budget.observe(31, [])
-    assert budget.best(64, 1, 0.0).num_nodes < before
+    assert sizes_of(64, 1, DEAR_ROWS) > sizes_of(8192, 1, DEAR_ROWS)
 
 
 def test_costs_are_linear_between_and_beyond_what_was_measured() -> None:
@@ -88,10 +79,10 @@ def test_what_disturbs_one_of_the_times_makes_no_row_dear_or_free(
 
 
 def test_a_short_generation_is_not_led_by_the_prior() -> None:
-    budget = NodeBudget(StepCosts((64,), np.ones((1, 6))))
+    acceptance = NodeAcceptance()
     for _ in range(20):
-        budget.observe(8, [])
-    assert budget.state()[0] < 0.25  # the prior says 0.6; at the final rate alone it would still be 0.4
+        acceptance.observe(8, [])
+    assert acceptance.state()[0] < 0.25  # the prior says 0.6; at the final rate alone it would still be 0.4
 
 
 class Chains(TreeDrafter):
@@ -168,13 +159,13 @@ def test_seconds_of_many_sequences_at_once_are_those_of_each() -> None:
 def test_small_trees_tell_of_large_ones() -> None:
     """Looks are small: where none of their nodes comes, no more of those behind them would."""
     acceptance = NodeAcceptance()
-    before = acceptance.tokens(NODE_CHOICES)
+    before = acceptance.tokens()
     for _ in range(100):
         acceptance.learn(3, [])
-    assert acceptance.tokens(NODE_CHOICES)[-1] < 1.5 < before[-1]
+    assert acceptance.tokens()[-1] < 1.5 < before[-1]
     for _ in range(100):
         acceptance.learn(3, [0, 1, 2])
-    assert acceptance.tokens(NODE_CHOICES)[-1] > 0.9 * (before[-1] + 1)
+    assert acceptance.tokens()[-1] > 0.9 * (before[-1] + 1)
 
 
 def test_a_drafter_learns_what_pays() -> None:
@@ -221,10 +212,28 @@ def test_drafters_are_told_what_a_step_takes_beside_its_forward(
 
 @pytest.mark.parametrize(("place", "number"), [(TILE_ROWS, -9.0), (TILE_ROWS + 2, 1e18)], ids=["steps", "interval"])
 def test_a_state_that_would_end_a_run_or_all_looks_is_refused(place: int, number: float) -> None:
-    budget = NodeBudget(FREE_ROWS)
-    before = budget.state()
+    acceptance = NodeAcceptance()
+    before = acceptance.state()
     damaged = before.copy()
     damaged[place] = number
-    with pytest.raises(ValueError, match=r"node budget|rhythm of looks"):
-        budget.restore(damaged)
-    assert (budget.state() == before).all()
+    with pytest.raises(ValueError, match="node budget"):
+        acceptance.restore(damaged)
+    assert (acceptance.state() == before).all()
+
+
+def test_where_nothing_is_drafted_looks_become_rare() -> None:
+    acceptance, looked = NodeAcceptance(), []
+    for _ in range(1000):
+        looked.append(acceptance.looked_at(0) > 0)
+        acceptance.observe(3 * looked[-1], [])
+    assert sum(looked[:100]) == 3
+    assert 0 < sum(looked[500:]) <= 5
+
+
+def test_trees_of_one_node_are_made_larger_now_and_then() -> None:
+    acceptance, sizes = NodeAcceptance(), []
+    for _ in range(2 * EXPLORE_EVERY):
+        sizes.append(acceptance.looked_at(1))
+        acceptance.observe(NODE_CHOICES[sizes[-1]], [])
+    assert sizes.count(2) == 2
+    assert sizes.count(1) == len(sizes) - 2

@@ -1,4 +1,4 @@
-"""Plans the number and size of draft rounds with a partial cache before a full verification."""
+"""Plans the rounds of `auto`'s chains: tokens per second by measured costs and running agreement."""
 
 from __future__ import annotations
 
@@ -7,128 +7,12 @@ from statistics import median
 
 import numpy as np
 
-from swiftbatch.worker.drafters.self_speculation.draft_chain import ChainTree, Round, RoundPlan
-from swiftbatch.worker.drafters.tree_budget import (
-    EXPLORE_EVERY,
-    LEARNING_RATE,
-    NODE_CHOICES,
-    BudgetChoice,
-    NodeBudget,
-    together,
-)
-from swiftbatch.worker.forward.step_costs import Costs, StepCosts
+from swiftbatch.worker.drafters.choice.tree_sizes import NODE_CHOICES, together
+from swiftbatch.worker.drafters.self_speculation import ChainTree, RoundPlan
+from swiftbatch.worker.forward.step_costs import StepCosts
 from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 from swiftbatch.worker.kernels.kv_codes import CLUSTER_CHUNKS, SCAN_CHUNK
-from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
 from swiftbatch.worker.kv.scan_cache import MOST_ENTRIES
-
-PRIOR_CHAIN_ACCEPTANCE = 0.9 ** np.arange(1, TILE_ROWS + 1)  # prior acceptance of token i
-PRIOR_ROUND_TOKENS = 1.5
-PRIOR_PROPOSE_SECONDS = 0.001
-NO_ROUNDS = RoundPlan(0, 0, 0, 0)
-WORTH_A_PROBE = 0.7  # a way below this share of the better one's rate is not tried again
-
-
-class Planner:
-    """A fixed plan for all sequences; subclasses compute plans from what they learn."""
-
-    max_nodes = MAX_TREE_NODES
-
-    def __init__(self, plan: RoundPlan = NO_ROUNDS) -> None:
-        self._plan = plan
-
-    def plan(self, length: int, num_sequences: int, max_depth: int) -> RoundPlan:
-        return self._plan
-
-    def observe(self, proposed: ChainTree, path: list[int]) -> None:
-        """Learn from a fully verified proposal whose nodes of `path` were accepted."""
-
-    def state(self) -> dict[str, np.ndarray]:
-        return {}
-
-    def restore(self, state: dict[str, np.ndarray]) -> None:
-        """Restore a result of `state`. Raises ValueError for arrays that do not fit."""
-
-
-class MeasuredPlanner(Planner):
-    """Plans rounds and nodes by measured costs and running acceptance."""
-
-    max_nodes = TILE_ROWS - 1
-
-    def __init__(self, costs: StepCosts, budget: int, node_seconds: float = 0.0) -> None:
-        """`budget`: entries of the partial cache; `node_seconds`: time per node in addition to the measured costs."""
-        super().__init__()
-        self._budget = budget
-        self._node_seconds = node_seconds
-        self._trees = NodeBudget(costs)
-        self._chains = NodeBudget(costs, PRIOR_CHAIN_ACCEPTANCE, NODE_CHOICES[1:])
-        self._round_tokens = PRIOR_ROUND_TOKENS
-        self._round_seconds = costs.at(4, budget)
-        self._propose_seconds = PRIOR_PROPOSE_SECONDS
-
-    def plan(self, length: int, num_sequences: int, max_depth: int) -> RoundPlan:
-        tree = self.tree(length, num_sequences)
-        if length <= self._budget:  # a partial cache that holds everything is no faster than the target itself
-            return RoundPlan(0, 0, 0, tree.num_nodes)
-        token_seconds = self._round_seconds / self._round_tokens
-        chain = self._chains.best(length, num_sequences, 0.0, token_seconds, max_depth)
-        is_tree = tree.rate >= chain.rate
-        is_close = min(tree.rate, chain.rate) > WORTH_A_PROBE * max(tree.rate, chain.rate)
-        if is_tree != (is_close and length % EXPLORE_EVERY == 0):
-            return RoundPlan(0, 0, 0, tree.num_nodes)
-        checked = self.tree(min(length, self._budget), num_sequences)
-        return RoundPlan(TILE_ROWS, checked.num_nodes, chain.num_nodes, chain.num_nodes)
-
-    def tree(self, length: int, num_sequences: int, max_nodes: int = TILE_ROWS) -> BudgetChoice:
-        proposing = num_sequences * self._propose_seconds
-        return self._trees.best(length, num_sequences, proposing, self._node_seconds, max_nodes)
-
-    def observe(self, proposed: ChainTree, path: list[int]) -> None:
-        for round_ in proposed.rounds:
-            self._observe_round(round_)
-        if proposed.chain_length:
-            self._chains.observe(proposed.chain_length, [node for node in path if node < proposed.chain_length])
-            return
-        num_nodes = len(proposed.tree)
-        self._trees.observe(num_nodes, path)
-        if num_nodes == 0:
-            return
-        beside_nodes = max(0.0, proposed.propose_seconds - num_nodes * self._node_seconds)
-        self._propose_seconds += LEARNING_RATE * (beside_nodes - self._propose_seconds)
-
-    def _observe_round(self, round_: Round) -> None:
-        self._trees.observe(round_.num_nodes, round_.path)
-        self._round_tokens += LEARNING_RATE * (len(round_.path) + 1 - self._round_tokens)
-        self._round_seconds += LEARNING_RATE * (round_.seconds - self._round_seconds)
-
-    def state(self) -> dict[str, np.ndarray]:
-        means = np.array([self._round_tokens, self._round_seconds, self._propose_seconds, self._node_seconds])
-        return {"plan_trees": self._trees.state(), "plan_chains": self._chains.state(), "plan_means": means}
-
-    def restore(self, state: dict[str, np.ndarray]) -> None:
-        missing = self.state().keys() - state.keys()
-        if missing:
-            raise ValueError(f"draft plan: the state lacks {', '.join(sorted(missing))}")
-        means = state["plan_means"]
-        if means.shape != (4,) or not (np.isfinite(means) & (means >= 0)).all() or means[0] < 1:
-            raise ValueError(f"draft plan: found means {means.tolist()}, expected tokens of a round and three times")
-        trees = self._trees.state()
-        self._trees.restore(state["plan_trees"])
-        try:
-            self._chains.restore(state["plan_chains"])
-        except ValueError:
-            self._trees.restore(trees)
-            raise
-        # the seconds of a node were measured on this machine and are not learned again
-        self._round_tokens, self._round_seconds, self._propose_seconds, _ = means.tolist()
-
-
-def planner_of(plan: RoundPlan | None, costs: Costs, budget: int, node_seconds: float = 0.0) -> Planner:
-    return MeasuredPlanner(costs(), budget, node_seconds) if plan is None else Planner(plan)
-
-
-# Plans rounds, where they pay, and the length of chains: tokens per second by measured costs and running agreement.
-
 
 CHAIN_LENGTHS = (3, 5, 7, 9, 11, 15, 19, 23, 27, 31)
 FEW_ROWS = np.arange(max(CHAIN_LENGTHS) + 2)  # possible rows per sequence: none up to a chain and its root
@@ -187,6 +71,9 @@ class RoundsChoice:
     chain_length: int
     rate: float  # tokens per second of all sequences
 
+    def plan(self) -> RoundPlan:
+        return RoundPlan(TILE_ROWS, self.num_nodes, self.chain_length, self.chain_length)
+
 
 @dataclass(frozen=True)
 class _Texts:
@@ -198,13 +85,10 @@ class _Texts:
     beyond: float  # attention of one row to all others
 
 
-class RoundsPlanner(Planner):
+class RoundsPlanner:
     """Plans the rounds of steps: one plan for all sequences, since they wait for each other."""
 
-    max_nodes = TILE_ROWS - 1
-
     def __init__(self, costs: StepCosts, rounds: RoundCosts = ON_A_CPU) -> None:
-        super().__init__()
         self._probed = self._costs = costs
         self._rounds = rounds
         self._expected = 0.0  # seconds of a coming round, before `_slowness`
@@ -242,7 +126,6 @@ class RoundsPlanner(Planner):
     def begin(self, rounds: RoundsChoice, lengths: np.ndarray) -> float:
         """Begin a step; return the expected seconds of its verification."""
         self._num_steps += 1
-        self._plan = RoundPlan(TILE_ROWS, rounds.num_nodes, rounds.chain_length, rounds.chain_length)
         texts = self._texts(lengths)
         self._expected = self._round_seconds(texts, rounds.num_nodes) / texts.number
         return self._forward_seconds(texts, rounds.chain_length + 1)
@@ -252,6 +135,7 @@ class RoundsPlanner(Planner):
         return self._num_steps < STEPS_TO_KNOW
 
     def observe(self, proposed: ChainTree, path: list[int]) -> None:
+        """Learn from a fully verified proposal whose nodes of `path` were accepted."""
         if not proposed.rounds:  # there was no depth for one
             return
         num_rounds = len(proposed.rounds)
@@ -270,6 +154,7 @@ class RoundsPlanner(Planner):
         return {"rounds_plan": np.array([self._slowness, self._alike, self._compared])}
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
+        """Restore a result of `state`. Raises ValueError for arrays that do not fit."""
         found = state.get("rounds_plan", np.empty(0))
         is_number = found.dtype == np.float64 and found.shape == (3,)
         if not is_number or not ((found >= 0) & (found <= MOST_COUNTED)).all() or found[1] > found[2] or found[2] < 1:
