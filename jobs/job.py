@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from swiftbatch.jobs.json_records import FieldError, Strict, list_of, shown
 from swiftbatch.jobs.sampling_params import SamplingParams
@@ -20,9 +20,35 @@ Utf8 = Annotated[str, Field(min_length=0)]
 """A text that can be written: a plain `str` of pydantic takes halves of characters, too."""
 
 # message fields that a plain text would lose
-TEXTLESS = ("tool_calls", "tool_call_id", "function_call", "audio", "annotations", "refusal")
+TEXTLESS = ("function_call", "audio", "annotations", "refusal")
 SHARE_GPT = {"from": "role", "value": "content"}
 TEXT_PARTS = ("text", "input_text", "output_text")  # the Responses API, which vLLM takes too, uses the last two names
+
+
+class CalledFunction(Strict):
+    """A function's name, and its arguments as JSON text of an object."""
+
+    name: Utf8
+    arguments: Utf8 = "{}"
+
+    @field_validator("arguments", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        try:
+            read = json.loads(value or "{}") if isinstance(value, str) else value
+            if isinstance(read, Mapping):
+                return json.dumps(read, ensure_ascii=False, allow_nan=False)
+        except (ValueError, RecursionError):
+            pass
+        raise FieldError("", f"found {shown(value)}, expected a JSON object, or one as text")
+
+
+class ToolCall(Strict):
+    """A call in an assistant's message."""
+
+    id: Utf8 | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
 
 
 class Message(Strict):
@@ -33,6 +59,8 @@ class Message(Strict):
     parts: Annotated[tuple[Utf8, ...], BeforeValidator(list_of("a list of texts"))] = ()
     name: Utf8 | None = None
     reasoning_content: Utf8 | None = None  # "reasoning" is another name of it
+    tool_calls: Annotated[tuple[ToolCall, ...], BeforeValidator(list_of("a list of calls"))] = ()
+    tool_call_id: Utf8 | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -47,7 +75,8 @@ class Message(Strict):
         for name in TEXTLESS:
             if values.get(name) not in (None, [], ""):
                 raise FieldError(name, f"found {shown(values[name])}, not supported; expected messages of text alone")
-        values = _with_one_thought({name: value for name, value in values.items() if name not in TEXTLESS})
+        values = _with_calls({name: value for name, value in values.items() if name not in TEXTLESS})
+        values = _with_one_thought(values)
         content, parts = values.get("content", ...), values.get("parts")
         if parts and (not isinstance(parts, list | tuple) or content != "\n".join(map(str, parts))):
             raise FieldError("parts", "found it, expected no such field: a content itself may be a list of text parts")
@@ -62,6 +91,13 @@ class Message(Strict):
 
     def as_sent(self) -> dict[str, Any]:
         return self.model_dump(mode="json", exclude_defaults=True)
+
+
+def _with_calls(values: dict[str, Any]) -> dict[str, Any]:
+    """Leave out an empty list of calls; an assistant's message with calls needs no content."""
+    if values.get("tool_calls") in (None, [], ""):
+        return {name: value for name, value in values.items() if name != "tool_calls"}
+    return {"content": None, **values} if values.get("role") == "assistant" else values
 
 
 def _with_one_thought(values: dict[str, Any]) -> dict[str, Any]:
@@ -94,6 +130,9 @@ class TemplateOptions(Strict):
     kwargs: dict[str, Scalar] = Field(default={})
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    tools: Annotated[tuple[dict[str, Any], ...], BeforeValidator(list_of("a list of tools"))] = ()  # as OpenAI's
+    must_call: bool = False  # the output is calls of tools, and nothing else
+    function: Utf8 | None = None  # the output is one call of this function
 
 
 MAX_CUSTOM_ID = 512

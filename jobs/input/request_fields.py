@@ -115,11 +115,58 @@ def _is_writable(*values: object) -> bool:
     return True
 
 
+FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
+CHOICES = ("none", "auto", "required")  # of tools
+
+
+def checked_tools(value: object) -> tuple[dict[str, Any], ...]:
+    """Raise FieldError."""
+    if not isinstance(value, list | tuple):
+        raise FieldError("", f"found {shown(value)}, expected a list of tools")
+    names: list[str] = []
+    for number, tool in enumerate(value):
+        function = _function_of(tool, f"[{number}]")
+        name, parameters = function.get("name"), function.get("parameters")
+        if not isinstance(name, str) or not FUNCTION_NAME.fullmatch(name) or name in names:
+            expected = "expected 1 to 64 letters, digits, dots, '_' or '-', and no name twice"
+            raise FieldError(f"[{number}].function.name", f"found {shown(name)}, {expected}")
+        if parameters is not None and not isinstance(parameters, dict):
+            problem = f"found {shown(parameters)}, expected a JSON schema, an object"
+            raise FieldError(f"[{number}].function.parameters", problem)
+        names.append(name)
+    if not _is_writable(*value):
+        raise FieldError("", f"found {shown(value)}, expected JSON that other programs can read")
+    return tuple({"type": "function", **tool} for tool in value)
+
+
+def checked_choice(value: object) -> str:
+    """Return one of CHOICES, or a function's name in brackets. Raises FieldError."""
+    if isinstance(value, str) and value in CHOICES:
+        return value
+    name = _function_of(value, "").get("name")
+    if not isinstance(name, str):
+        raise FieldError("function.name", f"found {shown(name)}, expected the name of a tool")
+    return f"({name})"
+
+
+def _function_of(value: object, place: str) -> dict[str, Any]:
+    """Return the function of a tool or of a choice. Raises FieldError."""
+    function = (
+        value.get("function") if isinstance(value, dict) and value.get("type", "function") == "function" else None
+    )
+    if not isinstance(function, dict):
+        others = "" if place else f"one of {', '.join(CHOICES)}, or "
+        raise FieldError(place, f"found {shown(value)}, expected {others}an object of type function, with a function")
+    return function
+
+
 NUM_LOGPROBS = f"a whole number from 0 to {MAX_TOP_LOGPROBS}"
 Logprobs = Annotated[int | bool | None, PlainValidator(logprobs_of)]
 Prompts = Annotated[tuple[LinePrompt, ...], PlainValidator(prompts_of)]
 LineId = Annotated[CustomId, BeforeValidator(text_id)]
 Endpoint = Annotated[JobUrl, BeforeValidator(endpoint)]
+Tools = Annotated[tuple[dict[str, Any], ...], BeforeValidator(checked_tools)]
+ToolChoice = Annotated[str, BeforeValidator(checked_choice)]
 TemplateKwargs = Annotated[dict[str, Scalar], BeforeValidator(checked_kwargs)]
 
 
@@ -206,12 +253,24 @@ def asked_logprobs(fields: LineFields, is_chat: bool) -> int | None:
 
 
 class ChatFields(Strict):
-    """A chat's options for its template."""
+    """A chat's options for its template, and its tools."""
 
     chat_template_kwargs: TemplateKwargs = Field(default={})
     reasoning_effort: Utf8 | None = None
     add_generation_prompt: bool | None = None  # None: true unless the last message is continued
     continue_final_message: bool = False
+    tools: Tools = ()
+    tool_choice: ToolChoice = "auto"
+
+    @model_validator(mode="after")
+    def _has_what_it_chooses(self) -> Self:
+        names = [tool["function"]["name"] for tool in self.tools]
+        if self.tool_choice == "required" and not names:
+            raise FieldError("tool_choice", 'found "required" without tools, expected tools, or no such field')
+        if self.tool_choice not in CHOICES and self.tool_choice[1:-1] not in names:
+            found = f"found {shown(self.tool_choice[1:-1])}"
+            raise FieldError("tool_choice.function.name", f"{found}, expected the name of one of the tools")
+        return self
 
     @model_validator(mode="after")
     def _does_not_contradict_itself(self) -> Self:
@@ -233,13 +292,26 @@ class ChatFields(Strict):
     def template(self) -> TemplateOptions | None:
         """Return the template options; None if all are defaults."""
         effort: dict[str, Scalar] = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        prompted = self.add_generation_prompt
+        prompted, tools = self.add_generation_prompt, () if self.tool_choice == "none" else self.tools
         options = TemplateOptions(
             kwargs=self.chat_template_kwargs | effort,
             add_generation_prompt=not self.continue_final_message if prompted is None else prompted,
             continue_final_message=self.continue_final_message,
+            tools=tools,
+            must_call=self.tool_choice not in ("none", "auto"),
+            function=None if self.tool_choice in CHOICES else self.tool_choice[1:-1],
         )
         return None if options == TemplateOptions() else options
+
+
+def refuse_two_structures(fields: LineFields, template: TemplateOptions | None) -> None:
+    """Raise FieldError if calls of tools and a structure exclude each other."""
+    if template is None or not template.tools:
+        return
+    if fields.structure is not None:
+        raise FieldError("tools", "found it with a structured output, expected one of them, or the tool_choice none")
+    if template.must_call:
+        fields._ends_where_its_structure_does()
 
 
 class ShortLine(ChatFields, LineFields):
@@ -258,6 +330,7 @@ class ShortLine(ChatFields, LineFields):
             [name, *_] = self.model_fields_set & ChatFields.model_fields.keys()
             raise FieldError(name, "found it with a prompt, which no chat template is for; expected it with messages")
         asked_logprobs(self, is_chat=self.messages is not None)
+        refuse_two_structures(self, self.template)
         return self
 
 
@@ -290,6 +363,7 @@ class ChatBody(ChatFields, LineFields):
     @model_validator(mode="after")
     def _asks_as_chats_do(self) -> Self:
         asked_logprobs(self, is_chat=True)
+        refuse_two_structures(self, self.template)
         return self
 
 
@@ -315,7 +389,7 @@ WITHOUT_EFFECT = frozenset(
     ]
 )
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {  # with the values that ask for nothing, besides null
-    "tools": ([],),
+    "tools": ([],),  # chats take them
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -366,7 +440,7 @@ def taken_apart(
     for name, value in values.items():
         if name in known or not is_of_others(name):
             left[name] = value
-        elif value is None or (name in WITHOUT_EFFECT and value is False):
+        elif value is None or (name in WITHOUT_EFFECT and value is False and name != "parallel_tool_calls"):
             continue
         elif name in WITHOUT_EFFECT:
             idle.append(name)

@@ -93,7 +93,7 @@ MAX_CHARACTERS_PER_GROUP = 32 * 2**20
 
 TEXT_COLUMNS = (
     *("custom_id", "status", "text", "reasoning_content", "finish_reason", "logprobs"),
-    *("error_code", "error_message"),
+    *("tool_calls", "error_code", "error_message"),
 )
 COUNT_COLUMNS = ("choice_index", "prompt_tokens", "completion_tokens")
 FIXED_COLUMNS = {*TEXT_COLUMNS, *COUNT_COLUMNS}

@@ -35,6 +35,15 @@ class Reasoning:
     num_tokens: int
 
 
+@dataclass(frozen=True)
+class ToolCalls:
+    """ToolCalls of tools in OpenAI's form, the rest of the answer, and a thought that stands beside them."""
+
+    tool_calls: list[dict[str, Any]]
+    content: str | None
+    thought: str = ""
+
+
 def success_line(
     record: JobRecord,
     run_id: str,
@@ -47,6 +56,7 @@ def success_line(
     metrics: Mapping[str, Any],
     logprobs: Mapping[str, Any] | None = None,
     reasoning: Reasoning | None = None,
+    calls: ToolCalls | None = None,
 ) -> dict[str, Any]:
     """Return a finished job's output line; `token_ids` are all generated tokens.
 
@@ -56,9 +66,9 @@ def success_line(
     num_completion_tokens = len(token_ids)
     choice = {
         "index": record.job.choice_index,
-        **({"message": _message(text, reasoning)} if is_chat else {"text": text}),
+        **({"message": message_of(text, reasoning, calls)} if is_chat else {"text": text}),
         **({} if logprobs is None else {"logprobs": logprobs}),
-        "finish_reason": finish_reason,
+        "finish_reason": CALLED if calls is not None and finish_reason == "stop" else finish_reason,
         "token_ids_sha256": tokens_sha256(token_ids),
     }
     usage: dict[str, Any] = {
@@ -81,10 +91,29 @@ def success_line(
     return _line(record, {"status_code": 200, "request_id": run_id, "body": body}, None)
 
 
-def _message(text: str, reasoning: Reasoning | None) -> dict[str, str]:
-    if reasoning is None:
-        return {"role": "assistant", "content": text}
-    return {"role": "assistant", "reasoning_content": reasoning.text, "content": reasoning.content}
+CALLED = "tool_calls"  # finish reason of a text with calls, in place of "stop"
+
+
+def message_of(text: str, reasoning: Reasoning | None, calls: ToolCalls | None = None) -> dict[str, Any]:
+    """Return a chat's answer."""
+    thought = reasoning.text if reasoning is not None else calls.thought if calls is not None else ""
+    has_thought = reasoning is not None or bool(thought)
+    content = calls.content if calls is not None else text if reasoning is None else reasoning.content
+    return {
+        "role": "assistant",
+        **({"reasoning_content": thought} if has_thought else {}),
+        "content": content,
+        **({} if calls is None else {"tool_calls": calls.tool_calls}),
+    }
+
+
+def shown_text(choice: Mapping[str, Any]) -> str:
+    """Return a choice's thought, text and calls as one text."""
+    message = choice.get("message")
+    if message is None:
+        return str(choice["text"])
+    calls = "\n".join(json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ()))
+    return f"{message.get('reasoning_content') or ''}{message['content'] or ''}{calls}"
 
 
 def tokens_sha256(token_ids: NDArray[np.uint32]) -> str:
@@ -116,8 +145,9 @@ class _Part(BaseModel):
 
 
 class _Message(_Part):
-    content: str
+    content: str | None
     reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
 
 
 class _Choice(_Part):
@@ -194,12 +224,13 @@ def num_completion_tokens(line: dict[str, Any]) -> int:
 def texts_of(choice: dict[str, Any]) -> dict[str, str | None]:
     """Return a choice's texts as columns; log-probabilities as JSON."""
     message = choice.get("message") or {"content": choice.get("text")}
-    reasoning, logprobs = message.get("reasoning_content"), choice.get("logprobs")
+    reasoning, logprobs, calls = message.get("reasoning_content"), choice.get("logprobs"), message.get("tool_calls")
     return {
-        "text": plain(message["content"]),
+        "text": plain(message["content"] or ""),
         "reasoning_content": None if reasoning is None else plain(reasoning),
         "finish_reason": plain(choice["finish_reason"]),
         "logprobs": None if logprobs is None else json.dumps(logprobs),
+        "tool_calls": None if calls is None else json.dumps(calls),
     }
 
 

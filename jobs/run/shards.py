@@ -171,6 +171,7 @@ COLUMNS: dict[str, str] = {  # type names shared by Arrow and `datasets`
     "sampling": "string",
     "token_ids_sha256": "string",
     "logprobs": "string",
+    "tool_calls": "string",
     "job_id": "string",
 }
 ROWS_PER_GROUP = 1000
@@ -203,6 +204,7 @@ def failed_row(record: JobRecord, revision: int, failure: Failure) -> Row:
         "reasoning_content": None,
         "finish_reason": None,
         "logprobs": None,
+        "tool_calls": None,
         "error_code": failure.code,
         "error_message": failure.message,
         "completion_tokens": None,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.token_log import PackedLogs, TokenLog
 from swiftbatch.jobs.run.job_index import JobEntry
+from swiftbatch.jobs.run.output_line import shown_text
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import Progress, RunError
 from swiftbatch.jobs.storage.retries import Retries
@@ -117,6 +118,4 @@ def _result_text(run: Run, job_id: str) -> str | None:
     if line is None:
         return None
     choice = line["response"]["body"]["choices"][0]
-    if "message" not in choice:
-        return str(choice["text"])
-    return str(choice["message"].get("reasoning_content", "") + choice["message"]["content"])
+    return shown_text(choice)

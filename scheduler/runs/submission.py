@@ -191,8 +191,9 @@ def _refuse_unfit_sampling(line: JobLine, limit: int, codec: TextCodec, vocab_si
     if sampling["bad_words"]:
         codec.bad_word_ids(sampling["bad_words"])
     try:
-        if any(sampling.get(name) is not None for name in CONSTRAINT_FIELDS):
-            codec.rules(SamplingParams(**sampling, max_tokens=limit))
+        has_tools = line.template is not None and bool(line.template.tools)
+        if has_tools or any(sampling.get(name) is not None for name in CONSTRAINT_FIELDS):
+            codec.rules(SamplingParams(**sampling, max_tokens=limit), None, line.template)
     except StructureError as error:
         raise (ValueError(f"field '{line.format_field}': {error.reason}") if line.format_field else error) from None
     biased = [token for token, _ in sampling["logit_bias"]]

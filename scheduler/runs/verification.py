@@ -15,15 +15,15 @@ from swiftbatch.jobs.file_owner import DamagedFileError
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.json_records import Frozen
 from swiftbatch.jobs.run.job_index import JobIndex
-from swiftbatch.jobs.run.output_line import tokens_sha256
+from swiftbatch.jobs.run.output_line import CALLED, message_of, shown_text, tokens_sha256
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import RunError
 from swiftbatch.scheduler.runs.run_manifest import computation_of, versions
 from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.worker.config import EngineConfig
-from swiftbatch.worker.constraints.thinking import Thinking, reasoning_of
+from swiftbatch.worker.constraints.thinking import Thinking
 from swiftbatch.worker.drafters.catalogue import PLAIN_ENGINE
-from swiftbatch.worker.engine.stopping import text_of
+from swiftbatch.worker.engine.stopping import answer_of, text_of
 from swiftbatch.worker.forward.hardware import cpu_capability
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
@@ -132,8 +132,8 @@ class Verifier:
             return 0, [_finding(record, "log")]
         sequence, thinking = sequence_of(record, self.codec, self.target)
         sequence.extend(token_ids[: record.job.sampling.max_tokens])
-        sequence.finish_reason, sequence.eos_token_ids = choice["finish_reason"], self.target.eos_token_ids
-        found = [] if self._shows(sequence, thinking, choice) else [_finding(record, "text")]
+        sequence.finish_reason, sequence.eos_token_ids = _end_of(choice), self.target.eos_token_ids
+        found = [] if self._shows(record, sequence, thinking, choice) else [_finding(record, "text")]
         for draw in self._replay.differing(record, token_ids, spans):
             what: Literal["token", "end"] = "end" if None in (draw.recorded, draw.drawn) else "token"
             found.append(_finding(record, what, **draw._asdict()))
@@ -143,38 +143,36 @@ class Verifier:
         """Return a result's tokens, drawn again if they are not at hand, or None if this model draws others."""
         known = self.known_tokens(record, choice)
         if known is None:
-            sequence, _ = self._replay.again(record, _text(choice))
+            sequence, _ = self._replay.again(record, shown_text(choice))
             known = sequence.output_ids
         return known if tokens_sha256(known.astype(np.uint32)) == choice["token_ids_sha256"] else None
 
     def _verify_whole(self, record: JobRecord, choice: Line) -> tuple[int, list[Finding]]:
-        recorded = _text(choice)
+        recorded = shown_text(choice)
         sequence, thinking = self._replay.again(record, recorded)
         is_same = tokens_sha256(sequence.output_ids.astype(np.uint32)) == choice["token_ids_sha256"]
-        if is_same and sequence.finish_reason == choice["finish_reason"]:
+        if is_same and sequence.finish_reason == _end_of(choice):
             return sequence.num_generated_tokens, (
-                [] if self._shows(sequence, thinking, choice) else [_finding(record, "text")]
+                [] if self._shows(record, sequence, thinking, choice) else [_finding(record, "text")]
             )
         drawn = text_of(sequence, self.codec.output_text, thinking)
         differs = (place for place, (one, other) in enumerate(zip(recorded, drawn, strict=False)) if one != other)
         place = next(differs, min(len(recorded), len(drawn)))
         return sequence.num_generated_tokens, [_finding(record, "output", position=place)]
 
-    def _shows(self, sequence: TokenSequence, thinking: Thinking | None, choice: Line) -> bool:
+    def _shows(self, record: JobRecord, sequence: TokenSequence, thinking: Thinking | None, choice: Line) -> bool:
         """Return whether a choice shows the text of the output."""
-        text = text_of(sequence, self.codec.output_text, thinking)
-        reasoning = reasoning_of(sequence, text, thinking, self.codec.output_text.offsets)
+        answer = answer_of(sequence, record.job, self.codec, thinking)
         if "message" not in choice:
-            return bool(choice["text"] == text)
-        shown = (None, text) if reasoning is None else (reasoning.text, reasoning.content)
-        return (choice["message"].get("reasoning_content"), choice["message"]["content"]) == shown
+            return bool(choice["text"] == answer.text)
+        return bool(choice["message"] == message_of(*answer))
 
     def known_tokens(self, record: JobRecord, choice: Line) -> NDArray[np.int64] | None:
         """Return a result's tokens from its token log, or from its text if this is how the tokenizer splits it."""
         try:
             return self._logs.read(record.job_id).token_ids.astype(np.int64)
         except DamagedFileError:
-            text = self.codec.encode(_text(choice), add_special_tokens=False)
+            text = self.codec.encode(shown_text(choice), add_special_tokens=False)
         ends = [(), *((token_id,) for token_id in self.target.eos_token_ids)]
         found = (np.asarray([*text, *end], np.int64) for end in ends)
         is_its = (ids for ids in found if tokens_sha256(ids.astype(np.uint32)) == choice["token_ids_sha256"])
@@ -256,8 +254,5 @@ def _finding(record: JobRecord, what: Any, **fields: Any) -> Finding:
     return Finding(custom_id=record.custom_id, choice=record.job.choice_index, what=what, **fields)
 
 
-def _text(choice: Line) -> str:
-    message = choice.get("message")
-    if message is None:
-        return str(choice["text"])
-    return str(message.get("reasoning_content") or "") + str(message["content"])
+def _end_of(choice: Line) -> str:
+    return "stop" if choice["finish_reason"] == CALLED else str(choice["finish_reason"])

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
+from swiftbatch.jobs.job import Job
+from swiftbatch.jobs.run.output_line import Reasoning, ToolCalls
 from swiftbatch.jobs.sampling_params import RepetitionDetection, SamplingParams
-from swiftbatch.worker.constraints.thinking import Thinking
+from swiftbatch.worker.constraints.thinking import Thinking, reasoning_of
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.text.output_text import OutputText, first_stop
+from swiftbatch.worker.text.tokenizer import TextCodec
+from swiftbatch.worker.text.tool_calls import calls_in
 
 LENGTH, STOP, REPETITION, ERROR = "length", "stop", "repetition", "error"
 ROOM = 4096  # tokens between two moves of a loop detector's window
@@ -142,6 +148,31 @@ def text_of(sequence: Sequence, output_text: OutputText, thinking: Thinking | No
         if place := min(filter(None, found), default=None):
             return text[: place[params.include_stop_str_in_output]]
     return output_text.decode(output_ids)
+
+
+class Answer(NamedTuple):
+    """Text of an output, its thought if the model thinks, and its calls if there are any."""
+
+    text: str
+    reasoning: Reasoning | None
+    calls: ToolCalls | None = None
+
+
+def answer_of(sequence: Sequence, job: Job, codec: TextCodec, thinking: Thinking | None) -> Answer:
+    """Return what an ended job's result shows."""
+    text, reasoning = _text_and_thought(sequence, codec.output_text, thinking)
+    if job.template is None or not job.template.tools or codec.call_form is None:
+        return Answer(text, reasoning)
+    marked, thought = _text_and_thought(sequence, codec.marked_text, thinking)
+    said = marked if thought is None else thought.content
+    return Answer(text, reasoning, calls_in(codec.call_form, said, job.template.tools, sequence.sequence_id))
+
+
+def _text_and_thought(
+    sequence: Sequence, output_text: OutputText, thinking: Thinking | None
+) -> tuple[str, Reasoning | None]:
+    text = text_of(sequence, output_text, thinking)
+    return text, reasoning_of(sequence, text, thinking, output_text.offsets)
 
 
 class LoopDetector:

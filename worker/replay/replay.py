@@ -64,13 +64,16 @@ class Replay:
     def again(self, record: JobRecord, text: str) -> tuple[Sequence, Thinking | None]:
         """Draw a job's output again from its first token, with loops that rewind and thoughts that close.
 
-        The recorded `text` makes it fast. An output with another text may end early.
+        The recorded `text` makes it fast. An output with another text may end early, unless calls of tools, which are
+        not recorded as they were written, may be in it.
         """
+        has_tools = record.job.template is not None and bool(record.job.template.tools)
+        most_astray = record.job.sampling.max_tokens if has_tools else MOST_ASTRAY
         sequence, thinking = sequence_of(record, self._codec, self._target)
         self._engine.start(sequence, self._new_cache(sequence), thinking=thinking)
         self._known.token_ids = self._encoded(text)
         num_astray = 0
-        while num_astray < MOST_ASTRAY:
+        while num_astray < most_astray:
             if sequence.finish_reason is None:
                 num_astray = self._step_along(sequence, text, num_astray)
             elif (other := _goes_on(sequence, thinking)) is None:
@@ -186,7 +189,7 @@ def sequence_of(record: JobRecord, codec: TextCodec, target: TargetModel) -> tup
         target.vocab_size,
         target.device,
         codec.bad_word_ids(sampling.bad_words),
-        codec.rules(sampling, thinking),
+        codec.rules(sampling, thinking, record.job.template),
     )
     sequence.logprobs = None  # they change no token
     return sequence, thinking

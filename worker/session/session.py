@@ -27,10 +27,9 @@ from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.metrics.counters import EngineCounters
 from swiftbatch.metrics.exporter import Labels, engine_families, registry_of, serve
 from swiftbatch.worker.config import EngineConfig
-from swiftbatch.worker.constraints.thinking import reasoning_of
 from swiftbatch.worker.drafters.catalogue import create_drafter, slots_wanted
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.engine.stopping import closed, may_be_extended, may_rewind, rewind_distance, rewound, text_of
+from swiftbatch.worker.engine.stopping import answer_of, closed, may_be_extended, may_rewind, rewind_distance, rewound
 from swiftbatch.worker.exactness.doctor_verdicts import exactness_of
 from swiftbatch.worker.forward.hardware import resolve_device
 from swiftbatch.worker.forward.step_costs import step_costs_of
@@ -220,7 +219,7 @@ class WorkerSession:
         sampling = self._codec.with_stop_tokens(record.job.sampling)
         bad_word_ids = self._codec.bad_word_ids(sampling.bad_words)
         thinking = self._codec.thinking(record.job, record.last_marker)
-        rules = self._codec.rules(sampling, thinking)
+        rules = self._codec.rules(sampling, thinking, record.job.template)
         sequence = Sequence(record.job_id, prompt_ids, sampling, target.vocab_size, target.device, bad_word_ids, rules)
         cache = self.engine.new_cache(sequence.max_length)
         if distance := rewind_distance(sequence):
@@ -325,19 +324,20 @@ class WorkerSession:
 
     def _result_line(self, job: RunningJob, attempts: list[AttemptRecord]) -> dict[str, Any]:
         record, output_ids = job.assignment.record, job.sequence.output_ids.astype("uint32")
-        text, logprobs = text_of(job.sequence, self._codec.output_text, job.thinking), job.sequence.kept_logprobs
+        answer, logprobs = answer_of(job.sequence, record.job, self._codec, job.thinking), job.sequence.kept_logprobs
         exactness = exactness_of(self._run.manifest.exactness, [a.numerics for a in attempts if a.numerics])
         return success_line(
             record,
             self._run.manifest.run_id,
-            text,
+            answer.text,
             job.sequence.finish_reason or "",
             model=self._config.model,
             system_fingerprint=self._run.manifest.fingerprint,
             token_ids=output_ids,
             metrics=job.metrics(attempts, exactness),
             logprobs=None if logprobs is None else shown_logprobs(record.job, output_ids, logprobs, self._codec),
-            reasoning=reasoning_of(job.sequence, text, job.thinking, self._codec.output_text.offsets),
+            reasoning=answer.reasoning,
+            calls=answer.calls,
         )
 
     def _release(self, kind: OutcomeKind, job_ids: Iterable[str], seconds: float) -> None:

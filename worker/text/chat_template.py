@@ -6,6 +6,7 @@ import contextlib
 import html
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -34,11 +35,12 @@ SWITCHES = re.compile(r"(?<!\S)/(?:no_)?think(?!\S)")  # words that a template m
 MARKER = re.compile(r"swiftbatch(\d+)text")
 LIST_ITEM = re.compile(r"""["']text\\?["']\s*:\s*\\?["']\Z""")  # precedes a part in a printed Python or JSON list
 MOST_SHAPES = 256
+NO_TOOLS = "the model's chat template reads no tools"
 
 
 @dataclass(frozen=True)
 class _Text:
-    """The place of a text in messages: a field of a message, or a part of its content."""
+    """The place of a text in messages: a field of a message, a part of its content, or the arguments of a call."""
 
     message: int
     field: str
@@ -46,6 +48,8 @@ class _Text:
 
     def of(self, messages: Sequence[Message]) -> str:
         message = messages[self.message]
+        if self.field == "tool_calls":
+            return message.tool_calls[self.part].function.arguments
         return message.parts[self.part] if self.field == "parts" else str(getattr(message, self.field))
 
     @property
@@ -65,6 +69,7 @@ class _Layout:
     texts: tuple[_Text, ...]
     words: tuple[str, ...] = ()
     shown: tuple[_Text, ...] = ()
+    has_objects: bool = True  # arguments of calls are objects; otherwise JSON text
 
     @cached_property
     def missing(self) -> list[_Text]:
@@ -98,11 +103,18 @@ class MessageTexts:
     def as_taken(self, messages: Sequence[Message], options: TemplateOptions) -> list[dict[str, Any]]:
         """Return messages with roles that the template knows, and with content in parts if it iterates over parts."""
         layout = self._layout(messages, options)
-        return _given(messages, layout.roles, layout.joined)
+        return _given(messages, layout.roles, layout.joined, layout.has_objects)
 
     def refuse_lost(self, messages: Sequence[Message], options: TemplateOptions, prompt: str) -> None:
         """Raise ValueError, for the user, if the prompt lacks a text of the messages."""
         layout = self._layout(messages, options)
+        if options.tools and layout.words:
+            without = options.model_copy(update={"tools": ()})
+            if self._layout(messages, without).words == layout.words:
+                raise ValueError(f"tools: {NO_TOOLS}; expected another model, or no such field")
+        for text in layout.missing if layout.words else ():
+            if text.field == "tool_calls":
+                raise _error(messages, text.message, f"{NO_TOOLS}, and leaves out its calls")
         if layout.words and layout.lost:
             number = min(layout.lost)
             expected = "add it to another message, such as a user's, or join all messages of the system at the start"
@@ -140,6 +152,8 @@ class MessageTexts:
         roles = tuple(ALIASES.get(role, role) if n in layout.lost else role for n, role in enumerate(layout.roles))
         if roles != layout.roles:
             layout = self._tried(messages, options, roles, with_parts)
+        if not layout.words and any(message.tool_calls for message in messages):
+            layout = self._tried(messages, options, roles, with_parts, has_objects=False)
         if with_parts:
             apart = self._tried(messages, options, roles, frozenset())
             if joined := with_parts & (apart.lost | apart.listed):
@@ -149,11 +163,16 @@ class MessageTexts:
         return layout
 
     def _tried(
-        self, messages: Sequence[Message], options: TemplateOptions, roles: tuple[str, ...], joined: frozenset[int]
+        self,
+        messages: Sequence[Message],
+        options: TemplateOptions,
+        roles: tuple[str, ...],
+        joined: frozenset[int],
+        has_objects: bool = True,
     ) -> _Layout:
         texts = tuple(text for number in range(len(messages)) for text in _texts(messages, number))
         try:
-            prompt = self._rendered(_given(_marked(messages, texts), roles, joined), options)
+            prompt = self._rendered(_given(_marked(messages, texts), roles, joined, has_objects), options)
         except (TemplateLimitError, UserError):
             raise
         except Exception:  # a template is a program and may raise anything
@@ -161,35 +180,45 @@ class MessageTexts:
         pieces = MARKER.split(prompt)
         if any(int(piece) >= len(texts) for piece in pieces[1::2]):  # a variable of the line looks like a marker
             return _Layout(roles, joined, texts)
-        return _Layout(roles, joined, texts, tuple(pieces[::2]), tuple(texts[int(piece)] for piece in pieces[1::2]))
+        shown = tuple(texts[int(piece)] for piece in pieces[1::2])
+        return _Layout(roles, joined, texts, tuple(pieces[::2]), shown, has_objects)
 
 
 def _shape(message: Message) -> tuple[object, ...]:
     """Return everything in a message that a template may depend on, except its texts."""
     texts = (*(message.parts or (message.content,)), message.name, message.reasoning_content)
-    return (message.role, *(None if text and not text.isspace() else (text,) for text in texts))
+    calls = (message.tool_call_id is None, *(call.function.name for call in message.tool_calls))
+    return (message.role, calls, *(None if text and not text.isspace() else (text,) for text in texts))
 
 
 def _texts(messages: Sequence[Message], number: int) -> Iterator[_Text]:
     message = messages[number]
     content = [_Text(number, "parts", part) for part in range(len(message.parts))] or [_Text(number, "content")]
     others = [_Text(number, field) for field in ("name", "reasoning_content") if getattr(message, field) is not None]
+    others += [_Text(number, "tool_calls", call) for call in range(len(message.tool_calls))]
     return (text for text in (*content, *others) if text.of(messages).strip())
 
 
 def _marked(messages: Sequence[Message], texts: Iterable[_Text]) -> list[Message]:
-    fields = [message.model_dump() for message in messages]
+    fields = [dict(message) for message in messages]
     for number, text in enumerate(texts):
         marker, own = f"swiftbatch{number}text", fields[text.message]
         if text.field == "parts":
             own["parts"] = (*own["parts"][: text.part], marker, *own["parts"][text.part + 1 :])
             own["content"] = "\n".join(own["parts"])
+        elif text.field == "tool_calls":
+            calls = list(own["tool_calls"])
+            function = calls[text.part].function.model_copy(update={"arguments": json.dumps({"text": marker})})
+            calls[text.part] = calls[text.part].model_copy(update={"function": function})
+            own["tool_calls"] = tuple(calls)
         else:
             own[text.field] = marker
     return [Message.model_construct(**own) for own in fields]
 
 
-def _given(messages: Iterable[Message], roles: Sequence[str], joined: frozenset[int]) -> list[dict[str, Any]]:
+def _given(
+    messages: Iterable[Message], roles: Sequence[str], joined: frozenset[int], has_objects: bool
+) -> list[dict[str, Any]]:
     given = []
     for number, (message, role) in enumerate(zip(messages, roles, strict=True)):
         values = message.as_sent() | {"role": role}
@@ -197,6 +226,11 @@ def _given(messages: Iterable[Message], roles: Sequence[str], joined: frozenset[
             values["content"] = [{"type": "text", "text": text} for text in texts]
         if "reasoning_content" in values:
             values["thinking"] = values["reasoning_content"]  # templates of gpt-oss read this name
+        for call in values.get("tool_calls", ()):
+            call["type"] = "function"
+            call["function"].setdefault("arguments", "{}")
+            if has_objects:
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         given.append(values)
     return given
 
@@ -252,6 +286,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._clock = clock or datetime.now().astimezone().isoformat(timespec="seconds")
         self._texts = MessageTexts(self._rendered)
+        self._renderers: dict[str, TemplateRenderer] = {}  # by template
 
     def render(self, messages: Sequence[Message], options: TemplateOptions | None) -> str:
         """Return the text of messages. Raises ValueError, for the user."""
@@ -293,12 +328,12 @@ class ChatTemplate:
 
     def _rendered(self, messages: list[dict[str, Any]], options: TemplateOptions) -> str:
         """Return the text of messages as transformers' `apply_chat_template` does."""
-        text = self._renderer.render(self._variables(messages, options))
+        text = self._renderer(options).render(self._variables(messages, options))
         return _untagged(text) if options.continue_final_message else text
 
     def _variables(self, messages: list[dict[str, Any]], options: TemplateOptions) -> dict[str, Any]:
         shown = _tagged(messages) if options.continue_final_message else messages
-        fixed = {"messages": shown, "tools": None, "documents": None}
+        fixed = {"messages": shown, "tools": list(options.tools) or None, "documents": None}
         own = {**self._tokenizer.special_tokens_map, **options.kwargs}
         return fixed | {"add_generation_prompt": options.add_generation_prompt} | own
 
@@ -307,11 +342,18 @@ class ChatTemplate:
         if self._tokenizer.chat_template is not None:
             asked = ((said, options or TemplateOptions()) for said, options in chats)
             with contextlib.suppress(ValueError):  # `render` reports the error
-                self._renderer.prepare(self._variables(self._texts.as_taken(*each), each[1]) for each in asked)
+                ready = defaultdict[TemplateRenderer, list[dict[str, Any]]](list)
+                for said, options in asked:
+                    ready[self._renderer(options)].append(self._variables(self._texts.as_taken(said, options), options))
+                for renderer, variables in ready.items():
+                    renderer.prepare(variables)
 
-    @cached_property
-    def _renderer(self) -> TemplateRenderer:
-        return TemplateRenderer(self._tokenizer.get_chat_template(), self._clock)
+    def _renderer(self, options: TemplateOptions) -> TemplateRenderer:
+        """Return the renderer of the template, or of another that is for tools."""
+        source = self._tokenizer.get_chat_template(tools=list(options.tools) or None)
+        if source not in self._renderers:
+            self._renderers[source] = TemplateRenderer(source, self._clock)
+        return self._renderers[source]
 
     def _mentions(self, name: str) -> bool:
         templates = self._tokenizer.chat_template

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +69,15 @@ class TekkenTokenizer:
 class TekkenBytes(TokenBytes):
     """Bytes of each token, read from the file."""
 
-    def __init__(self, tokenizer: TekkenTokenizer) -> None:
+    def __init__(self, tokenizer: TekkenTokenizer, shown: Collection[str] = ()) -> None:
+        """A text shows the control tokens `shown`."""
         dict.__init__(self)
         self._tekken = tokenizer
+        self._shown = {token_id for name, token_id in tokenizer.get_vocab().items() if name in shown}
 
     def is_in_text(self, token_id: int) -> bool:
-        return token_id < self._tekken.num_tokens and not self._tekken.is_special(token_id)
+        is_hidden = self._tekken.is_special(token_id) and token_id not in self._shown
+        return token_id < self._tekken.num_tokens and not is_hidden
 
     def of(self, token_id: int, is_first: bool = False) -> bytes:
         return self._tekken.bytes_of(token_id) if token_id < self._tekken.num_tokens else b""
@@ -106,7 +109,8 @@ class TekkenChat(ChatTemplate):
     def _tokens(self, messages: Sequence[dict[str, Any]], options: TemplateOptions) -> list[int]:
         from mistral_common.protocol.instruct.request import ChatCompletionRequest
 
-        texts = [{name: message[name] for name in ("role", "content")} for message in messages]
-        goes_on = options.continue_final_message
-        request = ChatCompletionRequest.from_openai(texts, continue_final_message=goes_on)
+        names = ("role", "content", "tool_calls", "tool_call_id")
+        texts = [{name: message[name] for name in names if name in message} for message in messages]
+        goes_on, tools = options.continue_final_message, list(options.tools) or None
+        request = ChatCompletionRequest.from_openai(texts, tools, continue_final_message=goes_on)
         return list(self._tokenizer.chats.encode_chat_completion(request).tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from codecs import utf_8_decode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,11 +109,12 @@ BYTE_OF = _byte_of()
 class TokenBytes(dict[int, bytes]):
     """Bytes of each token within a text, cached; special and unknown tokens have none."""
 
-    def __init__(self, tokenizer: Any, steps: DecoderSteps | None) -> None:
-        """If `steps` is None, each token is decoded on its own."""
+    def __init__(self, tokenizer: Any, steps: DecoderSteps | None, shown: Collection[str] = ()) -> None:
+        """If `steps` is None, each token is decoded on its own. A text shows the special tokens `shown`."""
         super().__init__()
         self._tokenizer, self._steps = tokenizer, steps
         self._special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self._hidden = self._special.difference(shown)
 
     def __missing__(self, token_id: int) -> bytes:
         self[token_id] = self.of(token_id) if self.is_in_text(token_id) else b""
@@ -121,7 +122,7 @@ class TokenBytes(dict[int, bytes]):
 
     def is_in_text(self, token_id: int) -> bool:
         name = self._tokenizer.convert_ids_to_tokens(token_id)
-        return name is not None and name not in self._special
+        return name is not None and name not in self._hidden
 
     def of(self, token_id: int, is_first: bool = False) -> bytes:
         """Return a token's bytes, also of special ones, or no bytes for an unknown token."""

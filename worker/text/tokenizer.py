@@ -28,6 +28,7 @@ from swiftbatch.worker.text.output_text import BROKEN_CHARACTER, ByteText, Libra
 from swiftbatch.worker.text.tekken import BYTES_AS_THEY_ARE, TekkenBytes, TekkenChat, TekkenTokenizer
 from swiftbatch.worker.text.token_bytes import DecoderSteps, TokenBytes, steps_of
 from swiftbatch.worker.text.tokenizer_cache import WordTokens, cuts_at_spaces
+from swiftbatch.worker.text.tool_calls import CallForm, form_of, rule_of_calls
 
 if TYPE_CHECKING:
     from swiftbatch.worker.sampling.sequence import Rule
@@ -246,12 +247,17 @@ class TextCodec:
         if self.markers is None:
             return None
         opening: Opening = "anywhere"
-        if job.sampling.structured_outputs is not None:  # structure begins with the output or after the thought
+        must_call = job.template is not None and job.template.must_call
+        if (
+            job.sampling.structured_outputs is not None or must_call
+        ):  # structure begins with the output or after the thought
             is_new = job.messages is not None and not (job.template and job.template.continue_final_message)
             opening = "first" if is_new and last is None else "never"
         return Thinking(self.markers, last == "start", opening)
 
-    def rules(self, params: SamplingParams, thinking: Thinking | None = None) -> tuple[Rule, ...]:
+    def rules(
+        self, params: SamplingParams, thinking: Thinking | None = None, template: TemplateOptions | None = None
+    ) -> tuple[Rule, ...]:
         """Return the rules for an output. Raises ConstraintError, a ValueError for the user, for impossible rules."""
         budget, structure = params.thinking_token_budget, params.structured_outputs
         if budget is not None and self.markers is None:
@@ -261,11 +267,21 @@ class TextCodec:
             )
         if params.thinking_end == "close" and self.markers is None:
             raise ConstraintError(f"field 'thinking_end': found 'close', {NO_MARKERS}; expected no such field")
-        text = None if structure is None else self._grammars.grammar(structure)
+        text = self._rule_of_calls(template) if structure is None else self._grammars.grammar(structure)
         thinks = thinking is not None and (thinking.is_open or thinking.opening != "never")
         if thinking is None or not thinks or (budget is None and text is None):
             return () if text is None else (text,)
         return (ThinkingRule(thinking, budget, text),)
+
+    def _rule_of_calls(self, template: TemplateOptions | None) -> Rule | None:
+        """Return the rule of a text that must be calls. Raises ConstraintError."""
+        if template is None or not template.tools:
+            return None
+        if self.call_form is None:
+            raise ConstraintError("field 'tools': the form of this model's calls is unknown; expected no such field")
+        if not template.must_call:
+            return None
+        return rule_of_calls(self.call_form, template, self._tokenizer, self._grammars)
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Return the text without special tokens."""
@@ -379,6 +395,18 @@ class TextCodec:
         return ByteText(self._bytes, self._steps)
 
     @cached_property
+    def marked_text(self) -> OutputText:
+        """Return the text with the special tokens that mark calls of tools."""
+        if self._steps is None:
+            return LibraryText(lambda token_ids: str(self._tokenizer.decode(token_ids, skip_special_tokens=False)))
+        marks = () if self.call_form is None else self.call_form.marks
+        return ByteText(self._bytes_with(marks), self._steps)
+
+    @cached_property
+    def call_form(self) -> CallForm | None:
+        return form_of(self._tokenizer)
+
+    @cached_property
     def _steps(self) -> DecoderSteps | None:
         if isinstance(self._tokenizer, TekkenTokenizer):
             return BYTES_AS_THEY_ARE
@@ -386,9 +414,12 @@ class TextCodec:
 
     @cached_property
     def _bytes(self) -> TokenBytes:
+        return self._bytes_with(())
+
+    def _bytes_with(self, shown: tuple[str, ...]) -> TokenBytes:
         if isinstance(self._tokenizer, TekkenTokenizer):
-            return TekkenBytes(self._tokenizer)
-        return TokenBytes(self._tokenizer, self._steps)
+            return TekkenBytes(self._tokenizer, shown)
+        return TokenBytes(self._tokenizer, self._steps, shown)
 
     @cached_property
     def textless_ids(self) -> tuple[int, ...]:

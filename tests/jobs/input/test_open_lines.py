@@ -81,6 +81,34 @@ def test_a_content_is_a_text_or_text_parts_and_null_is_none_of_the_assistant(tmp
     assert (job.messages, rejects) == ((Message(role="assistant", content=""),), [])
 
 
+def test_a_call_is_kept_in_one_form_and_needs_no_content(tmp_path: Path) -> None:
+    given: list[dict[str, Any]] = [
+        {"content": None, "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": each}}]}
+        for each in ('{"b":1, "a": "\u00e9"}', {"b": 1, "a": "\u00e9"})
+    ]
+    given.append({name: value for name, value in given[0].items() if name != "content"})
+    lines = [CHAT | {"custom_id": str(n), "messages": [{"role": "assistant"} | each]} for n, each in enumerate(given)]
+    jobs, rejects = read(tmp_path, *lines, message(role="tool", tool_call_id="a"))
+    assert rejects == []
+    assert [Job.model_validate_json(job.model_dump_json()) for job in jobs] == jobs
+    *callers, answer = [job.messages[0] for job in jobs if job.messages]
+    assert [each.as_sent() for each in callers] == [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": '{"b": 1, "a": "\u00e9"}'}}],
+        }
+    ] * 3
+    assert answer.tool_call_id == "a"
+
+
+def test_a_call_without_arguments_has_none(tmp_path: Path) -> None:
+    calls = [{"function": {"name": "f"} | each} for each in ({}, {"arguments": ""}, {"arguments": "{}"})]
+    (job,), _ = read(tmp_path, message(role="assistant", tool_calls=calls))
+    assert job.messages is not None
+    assert [call.function.arguments for call in job.messages[0].tool_calls] == ["{}"] * 3
+
+
 BAD_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"content": None}, "'messages[0].content': found null, expected a string"),
     ({"content": []}, "'messages[0].content': found an empty list, expected"),
@@ -96,8 +124,19 @@ BAD_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ),
     *(
         ({name: "x"}, f"'messages[0].{name}': found \"x\", not supported")
-        for name in ("tool_calls", "tool_call_id", "function_call", "audio", "refusal")
+        for name in ("function_call", "audio", "refusal")
     ),
+    ({"tool_calls": "x"}, "'messages[0].tool_calls': found \"x\", expected a list of calls"),
+    ({"tool_calls": [{"id": "a"}]}, "'messages[0].tool_calls[0].function': found nothing, expected a value"),
+    ({"tool_calls": [{"function": {"name": "f"}, "type": "custom"}]}, "'messages[0].tool_calls[0].type': found"),
+    *(
+        (
+            {"tool_calls": [{"function": {"name": "f", "arguments": value}}]},
+            "'messages[0].tool_calls[0].function.arguments': found",
+        )
+        for value in ("{", "[]", "5", 5, [], '{"a": NaN}')
+    ),
+    ({"tool_call_id": 5}, "'messages[0].tool_call_id': found 5, expected a string"),
     ({"name": 5}, "'messages[0].name': found 5, expected a string"),
     ({"reasoning_content": 5}, "'messages[0].reasoning_content': found 5, expected a string"),
 ]

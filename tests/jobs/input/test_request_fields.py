@@ -53,6 +53,9 @@ TAKEN: list[tuple[tuple[str, ...], str, Any]] = [
     (CHATS, "reasoning_effort", "low"),
     *((CHATS, "add_generation_prompt", value) for value in (True, False)),
     *((CHATS, "continue_final_message", value) for value in (True, False)),
+    *((CHATS, "tools", value) for value in ([{"type": "function", "function": {"name": "a"}}], [], None)),
+    *((BOTH, "tool_choice", value) for value in ("none", "auto", None)),
+    (ONE, "tools", []),
 ]
 WITHOUT_EFFECT: list[tuple[str, Any]] = [
     ("user", "somebody"),
@@ -84,8 +87,6 @@ WITHOUT_EFFECT: list[tuple[str, Any]] = [
     ("spaces_between_special_tokens", True),
 ]
 REFUSED: list[tuple[str, Any, Any]] = [  # with a value that asks for nothing
-    ("tools", [{"type": "function", "function": {"name": "a"}}], []),
-    ("tool_choice", "required", "none"),
     ("functions", [{"name": "a"}], []),
     ("function_call", {"name": "a"}, "auto"),
     ("audio", {"voice": "a"}, None),
@@ -193,8 +194,8 @@ def test_special_tokens_are_added_to_texts_and_not_behind_templates(tmp_path: Pa
 
 
 def test_all_that_is_not_supported_is_named_at_once(tmp_path: Path) -> None:
-    _, (reject,) = read_lines(tmp_path, CHAT | {"tools": [1], "echo": True, "user": "a"})
-    assert "field 'tools': found [1], not supported" in reject.reason
+    _, (reject,) = read_lines(tmp_path, CHAT | {"functions": [1], "echo": True, "user": "a"})
+    assert "field 'functions': found [1], not supported" in reject.reason
     assert "field 'echo': found true, not supported; expected false, or no such field" in reject.reason
 
 

@@ -65,10 +65,24 @@ def test_output_holds_every_finished_and_failed_job_in_input_order(run: Run) -> 
     assert set(rows[0]) == {
         *("custom_id", "status", "text", "finish_reason", "error_code", "error_message"),
         *("choice_index", "prompt_tokens", "completion_tokens", "num_drafts", "speed"),
-        *("reasoning_content", "logprobs"),
+        *("reasoning_content", "logprobs", "tool_calls"),
         *METRIC_COLUMNS,
     }
     assert all(row["reasoning_content"] is None and row["logprobs"] is None for row in rows)
+
+
+def test_a_table_has_the_calls_of_a_chat_as_json(run: Run) -> None:
+    calls = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    records = [make_record(name) for name in "ab"]
+    run.add_jobs(records)
+    for record, message in zip(records, ({"content": None, "tool_calls": calls}, {"content": "Yes"}), strict=True):
+        line = finished_line(record.job.custom_id, "", {})
+        line["response"]["body"]["choices"] = [{"message": message, "finish_reason": "tool_calls"}]
+        write_result(run, record.job_id, line)
+    run.write_output()
+    first, second = read_table(run.store)
+    assert (first["text"], json.loads(first["tool_calls"])) == ("", calls)
+    assert (second["text"], second["tool_calls"]) == ("Yes", None)
 
 
 def test_a_table_has_what_a_chat_thought_and_its_log_probabilities(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +123,7 @@ def test_a_table_has_the_same_columns_whatever_became_of_its_jobs(run: Run) -> N
         run.write_output()
         schemas.append(parquet.read_schema(io.BytesIO(run.store.read("output.parquet") or b"")))
     assert schemas[0] == schemas[1] == schemas[2]
-    assert len(schemas[0]) == 26
+    assert len(schemas[0]) == 27
 
 
 def test_output_is_written_again_after_more_results(run: Run) -> None:

@@ -327,3 +327,68 @@ def test_the_thought_of_a_message_that_goes_on_is_not_left_out(chat_of: Any) -> 
 def test_white_space_within_a_text_is_a_part_of_it(chat_of: Any) -> None:
     with pytest.raises(ValueError, match="leaves out a part of its text, or changes it"):
         prompt_of(chat_of(each("{{ m.content.split() | join }}")), [said("user", "say\nit")])
+
+
+# Tools, and calls in messages.
+
+TOOLS = ({"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}},)
+WITH_TOOLS = TemplateOptions(tools=TOOLS)
+READS_TOOLS = "{% for t in tools or [] %}<{{ t | tojson }}>{% endfor %}"
+CALLS = "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %}"
+CALLS_BY_ITEMS = (
+    "{% for c in m.tool_calls or [] %}{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }};{% endfor %}"
+    "{% endfor %}"
+)
+CALLS_OF_TEXT = "{% for c in m.tool_calls or [] %}{{ '[' + c.function.name + c.function.arguments + ']' }}{% endfor %}"
+WITH_TOOL_ROLE = ("system", "user", "assistant", "tool")
+CALLER = Message.model_validate(
+    {
+        "role": "assistant",
+        "tool_calls": [{"id": "abc", "function": {"name": "f", "arguments": {"b": "\u00e9", "a": 5}}}],
+    }
+)
+RESULT = said("tool", "42", tool_call_id="abc")
+
+
+@pytest.mark.parametrize(
+    ("calls", "shown"),
+    [
+        (CALLS, '[f {"b": "\u00e9", "a": 5}]'),
+        (CALLS_BY_ITEMS, "b=\u00e9;a=5;"),
+        (CALLS_OF_TEXT, '[f{"b": "\u00e9", "a": 5}]'),
+    ],
+    ids=["object", "items", "text"],
+)
+def test_tools_calls_and_results_reach_the_model(chat_of: Any, calls: str, shown: str) -> None:
+    chat = chat_of(READS_TOOLS + each(TEXT + calls, WITH_TOOL_ROLE))
+    found = prompt_of(chat, [USER, CALLER, RESULT], WITH_TOOLS)
+    assert found == f"<{json.dumps(TOOLS[0])}>(user:u)(assistant:{shown})(tool:42)"
+    assert prompt_of(chat, [USER, ANSWER, NEXT]) == "(user:u)(assistant:a)(user:v)"
+    assert chat.unread([USER, CALLER, RESULT], WITH_TOOLS) == []
+
+
+def test_a_template_that_reads_no_tools_is_told(chat_of: Any) -> None:
+    with pytest.raises(ValueError, match=r"^tools: the model's chat template reads no tools; expected another model"):
+        prompt_of(chat_of(THREE), [USER], WITH_TOOLS)
+    with pytest.raises(ValueError, match=r"^messages\[1\] \(role \"assistant\"\): the model's chat template reads no"):
+        prompt_of(chat_of(READS_TOOLS + each(TEXT, WITH_TOOL_ROLE)), [USER, CALLER, RESULT], WITH_TOOLS)
+    with pytest.raises(ValueError, match=r"^messages\[2\] \(role \"tool\"\): the model's chat template leaves its"):
+        prompt_of(chat_of(READS_TOOLS + each(TEXT + CALLS)), [USER, CALLER, RESULT], WITH_TOOLS)
+
+
+def test_only_one_of_two_calls_is_too_few(chat_of: Any) -> None:
+    twice = CALLER.model_copy(update={"tool_calls": CALLER.tool_calls * 2})
+    chat = chat_of(each(TEXT + CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")))
+    assert "[f " in prompt_of(chat, [USER, CALLER])
+    with pytest.raises(ValueError, match=r"messages\[1\] .* reads no tools, and leaves out its calls"):
+        prompt_of(chat, [USER, twice])
+
+
+def test_a_template_for_tools_is_used_for_tools(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    templates = {"default": THREE, "tool_use": READS_TOOLS + "T" + THREE}
+    monkeypatch.setattr(tokenizer, "chat_template", templates)
+    chat = ChatTemplate(tokenizer)
+    chat.prepare([([USER], None), ([USER], WITH_TOOLS), ([ANSWER], WITH_TOOLS)])
+    assert prompt_of(chat, [USER]) == "(user:u)"
+    assert prompt_of(chat, [USER], WITH_TOOLS).endswith("T(user:u)")
+    assert prompt_of(chat, [ANSWER], WITH_TOOLS).endswith("T(assistant:a)")
