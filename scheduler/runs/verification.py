@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
@@ -23,11 +23,12 @@ from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.constraints.thinking import Thinking, reasoning_of
 from swiftbatch.worker.drafters.catalogue import PLAIN_ENGINE
+from swiftbatch.worker.engine.job_sequence import sequence_of
 from swiftbatch.worker.engine.stopping import text_of
 from swiftbatch.worker.forward.hardware import cpu_capability
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.replay.replay import Replay, sequence_of
+from swiftbatch.worker.replay.replay import Replay
 from swiftbatch.worker.sampling.sequence import Sequence as TokenSequence
 from swiftbatch.worker.session.session import loaded_target, located_model
 from swiftbatch.worker.text.tokenizer import TextCodec
@@ -131,13 +132,15 @@ class Verifier:
         if not is_its or tokens_sha256(token_ids.astype(np.uint32)) != choice["token_ids_sha256"]:
             return 0, [_finding(record, "log")]
         sequence, thinking = sequence_of(record, self.codec, self.target)
-        sequence.extend(token_ids[: record.job.sampling.max_tokens])
+        sequence = sequence.with_output(token_ids[: record.job.sampling.max_tokens].tolist())
         sequence.finish_reason, sequence.eos_token_ids = choice["finish_reason"], self.target.eos_token_ids
         found = [] if self._shows(sequence, thinking, choice) else [_finding(record, "text")]
-        for draw in self._replay.differing(record, token_ids, spans):
+        num_begun = len(record.job.begun_ids or ())  # given, not drawn
+        drawn = [range(max(span.start, num_begun), span.stop) for span in spans if span.stop > num_begun]
+        for draw in self._replay.differing(record, token_ids, drawn):
             what: Literal["token", "end"] = "end" if None in (draw.recorded, draw.drawn) else "token"
             found.append(_finding(record, what, **draw._asdict()))
-        return sum(map(len, spans)), found
+        return sum(map(len, drawn)), found
 
     def tokens(self, record: JobRecord, choice: Line) -> NDArray[np.int64] | None:
         """Return a result's tokens, drawn again if they are not at hand, or None if this model draws others."""
@@ -170,15 +173,20 @@ class Verifier:
         return (choice["message"].get("reasoning_content"), choice["message"]["content"]) == shown
 
     def known_tokens(self, record: JobRecord, choice: Line) -> NDArray[np.int64] | None:
-        """Return a result's tokens from its token log, or from its text if this is how the tokenizer splits it."""
-        try:
-            return self._logs.read(record.job_id).token_ids.astype(np.int64)
-        except DamagedFileError:
-            text = self.codec.encode(_text(choice), add_special_tokens=False)
-        ends = [(), *((token_id,) for token_id in self.target.eos_token_ids)]
-        found = (np.asarray([*text, *end], np.int64) for end in ends)
-        is_its = (ids for ids in found if tokens_sha256(ids.astype(np.uint32)) == choice["token_ids_sha256"])
-        return next(is_its, None)
+        return known_tokens(self._logs, self.codec, self.target.eos_token_ids, record, choice)
+
+
+def known_tokens(
+    logs: KeptLogs, codec: TextCodec, eos_token_ids: Collection[int], record: JobRecord, choice: Line
+) -> NDArray[np.int64] | None:
+    """Return a result's tokens from its token log, or from its text if this is how the tokenizer splits it."""
+    try:
+        return logs.read(record.job_id).token_ids.astype(np.int64)
+    except DamagedFileError:
+        text = codec.encode(_text(choice), add_special_tokens=False)
+    found = (np.asarray([*text, *end], np.int64) for end in [(), *((token_id,) for token_id in eos_token_ids)])
+    is_its = (ids for ids in found if tokens_sha256(ids.astype(np.uint32)) == choice["token_ids_sha256"])
+    return next(is_its, None)
 
 
 def verify_run(

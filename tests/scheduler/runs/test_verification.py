@@ -129,7 +129,7 @@ def test_one_changed_weight_is_found(tmp_path: Path, tiny_model: Path) -> None:
 def test_another_seed_is_found(tmp_path: Path, tiny_model: Path) -> None:
     run = finished(tmp_path / "run", tiny_model, record("long", LONG))
     job = next(run.records())
-    other = Run.create_or_open(str(tmp_path / "other"), run.manifest)
+    other = Run.planned(str(tmp_path / "other"), run.manifest).made()
     sampling = job.job.sampling.model_copy(update={"seed": 4})
     other.add_jobs([replace(job, job=job.job.model_copy(update={"sampling": sampling}))])
     for folder in ("results", "tokens"):
