@@ -11,7 +11,7 @@ from swiftbatch.scheduler.commands.options.launch_options import ENGINE, launch_
 from swiftbatch.scheduler.commands.options.option_types import GroupedCommand, WholeNumber, options_of
 
 MOST_FORKS = 2048
-fork_option = options_of("The forks")
+fork_option = options_of("The run")
 
 
 @click.command(cls=GroupedCommand)
@@ -21,7 +21,7 @@ fork_option = options_of("The forks")
 @fork_option("--seeds", "num_seeds", type=WholeNumber(1, MOST_FORKS), metavar="N", default=1, help="Number of forks.")
 @fork_option("--replace", "text", metavar="TEXT", default="", show_default=False, help="Go on with this text.")
 @fork_option("--choice", type=WholeNumber(0), metavar="K", default=0, help="Fork this choice of the job.")
-@fork_option("--name", metavar="NAME", help="They are called NAME#1, NAME#2, ... [default: JOB@N]")
+@fork_option("--name", metavar="NAME", help="For NAME#1, NAME#2, ... [default: JOB@N]")
 @ENGINE
 @launch_options
 def fork(

@@ -41,7 +41,7 @@ Line = dict[str, Any]
 Verdict = Literal["exact", "exact up to ties", "differs"]
 
 
-class Finding(Frozen):
+class Mismatch(Frozen):
     """Something in a result that this machine does not draw.
 
     `what`: a `token`; the `end`, where one of both texts goes on; the `output` as a whole, with the first differing
@@ -57,7 +57,7 @@ class Finding(Frozen):
     margin: float | None = None
 
 
-class Verification(Frozen):
+class VerificationReport(Frozen):
     """What a verification compared and found; `sample_seed` chooses the same spans again."""
 
     run_id: str
@@ -71,7 +71,7 @@ class Verification(Frozen):
     num_jobs: int
     num_tokens_of_run: int
     verdict: Verdict
-    findings: tuple[Finding, ...]
+    findings: tuple[Mismatch, ...]
 
 
 class ChosenJob(NamedTuple):
@@ -118,7 +118,7 @@ class Verifier:
         self.model, self.numerics = self.target.files.name, self.target.numerics
         self._replay, self._logs = Replay(self.target, self.codec), KeptLogs.of(run)
 
-    def verify(self, record: JobRecord, line: Line, spans: Sequence[range]) -> tuple[int, list[Finding]]:
+    def verify(self, record: JobRecord, line: Line, spans: Sequence[range]) -> tuple[int, list[Mismatch]]:
         """Draw spans of a result again; return how many tokens were drawn, and the findings.
 
         The whole output is drawn if its tokens are not at hand, or if a loop was rewound or a thought was closed.
@@ -130,16 +130,16 @@ class Verifier:
             return self._verify_whole(record, choice)
         is_its = len(token_ids) == body["usage"]["completion_tokens"]
         if not is_its or tokens_sha256(token_ids.astype(np.uint32)) != choice["token_ids_sha256"]:
-            return 0, [_finding(record, "log")]
+            return 0, [_mismatch(record, "log")]
         sequence, thinking = sequence_of(record, self.codec, self.target)
         sequence = sequence.with_output(token_ids[: record.job.sampling.max_tokens].tolist())
         sequence.finish_reason, sequence.eos_token_ids = choice["finish_reason"], self.target.eos_token_ids
-        found = [] if self._shows(sequence, thinking, choice) else [_finding(record, "text")]
+        found = [] if self._shows(sequence, thinking, choice) else [_mismatch(record, "text")]
         num_begun = len(record.job.begun_ids or ())  # given, not drawn
         drawn = [range(max(span.start, num_begun), span.stop) for span in spans if span.stop > num_begun]
         for draw in self._replay.differing(record, token_ids, drawn):
             what: Literal["token", "end"] = "end" if None in (draw.recorded, draw.drawn) else "token"
-            found.append(_finding(record, what, **draw._asdict()))
+            found.append(_mismatch(record, what, **draw._asdict()))
         return sum(map(len, drawn)), found
 
     def tokens(self, record: JobRecord, choice: Line) -> NDArray[np.int64] | None:
@@ -150,18 +150,18 @@ class Verifier:
             known = sequence.output_ids
         return known if tokens_sha256(known.astype(np.uint32)) == choice["token_ids_sha256"] else None
 
-    def _verify_whole(self, record: JobRecord, choice: Line) -> tuple[int, list[Finding]]:
+    def _verify_whole(self, record: JobRecord, choice: Line) -> tuple[int, list[Mismatch]]:
         recorded = _text(choice)
         sequence, thinking = self._replay.again(record, recorded)
         is_same = tokens_sha256(sequence.output_ids.astype(np.uint32)) == choice["token_ids_sha256"]
         if is_same and sequence.finish_reason == choice["finish_reason"]:
             return sequence.num_generated_tokens, (
-                [] if self._shows(sequence, thinking, choice) else [_finding(record, "text")]
+                [] if self._shows(sequence, thinking, choice) else [_mismatch(record, "text")]
             )
         drawn = text_of(sequence, self.codec.output_text, thinking)
         differs = (place for place, (one, other) in enumerate(zip(recorded, drawn, strict=False)) if one != other)
         place = next(differs, min(len(recorded), len(drawn)))
-        return sequence.num_generated_tokens, [_finding(record, "output", position=place)]
+        return sequence.num_generated_tokens, [_mismatch(record, "output", position=place)]
 
     def _shows(self, sequence: TokenSequence, thinking: Thinking | None, choice: Line) -> bool:
         """Return whether a choice shows the text of the output."""
@@ -191,19 +191,19 @@ def known_tokens(
 
 def verify_run(
     run: Run, fraction: float, seed: int, custom_ids: Sequence[str] = (), model: str | None = None
-) -> Verification:
+) -> VerificationReport:
     """Verify a sample of a run's results, or all of the named jobs. Raises RunError, ModelError, StoreError."""
     index, num_tokens = _results(run, custom_ids)
     chosen = chosen_jobs(num_tokens, 1.0 if custom_ids else fraction, seed)
     verifier = Verifier(run, model)
-    num_drawn, findings, may_tie = 0, list[Finding](), not _computes_alike(run)
+    num_drawn, findings, may_tie = 0, list[Mismatch](), not _computes_alike(run)
     for job, record, line in _read(run, index, chosen):
         may_tie |= line["response"]["body"]["metrics"].get("exactness") == "exact up to ties"
         number, found = verifier.verify(record, line, job.spans)
         num_drawn += number
         findings += found
     are_ties = may_tie and all(each.margin is not None and each.margin < TIE for each in findings)
-    return Verification(
+    return VerificationReport(
         run_id=run.manifest.run_id,
         system_fingerprint=run.manifest.fingerprint,
         model=verifier.model,
@@ -260,8 +260,8 @@ def _was_changed(record: JobRecord, metrics: Line) -> bool:
     return closes or metrics.get("num_rewinds", 0) > 0
 
 
-def _finding(record: JobRecord, what: Any, **fields: Any) -> Finding:
-    return Finding(custom_id=record.custom_id, choice=record.job.choice_index, what=what, **fields)
+def _mismatch(record: JobRecord, what: Any, **fields: Any) -> Mismatch:
+    return Mismatch(custom_id=record.custom_id, choice=record.job.choice_index, what=what, **fields)
 
 
 def _text(choice: Line) -> str:
