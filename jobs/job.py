@@ -139,7 +139,7 @@ MAX_CUSTOM_ID = 512
 MAX_SLUG = 40
 SORTED = json.JSONEncoder(sort_keys=True)  # `dumps` would make an encoder for each job
 LINE_END = b"\n"
-LATER_FIELDS = {"prompt_ids", "template", "choice_index", "num_choices"}
+LATER_FIELDS = {"prompt_ids", "template", "choice_index", "num_choices", "begun_ids"}
 
 JobUrl = Literal["/v1/completions", "/v1/chat/completions"]
 COMPLETIONS: JobUrl = "/v1/completions"
@@ -171,6 +171,7 @@ class Job(Strict):
     sampling: SamplingParams
     choice_index: int = Field(default=0, ge=0)
     num_choices: int = Field(default=1, ge=1)
+    begun_ids: TokenIds | None = None  # first tokens of the output, given in place of drawn
 
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
@@ -195,7 +196,7 @@ class Job(Strict):
         messages = None if self.messages is None else [message.as_sent() for message in self.messages]
         identity = [self.custom_id, model_fingerprint, self.prompt, messages, self.sampling.identity()]
         # jobs without these later fields keep their earlier id
-        says_later = self.prompt_ids is not None or self.template is not None or self.num_choices > 1
+        says_later = self.num_choices > 1 or any((self.prompt_ids, self.template, self.begun_ids))
         if says_later and (later := self.model_dump(mode="json", include=LATER_FIELDS, exclude_defaults=True)):
             identity.append(later)
         digest = hashlib.sha256(SORTED.encode(identity).encode()).hexdigest()

@@ -16,6 +16,7 @@ from swiftbatch.scheduler.commands.cancel import cancel
 from swiftbatch.scheduler.commands.chaos import chaos
 from swiftbatch.scheduler.commands.doctor import doctor
 from swiftbatch.scheduler.commands.extend import extend
+from swiftbatch.scheduler.commands.fork import fork
 from swiftbatch.scheduler.commands.inspect import inspect
 from swiftbatch.scheduler.commands.nightly import nightly
 from swiftbatch.scheduler.commands.prune import prune
@@ -78,7 +79,7 @@ def main() -> None:
     """
 
 
-OF_RUNS = (submit, nightly, serve, status, tail, results, report, verify, score, resume, extend, cancel, prune)
+OF_RUNS = (submit, nightly, serve, status, tail, results, report, verify, score, resume, extend, fork, cancel, prune)
 for command in (*OF_RUNS, inspect, quantize, doctor, train, bench, chaos):
     main.add_command(command)
 

@@ -13,23 +13,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from swiftbatch.jobs.errors import UserError as UserError
     from swiftbatch.jobs.run.run_records import Progress as Progress
-    from swiftbatch.scheduler.api.run import Run as Run
-    from swiftbatch.scheduler.api.submit import submit as submit
-    from swiftbatch.scheduler.api.submit import submit_async as submit_async
+    from swiftbatch.scheduler.api.python_submit import submit as submit
+    from swiftbatch.scheduler.api.python_submit import submit_async as submit_async
+    from swiftbatch.scheduler.api.run_handle import RunHandle as Run
 
 __version__ = "0.1.0"
 __all__ = ["Progress", "Run", "UserError", "__version__", "submit", "submit_async"]
 
-_MODULES = {
-    "Progress": "jobs.run.run_records",
-    "Run": "scheduler.api.run",
-    "UserError": "jobs.errors",
-    "submit": "scheduler.api.submit",
-    "submit_async": "scheduler.api.submit",
+_PLACES = {
+    "Progress": "jobs.run.run_records.Progress",
+    "Run": "scheduler.api.run_handle.RunHandle",
+    "UserError": "jobs.errors.UserError",
+    "submit": "scheduler.api.python_submit.submit",
+    "submit_async": "scheduler.api.python_submit.submit_async",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; a program may use {', '.join(__all__)}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    module, _, own_name = _PLACES[name].rpartition(".")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), own_name)

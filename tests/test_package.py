@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import swiftbatch
+from swiftbatch.jobs.run.run import Run
 from tests import ROOT
 from tests.jobs.run.run_parts import MANIFEST
 from tests.test_rooms import ROOMS
@@ -16,7 +17,7 @@ from tests.test_rooms import ROOMS
 
 def test_every_name_that_a_program_may_use_is_there() -> None:
     assert all(getattr(swiftbatch, name) is not None for name in swiftbatch.__all__)
-    assert swiftbatch.Run.__module__ == "swiftbatch.jobs.run.run"
+    assert swiftbatch.Run.__module__ == "swiftbatch.scheduler.api.run_handle"
     with pytest.raises(AttributeError, match="a program may use Progress, Run, UserError"):
         swiftbatch.Job  # noqa: B018
 
@@ -28,9 +29,9 @@ def test_importing_the_package_imports_none_of_its_rooms() -> None:
 
 
 def test_a_program_opens_a_run_by_its_folder(tmp_path: Path) -> None:
-    swiftbatch.Run.planned(str(tmp_path / "run"), MANIFEST).made()
+    Run.planned(str(tmp_path / "run"), MANIFEST).made()
     run = swiftbatch.Run.open(str(tmp_path / "run"))
-    assert (run.progress(), list(run.joined_lines())) == (None, [])
+    assert (run.progress().state, list(run.lines())) == ("interrupted", [])
     with pytest.raises(swiftbatch.UserError, match="nothing"):
         swiftbatch.Run.open(str(tmp_path / "nothing"))
 
@@ -47,6 +48,7 @@ def test_a_wheel_has_every_module_and_what_goes_with_the_code_and_nothing_else(t
     modules = {f"swiftbatch/{path.relative_to(ROOT)}" for room in ROOMS for path in (ROOT / room).rglob("*.py")}
     assert {name for name in held if name.endswith(".py")} == {"swiftbatch/__init__.py", *modules}
     data = {name for name in held if not name.endswith(".py")}
+    data.remove("swiftbatch/py.typed")
     assert {name.split("/")[2] for name in data} == {"embedded", "kernels", "report", "serve"}
     assert {"swiftbatch/worker/embedded/model.safetensors", "swiftbatch/worker/kernels/source/rows.c"} <= data
     assert not [name for name in data if name.endswith(".jsonl")]  # a training's log

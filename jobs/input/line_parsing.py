@@ -110,6 +110,7 @@ class JobLine:
             "sampling": sampling,
             "choice_index": choice_index,
             "num_choices": num_choices,
+            "begun_ids": None,
         }
         return of_checked(Job, values)
 

@@ -18,6 +18,7 @@ from swiftbatch.jobs.checkpoints.token_log import PackedLogs
 from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.run.job_index import JobEntry, JobIndex
+from swiftbatch.jobs.run.output_line import shown_text
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import DriverClaim, Progress, RunManifest, in_parallel
 from swiftbatch.metrics.report.attempts import (
@@ -271,6 +272,7 @@ class _Reader:
     def _finished(self, number: int, entry: JobEntry, body: dict[str, Any]) -> JobFacts:
         choice, metrics = body["choices"][0], body["metrics"]
         message, reason = choice.get("message", {}), choice["finish_reason"]
+        answer = {"message": message | {"reasoning_content": None}} if message else choice
         history, ended = parsed_history(metrics.get("attempts")), float(body.get("created", 0))
         by_draft = metrics.get("num_tokens_by_draft")
         return JobFacts(
@@ -280,7 +282,7 @@ class _Reader:
             max_tokens=entry.max_tokens,
             state="finished",
             num_tokens=body["usage"]["completion_tokens"],
-            excerpt=excerpt(message["content"] if message else choice["text"]),
+            excerpt=excerpt(shown_text(answer)),
             finish_reason=reason,
             num_drafts=int(metrics.get("num_drafts") or 0),
             num_accepted_tokens=int(metrics.get("num_accepted_tokens") or 0),

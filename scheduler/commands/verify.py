@@ -14,7 +14,7 @@ from swiftbatch.scheduler.commands.options.option_types import ANY_WHOLE_NUMBER,
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-    from swiftbatch.scheduler.runs.verification import Finding, Verification
+    from swiftbatch.scheduler.runs.verification import Mismatch, VerificationReport
 
 MOST_SHOWN = 10  # findings on the terminal; the report has all
 PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
@@ -101,7 +101,7 @@ def _write(path: Path, report: bytes, key: Ed25519PrivateKey | None) -> None:
         raise click.FileError(str(path), error.strerror) from None
 
 
-def _summary(found: Verification) -> str:
+def _summary(found: VerificationReport) -> str:
     differing = {(each.custom_id, each.choice) for each in found.findings}
     place = f"{found.num_tokens:,} tokens of {found.num_spans:,} spans in {found.num_jobs:,} jobs"
     if not differing:
@@ -111,14 +111,14 @@ def _summary(found: Verification) -> str:
     )
 
 
-def _line(finding: Finding) -> str:
+def _line(finding: Mismatch) -> str:
     from swiftbatch.scheduler.display.progress_line import printable
 
     job = printable(finding.custom_id if not finding.choice else f"{finding.custom_id}[{finding.choice}]")
     return f"job {job}: {_problem(finding)}"
 
 
-def _problem(finding: Finding) -> str:
+def _problem(finding: Mismatch) -> str:
     place = None if finding.position is None else f"{finding.position + 1:,}"
     if finding.what == "log":
         return "its token log is not that of its result"

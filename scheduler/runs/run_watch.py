@@ -71,7 +71,7 @@ def follow_text(run: Run, custom_id: str, follow: bool, choice: int = 0) -> Iter
     from swiftbatch.worker.model.model_files import locate_model
     from swiftbatch.worker.text.tokenizer import TextCodec
 
-    record = _find_choice(run, custom_id, choice)
+    record = find_choice(run, custom_id, choice)
     checkpoints, packed = CheckpointStore.of(run), PackedLogs.of(run)
     settled = TextCodec(locate_model(run.manifest.stored_model)).output_text.settled
     shown = ""
@@ -81,7 +81,7 @@ def follow_text(run: Run, custom_id: str, follow: bool, choice: int = 0) -> Iter
         text = _result_text(run, record.job_id)
         is_whole = text is not None
         if text is None:
-            text = settled(_newest_log(run, checkpoints, packed, record).token_ids.tolist())
+            text = settled(newest_log(run, checkpoints, packed, record).token_ids.tolist())
         num_common = _num_common(shown, text)
         is_taken_back = num_common < min(len(shown), len(text))
         yield (TAKEN_BACK if is_taken_back else "") + text[num_common:]
@@ -91,7 +91,7 @@ def follow_text(run: Run, custom_id: str, follow: bool, choice: int = 0) -> Iter
         time.sleep(POLL_SECONDS)
 
 
-def _newest_log(run: Run, checkpoints: CheckpointStore, packed: PackedLogs, job: JobEntry) -> TokenLog:
+def newest_log(run: Run, checkpoints: CheckpointStore, packed: PackedLogs, job: JobEntry) -> TokenLog:
     """Return a job's newest log, from its own folder or from a worker's packed file."""
     progress = current_progress(run)
     holders = [worker.id for worker in progress.workers if job.name in worker.jobs]
@@ -105,7 +105,7 @@ def _num_common(shown: str, text: str) -> int:
     return len(shown) if text.startswith(shown) else next(differing, len(text))
 
 
-def _find_choice(run: Run, custom_id: str, choice: int) -> JobEntry:
+def find_choice(run: Run, custom_id: str, choice: int) -> JobEntry:
     records = find_jobs(run, custom_id)
     for record in records:
         if record.choice_index == choice:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
@@ -23,11 +23,12 @@ from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.constraints.thinking import Thinking
 from swiftbatch.worker.drafters.catalogue import PLAIN_ENGINE
+from swiftbatch.worker.engine.job_sequence import sequence_of
 from swiftbatch.worker.engine.stopping import answer_of, text_of
 from swiftbatch.worker.forward.hardware import cpu_capability
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.replay.replay import Replay, sequence_of
+from swiftbatch.worker.replay.replay import Replay
 from swiftbatch.worker.sampling.sequence import Sequence as TokenSequence
 from swiftbatch.worker.session.session import loaded_target, located_model
 from swiftbatch.worker.text.tokenizer import TextCodec
@@ -40,7 +41,7 @@ Line = dict[str, Any]
 Verdict = Literal["exact", "exact up to ties", "differs"]
 
 
-class Finding(Frozen):
+class Mismatch(Frozen):
     """Something in a result that this machine does not draw.
 
     `what`: a `token`; the `end`, where one of both texts goes on; the `output` as a whole, with the first differing
@@ -56,7 +57,7 @@ class Finding(Frozen):
     margin: float | None = None
 
 
-class Verification(Frozen):
+class VerificationReport(Frozen):
     """What a verification compared and found; `sample_seed` chooses the same spans again."""
 
     run_id: str
@@ -70,7 +71,7 @@ class Verification(Frozen):
     num_jobs: int
     num_tokens_of_run: int
     verdict: Verdict
-    findings: tuple[Finding, ...]
+    findings: tuple[Mismatch, ...]
 
 
 class ChosenJob(NamedTuple):
@@ -117,7 +118,7 @@ class Verifier:
         self.model, self.numerics = self.target.files.name, self.target.numerics
         self._replay, self._logs = Replay(self.target, self.codec), KeptLogs.of(run)
 
-    def verify(self, record: JobRecord, line: Line, spans: Sequence[range]) -> tuple[int, list[Finding]]:
+    def verify(self, record: JobRecord, line: Line, spans: Sequence[range]) -> tuple[int, list[Mismatch]]:
         """Draw spans of a result again; return how many tokens were drawn, and the findings.
 
         The whole output is drawn if its tokens are not at hand, or if a loop was rewound or a thought was closed.
@@ -129,15 +130,17 @@ class Verifier:
             return self._verify_whole(record, choice)
         is_its = len(token_ids) == body["usage"]["completion_tokens"]
         if not is_its or tokens_sha256(token_ids.astype(np.uint32)) != choice["token_ids_sha256"]:
-            return 0, [_finding(record, "log")]
+            return 0, [_mismatch(record, "log")]
         sequence, thinking = sequence_of(record, self.codec, self.target)
-        sequence.extend(token_ids[: record.job.sampling.max_tokens])
+        sequence = sequence.with_output(token_ids[: record.job.sampling.max_tokens].tolist())
         sequence.finish_reason, sequence.eos_token_ids = _end_of(choice), self.target.eos_token_ids
-        found = [] if self._shows(record, sequence, thinking, choice) else [_finding(record, "text")]
-        for draw in self._replay.differing(record, token_ids, spans):
+        found = [] if self._shows(record, sequence, thinking, choice) else [_mismatch(record, "text")]
+        num_begun = len(record.job.begun_ids or ())  # given, not drawn
+        drawn = [range(max(span.start, num_begun), span.stop) for span in spans if span.stop > num_begun]
+        for draw in self._replay.differing(record, token_ids, drawn):
             what: Literal["token", "end"] = "end" if None in (draw.recorded, draw.drawn) else "token"
-            found.append(_finding(record, what, **draw._asdict()))
-        return sum(map(len, spans)), found
+            found.append(_mismatch(record, what, **draw._asdict()))
+        return sum(map(len, drawn)), found
 
     def tokens(self, record: JobRecord, choice: Line) -> NDArray[np.int64] | None:
         """Return a result's tokens, drawn again if they are not at hand, or None if this model draws others."""
@@ -147,18 +150,18 @@ class Verifier:
             known = sequence.output_ids
         return known if tokens_sha256(known.astype(np.uint32)) == choice["token_ids_sha256"] else None
 
-    def _verify_whole(self, record: JobRecord, choice: Line) -> tuple[int, list[Finding]]:
+    def _verify_whole(self, record: JobRecord, choice: Line) -> tuple[int, list[Mismatch]]:
         recorded = shown_text(choice)
         sequence, thinking = self._replay.again(record, recorded)
         is_same = tokens_sha256(sequence.output_ids.astype(np.uint32)) == choice["token_ids_sha256"]
         if is_same and sequence.finish_reason == _end_of(choice):
             return sequence.num_generated_tokens, (
-                [] if self._shows(record, sequence, thinking, choice) else [_finding(record, "text")]
+                [] if self._shows(record, sequence, thinking, choice) else [_mismatch(record, "text")]
             )
         drawn = text_of(sequence, self.codec.output_text, thinking)
         differs = (place for place, (one, other) in enumerate(zip(recorded, drawn, strict=False)) if one != other)
         place = next(differs, min(len(recorded), len(drawn)))
-        return sequence.num_generated_tokens, [_finding(record, "output", position=place)]
+        return sequence.num_generated_tokens, [_mismatch(record, "output", position=place)]
 
     def _shows(self, record: JobRecord, sequence: TokenSequence, thinking: Thinking | None, choice: Line) -> bool:
         """Return whether a choice shows the text of the output."""
@@ -168,32 +171,37 @@ class Verifier:
         return bool(choice["message"] == message_of(*answer))
 
     def known_tokens(self, record: JobRecord, choice: Line) -> NDArray[np.int64] | None:
-        """Return a result's tokens from its token log, or from its text if this is how the tokenizer splits it."""
-        try:
-            return self._logs.read(record.job_id).token_ids.astype(np.int64)
-        except DamagedFileError:
-            text = self.codec.encode(shown_text(choice), add_special_tokens=False)
-        ends = [(), *((token_id,) for token_id in self.target.eos_token_ids)]
-        found = (np.asarray([*text, *end], np.int64) for end in ends)
-        is_its = (ids for ids in found if tokens_sha256(ids.astype(np.uint32)) == choice["token_ids_sha256"])
-        return next(is_its, None)
+        return known_tokens(self._logs, self.codec, self.target.eos_token_ids, record, choice)
+
+
+def known_tokens(
+    logs: KeptLogs, codec: TextCodec, eos_token_ids: Collection[int], record: JobRecord, choice: Line
+) -> NDArray[np.int64] | None:
+    """Return a result's tokens from its token log, or from its text if this is how the tokenizer splits it."""
+    try:
+        return logs.read(record.job_id).token_ids.astype(np.int64)
+    except DamagedFileError:
+        text = codec.encode(shown_text(choice), add_special_tokens=False)
+    found = (np.asarray([*text, *end], np.int64) for end in [(), *((token_id,) for token_id in eos_token_ids)])
+    is_its = (ids for ids in found if tokens_sha256(ids.astype(np.uint32)) == choice["token_ids_sha256"])
+    return next(is_its, None)
 
 
 def verify_run(
     run: Run, fraction: float, seed: int, custom_ids: Sequence[str] = (), model: str | None = None
-) -> Verification:
+) -> VerificationReport:
     """Verify a sample of a run's results, or all of the named jobs. Raises RunError, ModelError, StoreError."""
     index, num_tokens = _results(run, custom_ids)
     chosen = chosen_jobs(num_tokens, 1.0 if custom_ids else fraction, seed)
     verifier = Verifier(run, model)
-    num_drawn, findings, may_tie = 0, list[Finding](), not _computes_alike(run)
+    num_drawn, findings, may_tie = 0, list[Mismatch](), not _computes_alike(run)
     for job, record, line in _read(run, index, chosen):
         may_tie |= line["response"]["body"]["metrics"].get("exactness") == "exact up to ties"
         number, found = verifier.verify(record, line, job.spans)
         num_drawn += number
         findings += found
     are_ties = may_tie and all(each.margin is not None and each.margin < TIE for each in findings)
-    return Verification(
+    return VerificationReport(
         run_id=run.manifest.run_id,
         system_fingerprint=run.manifest.fingerprint,
         model=verifier.model,
@@ -250,8 +258,8 @@ def _was_changed(record: JobRecord, metrics: Line) -> bool:
     return closes or metrics.get("num_rewinds", 0) > 0
 
 
-def _finding(record: JobRecord, what: Any, **fields: Any) -> Finding:
-    return Finding(custom_id=record.custom_id, choice=record.job.choice_index, what=what, **fields)
+def _mismatch(record: JobRecord, what: Any, **fields: Any) -> Mismatch:
+    return Mismatch(custom_id=record.custom_id, choice=record.job.choice_index, what=what, **fields)
 
 
 def _end_of(choice: Line) -> str:

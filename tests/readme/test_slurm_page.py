@@ -55,7 +55,7 @@ def test_ray_starts_on_all_nodes_of_a_job(tmp_path: Path) -> None:
     assert set(_calls(tmp_path)) == {
         "srun --nodes=1 --ntasks=1 --nodelist=n1 ray start --head --port=6379 --num-cpus=8 --block",
         "srun --nodes=2 --ntasks=2 --exclude=n1 ray start --address=n1:6379 --num-cpus=8 --block",
-        "swiftbatch submit jobs.jsonl --workers 3 --address n1:6379 --takeover",
+        "swiftbatch submit jobs.jsonl --workers 4 --address n1:6379 --takeover",
     }
 
 

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from swiftbatch.jobs.job import JobRecord, unpacked
+from swiftbatch.jobs.job import JobRecord
 from swiftbatch.worker.constraints.thinking import Thinking
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
 from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.engine.job_sequence import sequence_of
 from swiftbatch.worker.engine.stopping import closed, may_rewind, rewound
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import rows_of_trees
@@ -69,9 +70,9 @@ class Replay:
         """
         has_tools = record.job.template is not None and bool(record.job.template.tools)
         most_astray = record.job.sampling.max_tokens if has_tools else MOST_ASTRAY
-        sequence, thinking = sequence_of(record, self._codec, self._target)
+        sequence, thinking = _sequence_of(record, self._codec, self._target)
         self._engine.start(sequence, self._new_cache(sequence), thinking=thinking)
-        self._known.token_ids = self._encoded(text)
+        self._known.token_ids = self._guess(sequence, text)
         num_astray = 0
         while num_astray < most_astray:
             if sequence.finish_reason is None:
@@ -91,11 +92,18 @@ class Replay:
         drawn = sequence.output_ids
         if np.array_equal(self._known.token_ids[num_before : len(drawn)], drawn[num_before:]):
             return num_astray
-        settled = self._codec.output_text.settled(drawn.tolist())
-        if text.startswith(settled):
-            self._known.token_ids = np.concatenate([drawn, self._encoded(text[len(settled) :])])
+        if text.startswith(self._settled(sequence)):
+            self._known.token_ids = self._guess(sequence, text)
             return 0
         return num_astray + len(drawn) - num_before
+
+    def _guess(self, sequence: Sequence, text: str) -> np.ndarray:
+        """Return the output so far, and the rest of the text as the tokenizer splits it."""
+        rest = self._codec.encode(text[len(self._settled(sequence)) :], add_special_tokens=False)
+        return np.concatenate([sequence.output_ids, np.asarray(rest, np.int64)])
+
+    def _settled(self, sequence: Sequence) -> str:
+        return self._codec.output_text.settled(sequence.output_ids.tolist())
 
     def differing(self, record: JobRecord, token_ids: np.ndarray, spans: Many[range]) -> list[DifferingDraw]:
         """Draw the tokens of ascending spans of a job's output again, and return the draws that differ.
@@ -104,7 +112,7 @@ class Replay:
         reaches its end also checks that the output ends there. The search in a span ends after `MOST_DIFFERING` draws.
         """
         self._known.token_ids = token_ids
-        sequence, thinking = sequence_of(record, self._codec, self._target)
+        sequence, thinking = _sequence_of(record, self._codec, self._target)
         cache = self._new_cache(sequence)
         self._engine.start(sequence, cache, thinking=thinking)
         found: list[DifferingDraw] = []
@@ -165,9 +173,6 @@ class Replay:
     def _new_cache(self, sequence: Sequence) -> FullKVCache:
         return self._engine.new_cache(sequence.max_length)
 
-    def _encoded(self, text: str) -> np.ndarray:
-        return np.asarray(self._codec.encode(text, add_special_tokens=False), np.int64)
-
 
 def _ends_at(sequence: Sequence, num_tokens: int) -> bool:
     return sequence.finish_reason is not None and sequence.num_generated_tokens == num_tokens
@@ -178,18 +183,8 @@ def _goes_on(sequence: Sequence, thinking: Thinking | None) -> Sequence | None:
     return rewound(sequence) if may_rewind(sequence) else closed(sequence, thinking)
 
 
-def sequence_of(record: JobRecord, codec: TextCodec, target: TargetModel) -> tuple[Sequence, Thinking | None]:
-    """Return a job's sequence without output, and its thought if the model thinks."""
-    sampling = codec.with_stop_tokens(record.job.sampling)
-    thinking = codec.thinking(record.job, record.last_marker)
-    sequence = Sequence(
-        record.job_id,
-        unpacked(record.prompt_token_ids),
-        sampling,
-        target.vocab_size,
-        target.device,
-        codec.bad_word_ids(sampling.bad_words),
-        codec.rules(sampling, thinking, record.job.template),
-    )
-    sequence.logprobs = None  # they change no token
+def _sequence_of(record: JobRecord, codec: TextCodec, target: TargetModel) -> tuple[Sequence, Thinking | None]:
+    """Return a job's sequence without log-probabilities, which change no token."""
+    sequence, thinking = sequence_of(record, codec, target)
+    sequence.logprobs = None
     return sequence, thinking

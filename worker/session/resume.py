@@ -74,7 +74,8 @@ class Resumer:
             logger.warning("skipped the token log of job %s: %s", sequence.sequence_id, error)
             return
         sequence.set_rewinds(log.rewinds)
-        sequence.extend(log.token_ids[: sequence.num_remaining_tokens])
+        num_begun = sequence.num_generated_tokens  # the log has these tokens, too
+        sequence.extend(log.token_ids[num_begun : num_begun + sequence.num_remaining_tokens])
         if sequence.logprobs is not None and logprobs is not None:
             sequence.logprobs.extend(logprobs.part(0, sequence.num_generated_tokens))
 

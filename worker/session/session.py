@@ -18,7 +18,6 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.checkpoints.kv_segments import State
 from swiftbatch.jobs.checkpoints.token_log import PackedLogs, TokenLog, WorkerLogs
-from swiftbatch.jobs.job import unpacked
 from swiftbatch.jobs.logprobs import shown_logprobs
 from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.run import Run
@@ -29,6 +28,7 @@ from swiftbatch.metrics.exporter import Labels, engine_families, registry_of, se
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.drafters.catalogue import create_drafter, slots_wanted
 from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.engine.job_sequence import sequence_of
 from swiftbatch.worker.engine.stopping import answer_of, closed, may_be_extended, may_rewind, rewind_distance, rewound
 from swiftbatch.worker.exactness.doctor_verdicts import exactness_of
 from swiftbatch.worker.forward.hardware import resolve_device
@@ -215,12 +215,7 @@ class WorkerSession:
         start = AttemptStart(
             worker_id=self._worker_id, claimed=time.time(), numerics=self.numerics, attempt=assignment.num_attempts
         )
-        prompt_ids = unpacked(record.prompt_token_ids)
-        sampling = self._codec.with_stop_tokens(record.job.sampling)
-        bad_word_ids = self._codec.bad_word_ids(sampling.bad_words)
-        thinking = self._codec.thinking(record.job, record.last_marker)
-        rules = self._codec.rules(sampling, thinking, record.job.template)
-        sequence = Sequence(record.job_id, prompt_ids, sampling, target.vocab_size, target.device, bad_word_ids, rules)
+        sequence, thinking = sequence_of(record, self._codec, target)
         cache = self.engine.new_cache(sequence.max_length)
         if distance := rewind_distance(sequence):
             cache.retain(-distance)  # must precede loading, so that a loop's rewind finds its positions

@@ -262,7 +262,7 @@ TAKEOVER = run_option(
     "--takeover",
     "may_take_over",
     is_flag=True,
-    help="Take the run over from a driver that has long been silent.",
+    help="Take the run over from a long silent driver.",
 )
 
 launch_options = all_of(TAKEOVER, *WORKERS, *LIMITS, *CHECKPOINTS, *OUTPUT)

@@ -47,6 +47,7 @@ RUN_JSON = """{
   "loop_guard": null,
   "thinking_end": null,
   "logprobs_mode": "raw_logprobs",
+  "sampling_defaults": "openai",
   "thinking_markers": null,
   "clock": "2026-11-28T10:00:00+01:00",
   "reads_clock": false,
@@ -111,6 +112,13 @@ def test_the_files_of_a_run_are_what_they_were_to_the_byte(tmp_path: Path) -> No
     assert run.store.read("run.json") == RUN_JSON.encode()
     assert run.store.read("progress.json") == PROGRESS_JSON.encode()
     assert Run.open(run.store.uri).manifest == MANIFEST
+
+
+def test_a_run_that_names_no_sampling_defaults_keeps_openai_s(tmp_path: Path) -> None:
+    run = Run.planned(str(tmp_path / "run"), MANIFEST.model_copy(update={"sampling_defaults": "model"})).made()
+    assert Run.open(run.store.uri).manifest.sampling_defaults == "model"
+    run.store.write("run.json", RUN_JSON.replace('  "sampling_defaults": "openai",\n', "").encode())
+    assert Run.open(run.store.uri).manifest.sampling_defaults == "openai"
 
 
 def test_a_damaged_field_of_the_manifest_is_named(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 import swiftbatch
-from swiftbatch.scheduler.api.submit import SubmitOptions, arguments_of, keywords
+from swiftbatch.scheduler.api.python_submit import SubmitOptions, arguments_of, keywords
 from tests.scheduler.commands.command_parts import refusal
 
 

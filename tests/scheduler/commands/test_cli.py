@@ -18,9 +18,22 @@ pytestmark = pytest.mark.ray
 
 def test_all_commands_are_there() -> None:
     names = {" ".join(path[1:]) for path, command in COMMANDS.items() if not isinstance(command, click.Group)}
-    runs = {"submit", "nightly", "serve", "status", "tail", "results", "report", "resume", "extend", "cancel", "prune"}
+    runs = {
+        "submit",
+        "nightly",
+        "serve",
+        "status",
+        "tail",
+        "results",
+        "report",
+        "resume",
+        "extend",
+        "fork",
+        "cancel",
+        "prune",
+    }
     trainings = {"train all", "train target", "train tokenswift", "train draft", "train griffin", "train mtp"}
-    assert names == runs | trainings | {"bench decode", "inspect", "quantize", "doctor", "chaos"}
+    assert names == runs | trainings | {"bench decode", "inspect", "quantize", "doctor", "chaos", "verify", "score"}
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
@@ -37,11 +50,11 @@ def test_every_command_has_help_with_an_example(path: tuple[str, ...]) -> None:
     command.make_parser(click.Context(command)).parse_args(words[len(path) :])  # its options exist
 
 
-@pytest.mark.parametrize("command", ["submit", "nightly", "serve", "resume", "extend"])
+@pytest.mark.parametrize("command", ["submit", "nightly", "serve", "resume", "extend", "fork"])
 def test_help_is_a_screen_and_a_half_with_each_option_on_a_line_under_a_heading(command: str) -> None:
     width = 100 - 2  # click's width on a terminal of 100 columns
     lines = CliRunner().invoke(main, [command, "--help"], terminal_width=width).output.splitlines()
-    assert len(lines) <= 80
+    assert len(lines) <= 84
     options = COMMANDS["swiftbatch", command].params
     shown = [line for line in lines if line.startswith(("  -", "      "))]
     assert sum(line.startswith("  -") for line in shown) == 1 + sum(isinstance(o, click.Option) for o in options)

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
+from swiftbatch.jobs.run import shards
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.shards import DATA, Shards
 from swiftbatch.jobs.storage.store import Store, StoreError
@@ -171,18 +172,21 @@ def test_plans_of_overtaken_drivers_do_not_count_in_whatever_order_they_come(tmp
     a, b0, b1, *others = run.jobs()
     finish(run, b0, b1)
     first, second = (shards_of(run, epoch, lambda: (_ for _ in ()).throw(RunTakenError("taken"))) for epoch in (1, 2))
-    write, before = second._plans.write, dict[str, bytes]()
+    write, before = shards.write_plan, dict[str, bytes]()
 
-    def write_late(*planned: Any) -> None:
+    def write_late(store: Store, epoch: int, *planned: Any) -> None:
+        if epoch != 2:
+            write(store, epoch, *planned)
+            return
         finish(run, a)
         with pytest.raises(RunTakenError):
             first.catch_up(is_end=False)
         shards_of(run, 3).catch_up(is_end=False)
         before.update(files(run.store))
-        write(*planned)
+        write(store, epoch, *planned)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(second._plans, "write", write_late)
+        patch.setattr(shards, "write_plan", write_late)
         with pytest.raises(RunTakenError):
             second.catch_up(is_end=False)
     names = ["00000-0001.json", "00000-0002.json", "00000-0003.json", "00001-0003.json"]

@@ -19,7 +19,7 @@ from swiftbatch.jobs.checkpoints.token_log import TokenLog
 from swiftbatch.jobs.run.output_line import tokens_sha256
 from swiftbatch.jobs.run.result_files import ResultSegment
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.scheduler.runs.verification import SPAN, Verification, chosen_jobs, verify_run
+from swiftbatch.scheduler.runs.verification import SPAN, VerificationReport, chosen_jobs, verify_run
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.scheduler.commands.command_parts import invoke, refusal
@@ -29,7 +29,7 @@ from tests.worker.session.session_parts import LOOPS_OF_80, record
 LONG = 700  # tokens: three spans
 
 
-def _verified(run: Run, *custom_ids: str, **options: Any) -> Verification:
+def _verified(run: Run, *custom_ids: str, **options: Any) -> VerificationReport:
     return verify_run(run, 1.0, 0, custom_ids, **options)
 
 
@@ -129,7 +129,7 @@ def test_one_changed_weight_is_found(tmp_path: Path, tiny_model: Path) -> None:
 def test_another_seed_is_found(tmp_path: Path, tiny_model: Path) -> None:
     run = finished(tmp_path / "run", tiny_model, record("long", LONG))
     job = next(run.records())
-    other = Run.create_or_open(str(tmp_path / "other"), run.manifest)
+    other = Run.planned(str(tmp_path / "other"), run.manifest).made()
     sampling = job.job.sampling.model_copy(update={"seed": 4})
     other.add_jobs([replace(job, job=job.job.model_copy(update={"sampling": sampling}))])
     for folder in ("results", "tokens"):

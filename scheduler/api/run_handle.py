@@ -15,7 +15,7 @@ import numpy as np
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.run.output import joined, write_table
-from swiftbatch.jobs.run.run import Run as RunFolder
+from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.run_lease import current_progress, liveness
 from swiftbatch.scheduler.runs.cancellation import cancel_jobs
 
@@ -35,21 +35,21 @@ POLL_SECONDS = 0.5
 REST = 10  # times as long as the last look took, so that a million jobs do not keep a core busy
 
 
-class Run:
+class RunHandle:
     """A run in its folder, and the process that works on it if this program started one.
 
     Methods raise UserError: one line with what was wrong, where, and what to do next.
     """
 
-    def __init__(self, folder: RunFolder, process: RunProcess | None = None) -> None:
-        """Programs call `submit` or `Run.open`."""
+    def __init__(self, folder: Run, process: RunProcess | None = None) -> None:
+        """Programs call `submit` or `swiftbatch.Run.open`."""
         self._folder = folder
         self._process = process
 
     @classmethod
     def open(cls, uri: Path) -> Self:
         """Open the run of a folder, whoever works on it."""
-        return cls(RunFolder.open(os.fspath(uri)))
+        return cls(Run.open(os.fspath(uri)))
 
     def __repr__(self) -> str:
         progress = self.progress()
@@ -169,7 +169,7 @@ def _bar() -> Iterator[Any]:
 
     with tqdm(unit=" tokens", unit_scale=True) as bar:
 
-        def show(run: Run) -> None:
+        def show(run: RunHandle) -> None:
             progress = run.progress()
             bar.total = progress.num_generated_tokens + progress.num_tokens_left
             bar.set_postfix_str(", ".join(f"{count} {state}" for state, count in progress.jobs.items() if count))

@@ -14,7 +14,7 @@ import click
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.input.job_files import run_folder_beside
 from swiftbatch.jobs.job import JobUrl
-from swiftbatch.jobs.run.run import Run as RunFolder
+from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import (
     AttentionName,
     Device,
@@ -26,7 +26,7 @@ from swiftbatch.jobs.run.run_records import (
     SamplingDefaults,
 )
 from swiftbatch.jobs.sampling_params import LoopAction, ThinkingEnd
-from swiftbatch.scheduler.api.run import Path, Run
+from swiftbatch.scheduler.api.run_handle import Path, RunHandle
 from swiftbatch.scheduler.api.run_process import RunProcess
 from swiftbatch.worker.config import CheckpointKind
 
@@ -84,7 +84,7 @@ class SubmitOptions(TypedDict, total=False):
 Jobs = Path | Sequence[Path] | Iterable[Mapping[str, Any]]
 
 
-def submit(jobs: Jobs, run: Path | None = None, **options: Unpack[SubmitOptions]) -> Run:
+def submit(jobs: Jobs, run: Path | None = None, **options: Unpack[SubmitOptions]) -> RunHandle:
     """Start a run of jobs in a process of its own, and return it while it works.
 
     `jobs` are a file, several files, dicts of a list or generator, or a table of pandas, Arrow, polars or DuckDB with a
@@ -104,7 +104,7 @@ def submit(jobs: Jobs, run: Path | None = None, **options: Unpack[SubmitOptions]
     return _started(["-"], _needed(run), arguments, _lines(jobs))
 
 
-async def submit_async(jobs: Jobs, run: Path | None = None, **options: Unpack[SubmitOptions]) -> Run:
+async def submit_async(jobs: Jobs, run: Path | None = None, **options: Unpack[SubmitOptions]) -> RunHandle:
     """Do what `submit` does, without blocking the event loop."""
     return await asyncio.to_thread(submit, jobs, run, **options)
 
@@ -115,9 +115,11 @@ def _needed(run: Path | None) -> str:
     return os.fspath(run)
 
 
-def _started(files: Sequence[str], run: str, arguments: Sequence[str], lines: Iterable[bytes] | None = None) -> Run:
+def _started(
+    files: Sequence[str], run: str, arguments: Sequence[str], lines: Iterable[bytes] | None = None
+) -> RunHandle:
     process = RunProcess([*arguments, f"--run={run}", "--json", "--", *files], lines)
-    return Run(RunFolder.open(run), process)
+    return RunHandle(Run.open(run), process)
 
 
 def _lines(jobs: Iterable[Any]) -> Iterator[bytes]:
