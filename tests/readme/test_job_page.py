@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 from swiftbatch.jobs.input.request_fields import NOT_SUPPORTED, WITHOUT_EFFECT, ChatFields, LineFields
 from swiftbatch.scheduler.display.events import FieldsWithoutEffect
+from swiftbatch.worker.text.tool_calls import FORMS
 from tests.jobs.input.job_lines import read_lines
 from tests.readme.command_lines import blocks, page, section, spans
 from tests.scheduler.commands.submit_parts import submit_file
@@ -16,8 +18,31 @@ EXAMPLES = [line for line in (*"\n".join(blocks(PAGE)).splitlines(), *spans(PAGE
 OTHERS = section(PAGE, "Fields of other programs")
 
 
+WITH_TOOLS = [line for line in EXAMPLES if json.loads(line).get("tools")]  # the embedded model reads none
+READS_TOOLS = (
+    "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
+    "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+)
+
+
+def test_every_example_with_tools_becomes_a_job(tmp_path: Path, tiny_model: Path) -> None:
+    model, path = Path(shutil.copytree(tiny_model, tmp_path / "model")), tmp_path / "jobs.jsonl"
+    (model / "chat_template.jinja").write_text(READS_TOOLS)
+    path.write_text("".join(f"{line}\n" for line in WITH_TOOLS))
+    submission = submit_file(str(path), str(tmp_path / "run"), max_tokens=100, model=str(model))
+    assert submission.rejects == []
+    assert len(submission.jobs) == len(WITH_TOOLS) > 1
+
+
+def test_every_family_of_calls_is_named() -> None:
+    rows = [line.split(" | ") for line in section(PAGE, "Tools").splitlines() if line.startswith("| ")]
+    said = {cells[0].removeprefix("| "): cells[-1].removesuffix(" |") for cells in rows}
+    assert {form.family: "no" if form.written is None else "yes" for form in FORMS}.items() <= said.items()
+
+
 def test_every_example_becomes_a_job(tmp_path: Path) -> None:
-    lines = [json.loads(line) | {"custom_id": str(number)} for number, line in enumerate(EXAMPLES)]
+    examples = [line for line in EXAMPLES if line not in WITH_TOOLS]
+    lines = [json.loads(line) | {"custom_id": str(number)} for number, line in enumerate(examples)]
     path = tmp_path / "jobs.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     markers = ("<think>", "</think>")  # the embedded model has none

@@ -165,3 +165,26 @@ def test_a_model_that_thinks_does_so_between_its_own_tokens(codec: TextCodec, fo
 
 def test_inspect_says_that_there_are_chats(folder: Path) -> None:
     assert inspect_model(str(folder)).has_chat_template
+
+
+TOOLS = ({"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}},)
+CALLED = Message.model_validate(
+    {"role": "assistant", "tool_calls": [{"id": "abcdefghi", "function": {"name": "f", "arguments": {"b": 1, "a": 2}}}]}
+)
+
+
+def test_tools_and_calls_are_written_by_the_library_and_its_calls_are_read(codec: TextCodec) -> None:
+    answer = Message(role="tool", content="42", tool_call_id="abcdefghi")
+    options = TemplateOptions(tools=TOOLS)
+    found = codec.chat._tokenizer.decode(codec.encode_one(Chat([USER, CALLED, answer], options)).token_ids)
+    assert '[AVAILABLE_TOOLS][{"type": "function", "function": {"name": "f"' in found
+    assert '{"b": 1, "a": 2}' in found
+    assert "42" in found
+    assert codec.call_form is not None
+    assert codec.call_form.family == "Mistral, until 2024"
+    [mark] = codec.encode("[TOOL_CALLS]", add_special_tokens=False)
+    tokens = [mark, *codec.encode("[the", add_special_tokens=False)]
+    assert codec.marked_text.decode(tokens) == "[TOOL_CALLS][the"
+    assert codec.decode(tokens) == "[the"
+    with pytest.raises(ValueError, match="tokenizer is not supported"):
+        codec.rules(SamplingParams(max_tokens=5, seed=1), None, options.model_copy(update={"must_call": True}))
