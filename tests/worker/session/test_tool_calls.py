@@ -48,10 +48,11 @@ def model(tmp_path: Path, tiny_model: Path) -> Path:
     return folder
 
 
-def chat(custom_id: str = "fox", num_tokens: int = 400, /, think: str = "", **choice: Any) -> JobRecord:
+def chat(custom_id: str = "fox", think: str = "", thinking_token_budget: int | None = None, **choice: Any) -> JobRecord:
     options = TemplateOptions(tools=TOOLS, kwargs={"think": think}, **choice)
     said = {"url": "/v1/chat/completions", "prompt": None, "messages": (Message(role="user", content=custom_id),)}
-    return record(custom_id, num_tokens, {"ignore_eos": False}, template=options, **said)
+    drawn = {"ignore_eos": False, "thinking_token_budget": thinking_token_budget}
+    return record(custom_id, 400, drawn, template=options, **said)
 
 
 def done(folder: Path, model: Path, job: JobRecord, **changes: Any) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def done(folder: Path, model: Path, job: JobRecord, **changes: Any) -> dict[str,
     return body(run, job)
 
 
-def checked(choice: dict[str, Any], names: tuple[str, ...], job: JobRecord) -> list[dict[str, Any]]:
+def checked(choice: dict[str, Any], *names: str) -> list[dict[str, Any]]:
     message = choice["message"]
     assert (choice["finish_reason"], message["content"]) == ("tool_calls", None)
     for call in message["tool_calls"]:
@@ -75,28 +76,27 @@ def checked(choice: dict[str, Any], names: tuple[str, ...], job: JobRecord) -> l
 def test_required_calls_are_whole_and_the_same_by_every_engine(tmp_path: Path, model: Path, engine: str) -> None:
     one = chat(must_call=True, function="traffic")
     found = done(tmp_path / "run", model, one, engine=engine)["choices"][0]
-    assert len(checked(found, ("traffic",), one)) == 1
+    assert len(checked(found, "traffic")) == 1
     assert list(found["message"]) == ["role", "content", "tool_calls"]
     plain = done(tmp_path / "plain", model, one, engine="autoregressive")["choices"][0]
     assert (found["message"], found["token_ids_sha256"]) == (plain["message"], plain["token_ids_sha256"])
 
 
 def test_calls_come_behind_a_thought_in_which_none_counts(tmp_path: Path, model: Path) -> None:
-    job = chat(must_call=True, function="weather", think=MARKERS[0])
-    sampling = job.job.sampling.model_copy(update={"thinking_token_budget": 30})
-    job = record(
-        "fox",
-        400,
-        sampling.model_dump(exclude={"max_tokens"}),
-        **job.job.model_dump(include={"url"})
-        | {"prompt": None, "messages": job.job.messages, "template": job.job.template},
-    )
+    job = chat(must_call=True, function="weather", think=MARKERS[0], thinking_token_budget=30)
     found = done(tmp_path / "run", model, job, engine="token-recycling", thinking_markers=MARKERS)
     assert found["usage"]["completion_tokens_details"] == {"reasoning_tokens": 30}
     choice = found["choices"][0]
-    assert len(checked(choice, ("weather",), job)) == 1
+    assert len(checked(choice, "weather")) == 1
     assert list(choice["message"]) == ["role", "reasoning_content", "content", "tool_calls"]
     assert "<tool_call>" not in choice["message"]["reasoning_content"]
+
+
+def test_a_model_that_may_think_calls_at_once_or_behind_its_thought(tmp_path: Path, model: Path) -> None:
+    for name in ("fox", "dog", "cat"):  # some open a thought, some do not
+        job = chat(name, must_call=True, function="weather", thinking_token_budget=0)
+        found = done(tmp_path / name, model, job, engine="suffix", thinking_markers=MARKERS)
+        assert len(checked(found["choices"][0], "weather")) == 1
 
 
 def test_calls_are_the_same_after_a_kill_in_their_midst(tmp_path: Path, model: Path) -> None:
@@ -109,21 +109,21 @@ def test_calls_are_the_same_after_a_kill_in_their_midst(tmp_path: Path, model: P
     to_the_end(session(run, model, engine="suffix"), claimed(run, job))
     found = body(run, job)["choices"]
     assert found == undisturbed
-    assert checked(found[0], ("weather", "traffic"), job)
+    assert checked(found[0], "weather", "traffic")
 
 
 def test_a_text_that_need_not_call_is_free(tmp_path: Path, model: Path) -> None:
-    [choice] = done(tmp_path / "run", model, chat("fox", 40))["choices"]
+    [choice] = done(tmp_path / "run", model, chat())["choices"]
     assert list(choice["message"]) == ["role", "content"]
     assert choice["finish_reason"] in ("stop", "length")
 
 
 def test_verification_reads_calls_again(tmp_path: Path, model: Path) -> None:
-    jobs = [chat("a", must_call=True, function="weather"), chat("b", 30)]
+    jobs = [chat("a", must_call=True, function="weather"), chat("b")]
     run = finished(tmp_path / "run", model, *jobs)
     found = verify_run(run, 1.0, 0)
     assert (found.verdict, found.findings, found.num_jobs) == ("exact", (), 2)
-    assert checked(body(run, jobs[0])["choices"][0], ("weather",), jobs[0])
+    assert checked(body(run, jobs[0])["choices"][0], "weather")
 
 
 def test_a_changed_call_is_found(tmp_path: Path, model: Path) -> None:
