@@ -37,11 +37,11 @@ class Reasoning:
 
 @dataclass(frozen=True)
 class ToolCalls:
-    """ToolCalls of tools in OpenAI's form, the rest of the answer, and a thought that stands beside them."""
+    """Calls of tools in OpenAI's form, the rest of the answer, and a thought that has no markers of thinking."""
 
     tool_calls: list[dict[str, Any]]
     content: str | None
-    thought: str = ""
+    thought: str | None = None
 
 
 def success_line(
@@ -96,15 +96,11 @@ CALLED = "tool_calls"  # finish reason of a text with calls, in place of "stop"
 
 def message_of(text: str, reasoning: Reasoning | None, calls: ToolCalls | None = None) -> dict[str, Any]:
     """Return a chat's answer."""
-    thought = reasoning.text if reasoning is not None else calls.thought if calls is not None else ""
-    has_thought = reasoning is not None or bool(thought)
-    content = calls.content if calls is not None else text if reasoning is None else reasoning.content
-    return {
-        "role": "assistant",
-        **({"reasoning_content": thought} if has_thought else {}),
-        "content": content,
-        **({} if calls is None else {"tool_calls": calls.tool_calls}),
-    }
+    thought, content = (None, text) if reasoning is None else (reasoning.text, reasoning.content)
+    if calls is not None:
+        thought, content = calls.thought if thought is None else thought, calls.content
+    message = {"role": "assistant", **({} if thought is None else {"reasoning_content": thought}), "content": content}
+    return message if calls is None else message | {"tool_calls": calls.tool_calls}
 
 
 def shown_text(choice: Mapping[str, Any]) -> str:
@@ -148,6 +144,12 @@ class _Message(_Part):
     content: str | None
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
+
+    @model_validator(mode="after")
+    def _has_text_or_calls(self) -> Self:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("found a message without text and calls")
+        return self
 
 
 class _Choice(_Part):

@@ -278,7 +278,8 @@ class TextCodec:
         if template is None or not template.tools:
             return None
         if self.call_form is None:
-            raise ConstraintError("field 'tools': the form of this model's calls is unknown; expected no such field")
+            expected = "expected a model of a family in docs/jobs.md#tools, or no such field"
+            raise ConstraintError(f"field 'tools': the form of this model's calls is unknown; {expected}")
         if not template.must_call:
             return None
         return rule_of_calls(self.call_form, template, self._tokenizer, self._grammars)

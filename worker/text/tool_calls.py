@@ -137,10 +137,10 @@ def calls_in(form: CallForm, text: str, tools: Tools, job_id: str) -> ToolCalls 
     if not pieces:
         return None
     bounds = zip([0, *(piece.end for piece in pieces)], [*(piece.start for piece in pieces), len(text)], strict=True)
-    rest, thought = "".join(text[start:end] for start, end in bounds), ""
+    rest, thought = "".join(text[start:end] for start, end in bounds), None
     if form.has_channels:
         said = CHANNEL.findall(rest)
-        thought = "\n".join(body for channel, body in said if channel == "analysis")
+        thought = "\n".join(body for channel, body in said if channel == "analysis") or None
         rest = "\n".join(body for channel, body in said if channel != "analysis")
     for mark in form.around:
         rest = rest.replace(mark, "")
@@ -190,7 +190,7 @@ def grammar_of(written: Written, tools: Tools, tokens: Mapping[str, int], *, is_
 
 def _parameters_of(tool: dict[str, Any]) -> Structure:
     """Return the structure of a call's arguments."""
-    schema = {"type": "object", **(tool["function"].get("parameters") or {"additionalProperties": False})}
+    schema = {**(tool["function"].get("parameters") or {"additionalProperties": False}), "type": "object"}
     return Structure.model_construct(kind="json", text=json.dumps(schema))
 
 
