@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from swiftbatch.jobs.run.run_records import SamplingDefaults
 from swiftbatch.scheduler.commands.exit_codes import SOME_FAILED
-from swiftbatch.scheduler.commands.options.option_types import ANY_WHOLE_NUMBER, filled
+from swiftbatch.scheduler.commands.options.option_types import ANY_WHOLE_NUMBER, DTYPES, KV_DTYPES, WholeNumber, filled
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+    from swiftbatch.jobs.run.run import Run
     from swiftbatch.scheduler.runs.verification import Mismatch, VerificationReport
 
 MOST_SHOWN = 10  # findings on the terminal; the report has all
@@ -47,11 +53,17 @@ def _key(_context: click.Context, _parameter: click.Parameter, path: Path | None
 
 
 @click.command()
-@click.argument("run_uri", metavar="RUN")
+@click.argument("run_uri", metavar="RUN|FILE")
 @click.argument("custom_ids", metavar="[JOB]...", nargs=-1)
 @click.option("--sample", "fraction", default="1%", callback=_fraction, metavar="PERCENT", help="Part of the tokens.")
-@click.option("--seed", type=ANY_WHOLE_NUMBER, default=0, help="Chooses the sample.")
+@click.option("--sample-seed", "seed", type=ANY_WHOLE_NUMBER, default=0, help="Chooses the sample.")
 @click.option("--model", callback=filled, help="Draw with this model. [default: the run's]")
+@click.option("--jobs", multiple=True, metavar="FILE", help="Of an output FILE: the job file. Repeatable.")
+@click.option("--dtype", type=DTYPES, help="Of an output FILE: as for `submit`, like the next.")
+@click.option("--kv-dtype", type=KV_DTYPES)
+@click.option("--seed", "run_seed", type=ANY_WHOLE_NUMBER)
+@click.option("--max-tokens", type=WholeNumber(1))
+@click.option("--sampling-defaults", type=click.Choice(get_args(SamplingDefaults)))
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="File for the report.")
 @click.option(
     "--sign",
@@ -62,7 +74,15 @@ def _key(_context: click.Context, _parameter: click.Parameter, path: Path | None
     help="Sign the report with this Ed25519 key (PEM), into FILE.sig.",
 )
 def verify(
-    run_uri: str, custom_ids: tuple[str, ...], json_path: Path | None, key: Ed25519PrivateKey | None, **options: Any
+    run_uri: str,
+    custom_ids: tuple[str, ...],
+    fraction: float,
+    seed: int,
+    model: str | None,
+    json_path: Path | None,
+    key: Ed25519PrivateKey | None,
+    jobs: tuple[str, ...],
+    **said: Any,
 ) -> None:
     """Draw a sample of a run's tokens again on this machine, and compare each with the result.
 
@@ -70,16 +90,26 @@ def verify(
     a span are read, which takes a fraction of the time that it took to draw them. The exit code is 1 if a result is
     not what the model draws. On other hardware than the run's, near ties may differ: `exact up to ties`.
 
+    Without its run, an output FILE is verified with the jobs that it answers, and the options of their `submit`.
+
     \b
     Example:
       swiftbatch verify my-run --sample 5% --json report.json
+      swiftbatch verify answers.jsonl --jobs jobs.jsonl --model Qwen/Qwen3-0.6B
     """
-    from swiftbatch.jobs.run.run import Run
     from swiftbatch.scheduler.runs.verification import verify_run
 
     if key is not None and json_path is None:
         raise click.UsageError("--sign: expected --json with it, the file to sign")
-    found = verify_run(Run.open(run_uri), custom_ids=custom_ids, **options)
+    settings = {"seed" if name == "run_seed" else name: value for name, value in said.items() if value is not None}
+    if jobs and model is None:
+        raise click.UsageError("--jobs: expected --model with it, which their run had")
+    if settings and not jobs:
+        raise click.UsageError(
+            f"--{next(iter(settings)).replace('_', '-')}: expected --jobs with it; a run has its own"
+        )
+    with _run(run_uri, jobs, {"model": model, **settings}) as run:
+        found = verify_run(run, fraction, seed, custom_ids, None if jobs else model)
     if json_path is not None:
         _write(json_path, found.model_dump_json(indent=2).encode() + b"\n", key)
     for finding in found.findings[:MOST_SHOWN]:
@@ -89,6 +119,21 @@ def verify(
     click.echo(_summary(found))
     if found.verdict == "differs":
         click.get_current_context().exit(SOME_FAILED)
+
+
+@contextlib.contextmanager
+def _run(place: str, jobs: tuple[str, ...], said: dict[str, Any]) -> Iterator[Run]:
+    """Open a run, or make one of an output file and its jobs for a while."""
+    from swiftbatch.jobs.run.run import Run
+
+    if not jobs:
+        yield Run.open(place)
+        return
+    from swiftbatch.scheduler.runs.output_import import imported_run
+    from swiftbatch.scheduler.runs.run_settings import Settings
+
+    with tempfile.TemporaryDirectory() as folder:
+        yield imported_run(place, jobs, f"{folder}/run", Settings(said))
 
 
 def _write(path: Path, report: bytes, key: Ed25519PrivateKey | None) -> None:
@@ -102,12 +147,15 @@ def _write(path: Path, report: bytes, key: Ed25519PrivateKey | None) -> None:
 
 
 def _summary(found: VerificationReport) -> str:
-    differing = {(each.custom_id, each.choice) for each in found.findings}
-    place = f"{found.num_tokens:,} tokens of {found.num_spans:,} spans in {found.num_jobs:,} jobs"
+    from swiftbatch.scheduler.display.progress_line import counted
+
+    spans, jobs = counted(found.num_spans, "span"), counted(found.num_jobs, "job")
+    place = f"{found.num_tokens:,} tokens of {spans} in {jobs}"
+    differing = len({(each.custom_id, each.choice) for each in found.findings})
     if not differing:
         return f"exact: {place} are what this model draws"
     return (
-        f"{found.verdict}: of {place}, {len(found.findings):,} in {len(differing):,} jobs are not what this model draws"
+        f"{found.verdict}: {counted(len(found.findings), 'difference')} in {counted(differing, 'job')}, among {place}"
     )
 
 

@@ -22,9 +22,10 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.runs.verification import SPAN, VerificationReport, chosen_jobs, verify_run
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
-from tests.scheduler.commands.command_parts import invoke, refusal
+from tests.scheduler.commands.command_parts import invoke, refusal, write_jobs
+from tests.scheduler.commands.submit_parts import submit_file
 from tests.scheduler.runs.verification_parts import finished
-from tests.worker.session.session_parts import LOOPS_OF_80, record
+from tests.worker.session.session_parts import LOOPS_OF_80, claimed, record, session, to_the_end
 
 LONG = 700  # tokens: three spans
 
@@ -153,7 +154,7 @@ def test_the_command_says_what_it_found(tmp_path: Path, tiny_model: Path) -> Non
     run, report = finished(tmp_path / "run", tiny_model, record("long", LONG)), tmp_path / "report.json"
     done = invoke("verify", run.store.uri, "--json", str(report))
     assert done.exit_code == 0
-    assert done.output == f"exact: {LONG} tokens of 3 spans in 1 jobs are what this model draws\n"
+    assert done.output == f"exact: {LONG} tokens of 3 spans in 1 job are what this model draws\n"
     assert json.loads(report.read_text())["verdict"] == "exact"
     assert "expected a part of the run's tokens" in refusal("verify", run.store.uri, "--sample", "3")
     assert "no job 'absent'" in refusal("verify", run.store.uri, "absent")
@@ -183,4 +184,41 @@ def test_the_command_names_the_first_differing_token(tmp_path: Path, tiny_model:
     done = invoke("verify", _forged(tmp_path / "run", tiny_model, _change_token).store.uri, "long")
     assert done.exit_code == 1
     assert "job long: token 501 is " in done.output
-    assert f"differs: of {LONG} tokens of 3 spans in 1 jobs, " in done.output
+    assert f" in 1 job, among {LONG} tokens of 3 spans in 1 job" in done.output
+
+
+def _output_and_jobs(folder: Path, model: Path) -> tuple[Path, list[str]]:
+    """Return an output file, and the arguments that verify it."""
+    lines = [
+        {"custom_id": "long", "prompt": "the quick", "max_tokens": LONG, "seed": 3, "ignore_eos": True},
+        {"custom_id": "two", "prompt": "the brown", "max_tokens": 40, "n": 2},
+    ]
+    jobs = write_jobs(folder / "jobs.jsonl", *lines)
+    options = {"dtype": "float32", "num_threads": 1, "seed": 5}
+    run = submit_file(jobs, str(folder / "run"), model=str(model), **options).run
+    to_the_end(session(run, model, checkpoint_seconds=600.0), *(claimed(run, job) for job in run.jobs()))
+    Run.open(run.store.uri).write_output()
+    output = folder / "run" / "output.jsonl"
+    return output, ["verify", str(output), "--jobs", jobs, "--model", str(model), "--dtype", "float32", "--seed", "5"]
+
+
+def test_an_output_file_is_verified_without_its_run(tmp_path: Path, tiny_model: Path) -> None:
+    output, arguments = _output_and_jobs(tmp_path, tiny_model)
+    shutil.rmtree(output.parent / "results")
+    done = invoke(*arguments)
+    assert (done.exit_code, done.output) == (0, "exact: 780 tokens of 5 spans in 3 jobs are what this model draws\n")
+    assert invoke(*arguments[:-1], "6").exit_code == 1  # another seed for the line without one
+
+
+def test_an_output_file_that_was_changed_is_found(tmp_path: Path, tiny_model: Path) -> None:
+    output, arguments = _output_and_jobs(tmp_path, tiny_model)
+    first, *rest = output.read_text().splitlines()
+    line = json.loads(first)
+    line["response"]["body"]["choices"][0]["text"] += " more"
+    output.write_text("\n".join([json.dumps(line), *rest]) + "\n")
+    done = invoke(*arguments)
+    assert done.exit_code == 1
+    assert "job long: " in done.output
+    assert "is no result of swiftbatch" in refusal(*arguments[:1], arguments[3], *arguments[2:])
+    assert "expected --model with it" in refusal(*arguments[:4])
+    assert "--seed: expected --jobs with it" in refusal("verify", str(output.parent), "--seed", "5")
