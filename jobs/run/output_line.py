@@ -96,11 +96,12 @@ CALLED = "tool_calls"  # finish reason of a text with calls, in place of "stop"
 
 def message_of(text: str, reasoning: Reasoning | None, calls: ToolCalls | None = None) -> dict[str, Any]:
     """Return a chat's answer."""
-    thought, content = (None, text) if reasoning is None else (reasoning.text, reasoning.content)
+    thought = None if reasoning is None else reasoning.text
+    message: dict[str, Any] = {"role": "assistant", "content": text if reasoning is None else reasoning.content}
     if calls is not None:
-        thought, content = calls.thought if thought is None else thought, calls.content
-    message = {"role": "assistant", **({} if thought is None else {"reasoning_content": thought}), "content": content}
-    return message if calls is None else message | {"tool_calls": calls.tool_calls}
+        thought = calls.thought if thought is None else thought
+        message |= {"content": calls.content, "tool_calls": calls.tool_calls}
+    return message if thought is None else {"role": "assistant", "reasoning_content": thought, **message}
 
 
 def shown_text(choice: Mapping[str, Any]) -> str:

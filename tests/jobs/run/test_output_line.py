@@ -6,10 +6,19 @@ import struct
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.json_records import dump_line
-from swiftbatch.jobs.run.output_line import Reasoning, error_line, success_line
+from swiftbatch.jobs.run.output_line import (
+    Reasoning,
+    ToolCalls,
+    error_line,
+    is_plain_result,
+    parse_line,
+    shown_text,
+    success_line,
+)
 from swiftbatch.jobs.sampling_params import SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=5, seed=1)
@@ -101,6 +110,38 @@ def test_what_was_thought_stands_beside_what_a_chat_says_and_in_the_text_of_a_co
         choices.append(body["choices"][0])
     assert choices[0]["message"] == {"role": "assistant", "reasoning_content": "hm", "content": "so"}
     assert choices[1]["text"] == "hm</think>so"
+
+
+CALLED = [{"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "expected"), [("stop", "tool_calls"), ("length", "length"), ("repetition", "repetition")]
+)
+def test_calls_stand_beside_what_a_chat_says(finish_reason: str, expected: str) -> None:
+    made = {"model": "m", "system_fingerprint": "fp", "token_ids": np.array([7], dtype=np.uint32), "metrics": {}}
+    record, calls = JobRecord("a-1", CHAT, 4, 3), ToolCalls(CALLED, None, "from a channel")
+    messages = []
+    for reasoning in (None, Reasoning("hm", "all of it", 1)):
+        line = success_line(record, "run-1", "text", finish_reason, reasoning=reasoning, calls=calls, **made)  # type: ignore[arg-type]
+        assert parse_line(dump_line(line), "a-1", "fp") == line
+        assert is_plain_result(dump_line(line).strip(), "a-1", "fp")
+        choice = line["response"]["body"]["choices"][0]
+        assert choice["finish_reason"] == expected
+        messages.append(choice["message"])
+        assert list(messages[-1]) == ["role", "reasoning_content", "content", "tool_calls"]
+    assert [each["reasoning_content"] for each in messages] == ["from a channel", "hm"]
+    assert [(each["content"], each["tool_calls"]) for each in messages] == [(None, CALLED)] * 2
+    del line["response"]["body"]["choices"][0]["message"]["tool_calls"]
+    with pytest.raises(ValueError, match="found a message without text and calls"):
+        parse_line(dump_line(line), "a-1", "fp")
+
+
+def test_a_choice_s_whole_text_has_its_calls() -> None:
+    function = CALLED[0]["function"]
+    message = {"reasoning_content": "hm", "content": None, "tool_calls": CALLED}
+    assert shown_text({"message": message}) == f"hm{json.dumps(function)}"
+    assert shown_text({"text": "so"}) == shown_text({"message": {"content": "so"}}) == "so"
 
 
 def test_a_metric_that_is_no_finite_number_is_null_and_does_not_lose_the_result() -> None:
