@@ -298,7 +298,7 @@ FORMS: tuple[CallForm, ...] = (  # the first whose sign a template has
     ),
     JsonForm(
         "Llama 3",
-        re.compile(r'<\|python_tag\|>|"parameters": '),
+        re.compile(r'<\|python_tag\|>|{"name": function name, "parameters"'),
         ("<|python_tag|>",),
         re.compile(r"(?:\A|;)\s*(?:<\|python_tag\|>)?\s*(?={)"),
         re.compile(r"\s*(?=;|\Z)"),

@@ -70,7 +70,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
         '{"name": "now", "arguments": {}}\n</tool_call>',
     ),
     "Llama 3": (
-        "<|python_tag|>",
+        'Respond in the format {"name": function name, "parameters": dictionary}',
         f'{{"name": "weather", "parameters": {ARGUMENTS}}}; {{"name": "now", "parameters": {{}}}}',
     ),
 }
@@ -195,8 +195,13 @@ def test_every_form_has_a_sample() -> None:
     assert [form.family for form in FORMS] == list(FAMILIES)
 
 
-def test_a_form_that_no_template_shows_is_unknown(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages }}")
+@pytest.mark.parametrize(
+    "template", ["{{ messages }}", '{"tool_name": the title, "parameters": a dict}', "<|tool_call|>"]
+)
+def test_a_form_that_no_template_shows_is_unknown(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", template)
     assert form_of(tokenizer) is None
 
 
