@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -103,11 +104,11 @@ class TaggedForm:
             if schema is None:
                 continue
             types = schema.get("properties") or {}
-            try:
-                values = {name: _value(said, types.get(name)) for name, said in self.argument.findall(found["body"])}
-                yield Piece(*found.span(), [_call(found["name"], values)])
-            except (ValueError, RecursionError):
-                continue
+            pairs = [(name.strip(), said) for name, said in self.argument.findall(found["body"])]
+            if not self.argument.sub("", found["body"]).strip():
+                arguments = {name: _value(said, types.get(name)) for name, said in pairs}
+                with suppress(ValueError, RecursionError):
+                    yield Piece(*found.span(), [_call(found["name"], arguments)])
 
 
 CallForm = JsonForm | TaggedForm
@@ -126,7 +127,7 @@ def _value(text: str, schema: object) -> Any:
         return text
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -219,13 +220,20 @@ DEEPSEEK = tuple(
 )
 CALLS, CALL, SEPARATOR, END_OF_CALL, END_OF_CALLS = DEEPSEEK
 NAME = r"(?P<name>[\w.-]+)"
+
+
+def up_to(tag: str) -> str:
+    """Return the pattern of a text without a tag; one that may cross tags takes hours for a text in circles."""
+    return rf"(?:(?!</?{tag}\b).)*"
+
+
 FORMS: tuple[CallForm, ...] = (  # the first whose sign a template has
     JsonForm(
         "gpt-oss",
         re.compile(r"<\|channel\|>commentary"),
         ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
         re.compile(
-            rf"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)?\s*to=functions\.{NAME}(?:<\|channel\|>\w+)?\s*"
+            rf"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)? ?to=functions\.{NAME}(?:<\|channel\|>\w+)?\s*"
             r"(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>\s*"
         ),
         re.compile(r"\s*(?:<\|call\|>|\Z)"),
@@ -235,15 +243,17 @@ FORMS: tuple[CallForm, ...] = (  # the first whose sign a template has
         "GLM",
         re.compile(r"<arg_key>"),
         ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-        re.compile(rf"<tool_call>\s*{NAME}\s*(?P<body>(?:<arg_key>.*?</arg_value>\s*)*)</tool_call>", re.DOTALL),
-        re.compile(r"<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL),
+        re.compile(rf"<tool_call>\s*{NAME}(?P<body>{up_to('tool_call')})</tool_call>", re.DOTALL),
+        re.compile(rf"<arg_key>([^<]*)</arg_key>\s*<arg_value>({up_to('arg_key')})</arg_value>", re.DOTALL),
     ),
     TaggedForm(
         "Qwen3-Coder",
         re.compile(r"<function="),
         ("<tool_call>", "</tool_call>"),
-        re.compile(rf"<tool_call>\s*<function={NAME}>(?P<body>.*?)</function>\s*</tool_call>", re.DOTALL),
-        re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL),
+        re.compile(
+            rf"<tool_call>\s*<function={NAME}>(?P<body>{up_to('tool_call')})</function>\s*</tool_call>", re.DOTALL
+        ),
+        re.compile(rf"<parameter=([^<>\n]+)>\n?({up_to('parameter')}?)\n?</parameter>", re.DOTALL),
     ),
     JsonForm(
         "DeepSeek-V3, R1",
