@@ -116,6 +116,7 @@ LATER_FIELDS = (
     "thinking_token_budget",
     "thinking_end",
     "stop_in_reasoning",
+    "return_token_ids",
 )
 
 WRITTEN_OTHERWISE = {"logit_bias", "repetition_detection", "structured_outputs"}  # JSON changes only these
@@ -171,9 +172,9 @@ class SamplingParams(Strict):
     repetitions; subtract `frequency_penalty` x output count and `presence_penalty`; then temperature, top-k, top-p,
     min-p, eta.
 
-    `logprobs` is the number of likeliest tokens to report. After `thinking_token_budget` tokens a thought is closed.
-    `thinking_end` "close" (not in vLLM) closes a thought where the text would end. Stop strings match in the answer, or
-    with `stop_in_reasoning` also in thoughts.
+    `logprobs` is the number of likeliest tokens to report; `return_token_ids` reports the tokens of prompt and output.
+    After `thinking_token_budget` tokens a thought is closed. `thinking_end` "close" (not in vLLM) closes a thought
+    where the text would end. Stop strings match in the answer, or with `stop_in_reasoning` also in thoughts.
     """
 
     max_tokens: int = Field(ge=1, le=MAX_COUNT)
@@ -200,6 +201,7 @@ class SamplingParams(Strict):
     thinking_token_budget: int | None = Field(default=None, ge=0, le=MAX_COUNT)
     thinking_end: ThinkingEnd | None = None
     stop_in_reasoning: bool = False
+    return_token_ids: bool = False
 
     @field_validator(
         *("max_tokens", "top_k", "penalty_window", "seed", "min_tokens", "logprobs", "thinking_token_budget"),
@@ -222,7 +224,8 @@ class SamplingParams(Strict):
         if value is None:
             return ()
         expected = f"a string, or a list of up to {MAX_STOP_STRINGS} strings"
-        return (value,) if isinstance(value, str) else list_of(expected)(value)
+        texts = (value,) if isinstance(value, str) else list_of(expected)(value)
+        return tuple(text for text in texts if text != "")  # programs send "" for none
 
     @field_validator("stop_token_ids")
     @classmethod

@@ -154,15 +154,32 @@ def parse_json(text: str) -> Any:
 
 def line_from_object(values: dict[str, Any], run_seed: int, defaults: Mapping[str, Any] = NO_DEFAULTS) -> JobLine:
     """Turn a parsed line into a `JobLine`; `defaults` are sampling fields that it may leave out. Raises `LineError`."""
+    _refuse_other_format(values)
     if any(values.get(name) is not None for name in ("method", "url", "body")):
         batch = _validated(BatchLine, values)
         if batch.url == COMPLETIONS:
             completion, idle = _request(CompletionBody, batch.body, COMPLETIONS, defaults, "body.")
-            return _job_line(batch.custom_id, completion, completion.prompt, None, idle, run_seed)
+            return _job_line(batch.custom_id, completion, completion.prompts, None, idle, run_seed)
         chat, idle = _request(ChatBody, batch.body, CHAT, defaults, "body.")
         return _job_line(batch.custom_id, chat, (), chat.messages, idle, run_seed)
     line, idle = _request(ShortLine, values, COMPLETIONS if values.get("messages") is None else CHAT, defaults)
-    return _job_line(line.custom_id, line, line.prompt or (), line.messages, idle, run_seed)
+    return _job_line(line.custom_id, line, line.prompts, line.messages, idle, run_seed)
+
+
+OTHER_FORMATS = {"params": "Anthropic's Message Batches", "request": "Gemini's Batch API"}
+
+
+def _refuse_other_format(values: dict[str, Any]) -> None:
+    """Raise `LineError` for a line of another batch API."""
+    for name, whose in OTHER_FORMATS.items():
+        if isinstance(values.get(name), dict) and not values.keys() & {
+            "prompt",
+            "prompt_token_ids",
+            "messages",
+            "body",
+        }:
+            expected = "expected one with url and body, as of OpenAI's Batch API, or with prompt or messages"
+            raise LineError(f"field '{name}': this is a line of {whose}, {expected}")
 
 
 def _request(
@@ -256,7 +273,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique_names)  # `loads` would ma
 
 MAX_CACHED_LINES = 1000  # a file may have one kind per line
 MAX_KEY_CHARACTERS = 4000  # length of a kind's key
-OWN_FIELDS = ("prompt", "messages", "max_tokens", "seed")
+OWN_FIELDS = ("prompt", "prompt_token_ids", "messages", "max_tokens", "seed")
 FIELDS_BOUND_TO_OWN = ("max_completion_tokens", "min_tokens")  # their validity depends on the line's `max_tokens`
 MESSAGES: TypeAdapter[tuple[Message, ...]] = TypeAdapter(Messages, config=ConfigDict(strict=True))
 
@@ -297,7 +314,9 @@ class ParsedLineCache:
         is_counted = type(max_tokens) is int and 0 < max_tokens <= MAX_COUNT
         if not is_named or not is_counted or type(seed) is not int or not MIN_SEED <= seed <= MAX_SEED:
             return None
-        if (prompt is None) == (messages is None) or (messages is None) != (first.messages is None):
+        if fields.get("prompt_token_ids") is not None or (prompt is None) == (messages is None):
+            return None
+        if (messages is None) != (first.messages is None):
             return None
         if messages is None and (not isinstance(prompt, str) or not prompt or not is_utf8(prompt)):
             return None

@@ -17,7 +17,7 @@ from swiftbatch.jobs.input.request_fields import BatchLine, ShortLine, is_of_oth
 from swiftbatch.jobs.json_records import shown
 
 FIELDS = tuple(dict.fromkeys(["custom_id", "prompt", "messages", *ShortLine.model_fields, *BatchLine.model_fields]))
-SHORT_TEXTS = {"prompt", "messages"}
+SHORT_TEXTS = {"prompt", "prompt_token_ids", "messages"}
 BATCH = {"method", "url", "body"}
 
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import from_json
 
 from swiftbatch.jobs.file_owner import Identity
-from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.job import JobRecord, unpacked
 from swiftbatch.jobs.json_records import NOT_TEXT, reasons
 
 if TYPE_CHECKING:
@@ -54,12 +54,16 @@ def success_line(
     """
     is_chat = record.job.messages is not None
     num_completion_tokens = len(token_ids)
+    asks_for_ids = record.job.sampling.return_token_ids
+    prompt_ids = {"prompt_token_ids": unpacked(record.prompt_token_ids)} if asks_for_ids else {}
     choice = {
         "index": record.job.choice_index,
         **({"message": _message(text, reasoning)} if is_chat else {"text": text}),
         **({} if logprobs is None else {"logprobs": logprobs}),
         "finish_reason": finish_reason,
         "token_ids_sha256": tokens_sha256(token_ids),
+        **({} if is_chat else prompt_ids),
+        **({"token_ids": token_ids.tolist()} if asks_for_ids else {}),
     }
     usage: dict[str, Any] = {
         "prompt_tokens": record.num_prompt_tokens,
@@ -75,6 +79,7 @@ def success_line(
         "model": model,
         "system_fingerprint": system_fingerprint,
         "choices": [choice],
+        **(prompt_ids if is_chat else {}),
         "usage": usage,
         "metrics": {name: _finite(value) for name, value in metrics.items()},
     }
@@ -109,6 +114,7 @@ def _finite(value: Any) -> Any:
 
 
 LINE_ID = "batch_req_"  # the job's id follows it
+TOKEN_COLUMNS = ("prompt_token_ids", "token_ids")
 
 
 class _Part(BaseModel):
@@ -125,6 +131,8 @@ class _Choice(_Part):
     text: str | None = None
     message: _Message | None = None
     logprobs: dict[str, Any] | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
 
     @model_validator(mode="after")
     def _has_text(self) -> Self:
@@ -141,6 +149,7 @@ class _Usage(_Part):
 
 class _Body(_Part):
     choices: list[_Choice] = Field(min_length=1)
+    prompt_token_ids: list[int] | None = None
     usage: _Usage
     metrics: dict[str, Any]
     created: int = 0
@@ -201,6 +210,12 @@ def texts_of(choice: dict[str, Any]) -> dict[str, str | None]:
         "finish_reason": plain(choice["finish_reason"]),
         "logprobs": None if logprobs is None else json.dumps(logprobs),
     }
+
+
+def token_ids_of(body: dict[str, Any], choice: dict[str, Any]) -> dict[str, list[int] | None]:
+    """Return the token ids of a choice and its prompt as columns, None unless the line asked for them."""
+    said = body | choice  # a chat has its prompt's in the body
+    return {name: said.get(name) for name in TOKEN_COLUMNS}
 
 
 def plain(text: str) -> str:

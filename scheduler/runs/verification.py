@@ -170,7 +170,9 @@ class Verifier:
         return (choice["message"].get("reasoning_content"), choice["message"]["content"]) == shown
 
     def known_tokens(self, record: JobRecord, choice: Line) -> NDArray[np.int64] | None:
-        """Return a result's tokens from its token log, or from its text if this is how the tokenizer splits it."""
+        """Return a result's tokens: its own, those of its token log, or of its text if the tokenizer splits it so."""
+        if (said := choice.get("token_ids")) is not None:
+            return np.asarray(said, np.int64)
         try:
             return self._logs.read(record.job_id).token_ids.astype(np.int64)
         except DamagedFileError:

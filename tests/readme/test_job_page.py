@@ -30,7 +30,13 @@ def test_every_example_becomes_a_job(tmp_path: Path) -> None:
 def test_every_field_has_an_example() -> None:
     examples = [json.loads(line) for line in EXAMPLES]
     named = {name for values in examples for name in {*values, *values.get("body", {})}}
-    assert {*LineFields.model_fields, *ChatFields.model_fields, "prompt", "messages"} - named == set()
+    assert {
+        *LineFields.model_fields,
+        *ChatFields.model_fields,
+        "prompt",
+        "prompt_token_ids",
+        "messages",
+    } - named == set()
 
 
 def test_every_field_of_other_programs_is_named() -> None:

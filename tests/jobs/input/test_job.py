@@ -53,6 +53,7 @@ LATER = {
     "thinking_token_budget": 0,
     "thinking_end": "close",
     "stop_in_reasoning": True,
+    "return_token_ids": True,
 }
 
 

@@ -15,7 +15,7 @@ from tests.worker.session.session_parts import claimed, session, to_the_end
 def finished(folder: Path, model: Path, *jobs: JobRecord, **changes: Any) -> Run:
     """Return a run with the results of jobs, whose prompts are tokenized."""
     manifest = MANIFEST.model_copy(update={"model": str(model), "dtype": "float32"})
-    run, codec = Run.create_or_open(str(folder), manifest), TextCodec(locate_model(str(model)))
+    run, codec = Run.planned(str(folder), manifest).made(), TextCodec(locate_model(str(model)))
     worker = session(run, model, checkpoint_seconds=600.0, **changes)
     prompts = [codec.prompt_of(job.job) for job in jobs]
     full = [
