@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from swiftbatch.jobs.errors import LineError
 from swiftbatch.jobs.input.request_fields import (
     MAX_PROMPTS,
     BatchLine,
@@ -26,7 +27,7 @@ from swiftbatch.jobs.input.request_fields import (
     text_id,
 )
 from swiftbatch.jobs.job import CHAT, COMPLETIONS, MAX_CUSTOM_ID, Job, JobUrl, Message, Messages, TemplateOptions
-from swiftbatch.jobs.json_records import is_utf8, of_checked, reasons, shown
+from swiftbatch.jobs.json_records import code_of, is_utf8, of_checked, reasons, shown
 from swiftbatch.jobs.sampling_params import (
     MAX_COUNT,
     MAX_SEED,
@@ -122,15 +123,11 @@ def choice_seed(seed: int, choice_index: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-class LineError(ValueError):
-    """A line that describes no job."""
-
-
 def parse_object(text: str) -> dict[str, Any]:
     """Parse one line's JSON object. Raises `LineError`."""
     value = parse_json(text)
     if not isinstance(value, dict):
-        raise LineError(f"found {shown(value)}, expected a JSON object")
+        raise LineError(f"found {shown(value)}, expected a JSON object", "invalid_json_line")
     return value
 
 
@@ -143,13 +140,16 @@ def parse_json(text: str) -> Any:
         return _DECODER.decode(text) if text[:1] != BYTE_ORDER_MARK else json.loads(text)
     except json.JSONDecodeError as error:
         problem = error.msg.removesuffix(" at")  # some of Python's messages end with "at"
-        raise LineError(f"not JSON: {problem} at column {error.colno}, expected one object on the line") from None
+        expected = "expected one object on the line"
+        raise LineError(f"not JSON: {problem} at column {error.colno}, {expected}", "invalid_json_line") from None
     except RecursionError:
-        raise LineError("not readable: nested too deeply, expected one flat object on the line") from None
+        problem = "nested too deeply, expected one flat object on the line"
+        raise LineError(f"not readable: {problem}", "invalid_json_line") from None
     except LineError:
         raise
     except ValueError:  # Python refuses numbers of thousands of digits
-        raise LineError("not readable: found a number of thousands of digits, expected ordinary numbers") from None
+        problem = "found a number of thousands of digits, expected ordinary numbers"
+        raise LineError(f"not readable: {problem}", "invalid_json_line") from None
 
 
 def line_from_object(values: dict[str, Any], run_seed: int, defaults: Mapping[str, Any] = NO_DEFAULTS) -> JobLine:
@@ -179,7 +179,7 @@ def _refuse_other_format(values: dict[str, Any]) -> None:
             "body",
         }:
             expected = "expected one with url and body, as of OpenAI's Batch API, or with prompt or messages"
-            raise LineError(f"field '{name}': this is a line of {whose}, {expected}")
+            raise LineError(f"field '{name}': this is a line of {whose}, {expected}", "unknown_parameter")
 
 
 def _request(
@@ -191,7 +191,8 @@ def _request(
     """
     known, idle, refused = taken_apart(values, form.model_fields, url)
     if refused:
-        raise LineError("; ".join(f"field '{prefix}{name}': {problem}" for name, problem in refused))
+        problems = "; ".join(f"field '{prefix}{name}': {problem}" for name, problem in refused)
+        raise LineError(problems, "unsupported_parameter")
     return _validated(form, known, prefix, defaults), idle
 
 
@@ -204,7 +205,7 @@ def _validated(
         said = {k: v for k, v in values.items() if v is not None or k not in nullable}
         return form.model_validate({**defaults, **said})
     except ValidationError as error:
-        raise LineError(reasons(error, form, prefix)) from None
+        raise LineError(reasons(error, form, prefix), code_of(error)) from None
 
 
 @functools.cache
@@ -259,7 +260,7 @@ def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names: set[str] = set()
         for name, _ in pairs:
             if name in names:
-                raise LineError(f"field {shown(name)}: found twice, expected once")
+                raise LineError(f"field {shown(name)}: found twice, expected once", "invalid_json_line")
             names.add(name)
     return values
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainValidator, field_validator, model_validator
 
+from swiftbatch.jobs.errors import LineError
 from swiftbatch.jobs.job import (
     CHAT,
     COMPLETIONS,
@@ -47,7 +48,8 @@ def endpoint(value: object) -> object:
     if found is not None:
         return CHAT if found[1].startswith("chat/") else COMPLETIONS
     if isinstance(value, str) and (other := OTHER_URL.fullmatch(value)):
-        raise FieldError("", f"this is a line of /v1/{other[1]}, expected one of {COMPLETIONS} or {CHAT}")
+        problem = f"this is a line of /v1/{other[1]}, expected one of {COMPLETIONS} or {CHAT}"
+        raise FieldError("", problem, "invalid_url")
     return value
 
 
@@ -285,7 +287,8 @@ class ShortLine(ChatFields, PromptFields, LineFields):
         if bool(self.prompts) == (self.messages is not None):
             found = "both" if self.prompts else "neither"
             name = "prompt" if self.prompt_token_ids is None else "prompt_token_ids"
-            raise ValueError(f"fields '{name}' and 'messages': found {found}, expected exactly one of them")
+            problem = f"fields '{name}' and 'messages': found {found}, expected exactly one of them"
+            raise LineError(problem, "invalid_value" if self.prompts else "missing_required_parameter")
         if self.messages is None and self.template is not None:
             [name, *_] = self.model_fields_set & ChatFields.model_fields.keys()
             raise FieldError(name, "found it with a prompt, which no chat template is for; expected it with messages")
@@ -311,7 +314,7 @@ class CompletionBody(PromptFields, LineFields):
     @model_validator(mode="after")
     def _asks_as_completions_do(self) -> Self:
         if not self.prompts:
-            raise FieldError("prompt", "found nothing, expected a value")
+            raise FieldError("prompt", "found nothing, expected a value", "missing_required_parameter")
         asked_logprobs(self, is_chat=False)
         return self
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.errors import LineError, UserError, line_code
 from swiftbatch.jobs.input.line_parsing import JobLine
 from swiftbatch.jobs.input.parquet_rows import Columns
 from swiftbatch.jobs.input.reader import JobReader, job_lines
@@ -105,7 +105,8 @@ def make_records(
                 room.refuse_too_long(length)
                 longest = length
         except (ValueError, KVRoomError) as error:
-            notes.rejects.add(Reject(line_number, line.custom_id, str(error)))
+            code = "context_length_exceeded" if isinstance(error, KVRoomError) else line_code(error)
+            notes.rejects.add(Reject(line_number, line.custom_id, str(error), code=code))
             continue
         if line.priority:
             notes.priorities[line.custom_id] = line.priority
@@ -158,7 +159,7 @@ def _prompts(
             prompts.append((found, _limit(line, len(found.token_ids), max_tokens, files)))
         except ValueError as error:
             which = f" (prompt {number} of {len(encoded)})" if len(encoded) > 1 else ""
-            raise ValueError(f"{error}{which}") from None
+            raise LineError(f"{error}{which}", line_code(error)) from None
     return prompts
 
 
@@ -167,16 +168,18 @@ def _limit(line: JobLine, num_prompt_tokens: int, max_tokens: int | None, files:
     num_left = files.max_positions - num_prompt_tokens
     if line.max_tokens is None:
         if num_left < 1:
-            raise ValueError(
+            raise LineError(
                 f"prompt: its {num_prompt_tokens} tokens leave none to generate, expected fewer than the model's "
-                f"{files.max_positions} positions"
+                f"{files.max_positions} positions",
+                "context_length_exceeded",
             )
         return num_left if max_tokens is None else min(max_tokens, num_left)
     if line.max_tokens > num_left:
         num_positions = num_prompt_tokens + line.max_tokens
-        raise ValueError(
+        raise LineError(
             f"max_tokens: prompt ({num_prompt_tokens} tokens) and max_tokens ({line.max_tokens}) need {num_positions} "
-            f"positions, expected at most the model's {files.max_positions}"
+            f"positions, expected at most the model's {files.max_positions}",
+            "context_length_exceeded",
         )
     return line.max_tokens
 
@@ -393,5 +396,5 @@ def _refused(run: Run, doubtful: JobIndex, known: JobIndex) -> list[Reject]:
         entries = list(choices)
         own = {newest.get(entry.job_id, entry.job_id) for entry in entries}
         if ids_of[entries[0].custom_id] != own:
-            rejects.append(Reject(line_number, entries[0].custom_id, CHANGED))
+            rejects.append(Reject(line_number, entries[0].custom_id, CHANGED, code="duplicate_custom_id"))
     return rejects

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers.pre_tokenizers import ByteLevel
 
-from swiftbatch.jobs.errors import ModelError
+from swiftbatch.jobs.errors import LineError, ModelError
 from swiftbatch.jobs.job import Job, LastMarker, Message, TemplateOptions
 from swiftbatch.jobs.run.run_records import ThinkingMarkers
 from swiftbatch.jobs.sampling_params import SamplingParams
@@ -367,9 +367,10 @@ class TextCodec:
             return
         num_tokens = -(-len(text) // self._max_chars_per_token)
         if num_tokens > self._max_positions:
-            raise ValueError(
+            raise LineError(
                 f"prompt: its {len(text):,} characters are at least {num_tokens:,} tokens, expected at most the "
-                f"model's {self._max_positions:,}"
+                f"model's {self._max_positions:,}",
+                "context_length_exceeded",
             )
 
     @cached_property

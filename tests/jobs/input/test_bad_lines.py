@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from swiftbatch.jobs.input.reader import JobReader
 from tests.jobs.input.job_lines import CHAT, GOOD, batch, read
 
 BAD_LINES: list[tuple[Any, list[str]]] = [
@@ -296,6 +297,41 @@ def test_a_bad_line_is_a_reject_with_its_number_and_reason_and_the_others_are_re
     assert "expected" in reject.reason
     assert "\n" not in reject.reason
     assert [word for word in words if word not in reject.reason] == []
+
+
+CODES: list[tuple[Any, str]] = [
+    (b"{torn", "invalid_json_line"),
+    (b"[1]", "invalid_json_line"),
+    (b"[" * 100_000, "invalid_json_line"),
+    (b'{"custom_id": "a", "prompt": "\xff"}', "invalid_json_line"),
+    (b'{"custom_id": "a", "prompt": "x", "prompt": "y"}', "invalid_json_line"),
+    (GOOD | {"custom_id": "before"}, "duplicate_custom_id"),
+    ({"prompt": "x"}, "missing_required_parameter"),
+    ({"custom_id": "a"}, "missing_required_parameter"),
+    (batch({"max_tokens": 5}), "missing_required_parameter"),
+    (GOOD | {"colour": 5}, "unknown_parameter"),
+    ({"custom_id": "a", "params": {}}, "unknown_parameter"),
+    (GOOD | {"echo": True}, "unsupported_parameter"),
+    (GOOD | {"temperature": "hot"}, "invalid_type"),
+    (GOOD | {"temperature": -1}, "invalid_value"),
+    (GOOD | {"logit_bias": {"a": 1}}, "invalid_value"),
+    (GOOD | CHAT, "invalid_value"),
+    (batch({"input": "x"}, "/v1/embeddings"), "invalid_url"),
+]
+
+
+@pytest.mark.parametrize(("line", "code"), CODES)
+def test_a_reject_has_openai_s_code(tmp_path: Path, line: Any, code: str) -> None:
+    _, [reject] = read(tmp_path, GOOD | {"custom_id": "before"}, line)
+    assert reject.code == code
+
+
+def test_a_line_for_another_endpoint_than_the_asked_one_has_a_code_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.jsonl"
+    path.write_text(json.dumps(GOOD))
+    reader = JobReader(1, endpoint="/v1/chat/completions")
+    assert list(reader.lines(str(path), "jobs.jsonl")) == []
+    assert [reject.code for reject in reader.rejects] == ["url_mismatch"]
 
 
 def test_a_reject_keeps_the_custom_id_that_could_be_read(tmp_path: Path) -> None:

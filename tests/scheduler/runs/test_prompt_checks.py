@@ -128,6 +128,20 @@ def test_a_prompt_that_leaves_no_position_is_a_reject(tmp_path: Path, tiny_model
     )
 
 
+def test_what_is_too_long_or_changed_has_openai_s_code(tmp_path: Path, tiny_model: Path) -> None:
+    ids = {"custom_id": "ids", "prompt": [1] * NUM_POSITIONS}
+    more = LIMITED | {"custom_id": "more", "max_tokens": NUM_POSITIONS}
+    far = LIMITED | {"custom_id": "far", "prompt": "the" * 50_000}
+    text = LIMITED | {"custom_id": "id", "prompt": [10**6]}
+    path = write_jobs(tmp_path / "jobs.jsonl", ids, more, far, text, LIMITED)
+    found = submit_file(path, str(tmp_path / "run"), model=str(tiny_model))
+    codes = [reject.code for reject in found.rejects]
+    assert codes == ["context_length_exceeded"] * 3 + ["invalid_value"]
+    changed = write_jobs(tmp_path / "changed.jsonl", LIMITED | {"prompt": "Other"})
+    [reject] = submit_file(changed, str(tmp_path / "run")).rejects
+    assert reject.code == "duplicate_custom_id"
+
+
 def test_token_ids_are_taken_as_they_are_and_those_of_no_token_are_refused(tmp_path: Path, tiny_model: Path) -> None:
     codec = TextCodec(locate_model(str(tiny_model)))
     vocab_size = codec._vocab_size
