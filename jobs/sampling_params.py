@@ -117,6 +117,7 @@ LATER_FIELDS = (
     "thinking_end",
     "stop_in_reasoning",
     "return_token_ids",
+    "truncate_prompt_tokens",
 )
 
 WRITTEN_OTHERWISE = {"logit_bias", "repetition_detection", "structured_outputs"}  # JSON changes only these
@@ -175,6 +176,7 @@ class SamplingParams(Strict):
     `logprobs` is the number of likeliest tokens to report; `return_token_ids` reports the tokens of prompt and output.
     After `thinking_token_budget` tokens a thought is closed. `thinking_end` "close" (not in vLLM) closes a thought
     where the text would end. Stop strings match in the answer, or with `stop_in_reasoning` also in thoughts.
+    `truncate_prompt_tokens` keeps the prompt's last tokens; -1 keeps as many as fit.
     """
 
     max_tokens: int = Field(ge=1, le=MAX_COUNT)
@@ -202,9 +204,11 @@ class SamplingParams(Strict):
     thinking_end: ThinkingEnd | None = None
     stop_in_reasoning: bool = False
     return_token_ids: bool = False
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=MAX_COUNT)
 
     @field_validator(
         *("max_tokens", "top_k", "penalty_window", "seed", "min_tokens", "logprobs", "thinking_token_budget"),
+        "truncate_prompt_tokens",
         mode="before",
     )
     @classmethod
@@ -216,6 +220,13 @@ class SamplingParams(Strict):
     def _zero_or_large_enough(cls, value: float) -> float:
         if 0.0 < value < MIN_TEMPERATURE:
             raise FieldError("", f"found {value:g}, expected 0 (greedy) or a value of at least {MIN_TEMPERATURE:g}")
+        return value
+
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _keeps_some(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise FieldError("", "found 0, expected at least 1 token, or -1: as many as fit")
         return value
 
     @field_validator("stop", mode="before")

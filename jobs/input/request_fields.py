@@ -373,7 +373,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {  # with the values that ask for no
     "early_stopping": (False,),
     "watermarking": (False,),
     "skip_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
     "allowed_token_ids": (),
     "logits_processors": ([],),
     "include_reasoning": (True,),

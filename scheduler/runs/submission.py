@@ -98,7 +98,7 @@ def make_records(
     longest = 0  # length known to fit: looking up free memory is the most expensive step
     for line_number, line, encoded in _encoded(lines, codec):
         try:
-            prompts = _prompts(line, encoded, max_tokens, files)
+            prompts = _prompts(line, encoded, max_tokens, files, codec)
             _refuse_unfit_sampling(line, min(limit for _, limit in prompts), codec, files.vocab_size)
             length = max(len(prompt.token_ids) + limit for prompt, limit in prompts)
             if room is not None and length > longest:
@@ -124,7 +124,12 @@ def _encoded(lines: Iterable[tuple[int, JobLine]], codec: TextCodec) -> Iterator
     _start_tokenizing_threads()
     for some in in_groups(lines, LINES_AT_ONCE, CHARACTERS_AT_ONCE, _num_letters):
         asked = [_asked(line) for _, line in some]
-        encoded = iter(codec.encode_all([each for own in asked for each in own]))
+        are_cut = [
+            line.sampling.get("truncate_prompt_tokens") is not None
+            for (_, line), own in zip(some, asked, strict=True)
+            for _ in own
+        ]
+        encoded = iter(codec.encode_all([each for own in asked for each in own], are_cut))
         for (line_number, line), own in zip(some, asked, strict=True):
             yield line_number, line, list(islice(encoded, len(own)))
 
@@ -148,7 +153,7 @@ def _asked(line: JobLine) -> tuple[str | tuple[int, ...] | Chat, ...]:
 
 
 def _prompts(
-    line: JobLine, encoded: list[Encoded], max_tokens: int | None, files: ModelFiles
+    line: JobLine, encoded: list[Encoded], max_tokens: int | None, files: ModelFiles, codec: TextCodec
 ) -> list[tuple[EncodedPrompt, int]]:
     """Return each prompt of a line with its token limit. Raises ValueError."""
     prompts = []
@@ -156,11 +161,21 @@ def _prompts(
         try:
             if isinstance(found, ValueError):
                 raise found
-            prompts.append((found, _limit(line, len(found.token_ids), max_tokens, files)))
+            prompt = codec.cut(found, _num_kept(line, len(found.token_ids), max_tokens, files))
+            prompts.append((prompt, _limit(line, len(prompt.token_ids), max_tokens, files)))
         except ValueError as error:
             which = f" (prompt {number} of {len(encoded)})" if len(encoded) > 1 else ""
             raise LineError(f"{error}{which}", line_code(error)) from None
     return prompts
+
+
+def _num_kept(line: JobLine, num_prompt_tokens: int, max_tokens: int | None, files: ModelFiles) -> int:
+    """Return how many of a prompt's last tokens the job keeps."""
+    said = line.sampling.get("truncate_prompt_tokens")
+    if said != -1:
+        return said or num_prompt_tokens
+    limit = line.max_tokens or max_tokens or 1
+    return max(1, files.max_positions - limit)
 
 
 def _limit(line: JobLine, num_prompt_tokens: int, max_tokens: int | None, files: ModelFiles) -> int:

@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 from typing import TYPE_CHECKING, Any
 
 from tokenizers.pre_tokenizers import ByteLevel
@@ -144,10 +144,15 @@ class TextCodec:
             raise found
         return found
 
-    def encode_all(self, asked: Sequence[str | tuple[int, ...] | Chat]) -> list[EncodedPrompt | ValueError]:
-        """Return each prompt, or the error that `encode_one` would raise; one batch is cheaper."""
+    def encode_all(
+        self, asked: Sequence[str | tuple[int, ...] | Chat], are_cut: Sequence[bool] = ()
+    ) -> list[EncodedPrompt | ValueError]:
+        """Return each prompt, or the error that `encode_one` would raise; one batch is cheaper.
+
+        Prompts that `are_cut` later may be of any length.
+        """
         self.chat.prepare((each.messages, each.options) for each in asked if isinstance(each, Chat))
-        begun = [self._begun_with(each) for each in asked]
+        begun = [self._begun_with(each, is_cut) for each, is_cut in zip_longest(asked, are_cut, fillvalue=False)]
         texts: dict[type, list[str]] = {str: [], Chat: []}  # a template writes its own special tokens
         for own, text in zip(asked, begun, strict=True):
             if isinstance(text, str):
@@ -161,7 +166,7 @@ class TextCodec:
         ]
         return [self._prompt_or_error(*each) for each in zip(asked, begun, found, strict=True)]
 
-    def _begun_with(self, asked: str | tuple[int, ...] | Chat) -> list[int] | ValueError | str:
+    def _begun_with(self, asked: str | tuple[int, ...] | Chat, is_cut: bool) -> list[int] | ValueError | str:
         """Return tokens if they are given, otherwise the text to encode, or an error."""
         try:
             if isinstance(asked, Chat):
@@ -173,10 +178,18 @@ class TextCodec:
                 return self._known(asked)
             else:
                 text = asked
-            self._refuse_far_too_long(text)
+            if not is_cut:
+                self._refuse_far_too_long(text)
         except ValueError as error:
             return error
         return text
+
+    def cut(self, prompt: EncodedPrompt, num_tokens: int) -> EncodedPrompt:
+        """Keep the last tokens of a prompt, and its marker if that is among them."""
+        if len(prompt.token_ids) <= num_tokens:
+            return prompt
+        token_ids = prompt.token_ids[-num_tokens:]
+        return EncodedPrompt(token_ids, prompt.last_marker and self.encode_one(tuple(token_ids)).last_marker)
 
     def _known(self, token_ids: tuple[int, ...]) -> list[int]:
         if (most := max(token_ids)) >= self._vocab_size:

@@ -218,6 +218,8 @@ BAD_LINES: list[tuple[Any, list[str]]] = [
         ["'extra_body'", 'found {"top_k": 5}', "expected its fields beside the others"],
     ),
     (batch({"prompt": "x", "system": "Be kind."}), ["'body.system'", 'found "Be kind."', "a message of role system"]),
+    (GOOD | {"truncate_prompt_tokens": 0}, ["'truncate_prompt_tokens'", "found 0", "at least 1 token, or -1"]),
+    (GOOD | {"truncate_prompt_tokens": -2}, ["'truncate_prompt_tokens'", "found -2", "greater than or equal to -1"]),
     (CHAT | {"enable_thinking": False}, ["'enable_thinking'", "found false", "it in chat_template_kwargs"]),
     (
         {"custom_id": "a", "params": {"model": "m", "max_tokens": 5, "messages": CHAT["messages"]}},

@@ -54,6 +54,7 @@ LATER = {
     "thinking_end": "close",
     "stop_in_reasoning": True,
     "return_token_ids": True,
+    "truncate_prompt_tokens": 5,
 }
 
 
