@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
@@ -15,6 +16,8 @@ from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.json_records import Frozen, reasons, shown
 from swiftbatch.jobs.sampling_params import LoopAction, ThinkingEnd
 from swiftbatch.jobs.storage.store import Store
+
+REVISED = re.compile(r"((?:hf:)?[^@:]*)(?:@[^:]*)?")  # a hub name up to its revision; a file may follow
 
 Dtype = Literal["bfloat16", "float32"]
 KVDtype = Literal["fp8", "int8"]  # None: as the run's dtype
@@ -41,6 +44,11 @@ class ProcessKey(Frozen):
     boot_id: str
     pid_namespace: str
     start_ticks: int
+
+
+def at_commit(model: str, commit: str | None) -> str:
+    """Put a commit in place of the revision of a hub name."""
+    return model if commit is None else REVISED.sub(rf"\1@{commit}", model, count=1)
 
 
 class RunManifest(Frozen):
@@ -82,7 +90,7 @@ class RunManifest(Frozen):
 
     @property
     def stored_model(self) -> str:
-        return self.model if self.model_commit is None else f"{self.model.partition('@')[0]}@{self.model_commit}"
+        return at_commit(self.model, self.model_commit)
 
     @property
     def fingerprint(self) -> str:

@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from itertools import takewhile, zip_longest
+from itertools import repeat, takewhile
 from typing import TYPE_CHECKING, Any
 
 from tokenizers.pre_tokenizers import ByteLevel
@@ -145,14 +145,14 @@ class TextCodec:
         return found
 
     def encode_all(
-        self, asked: Sequence[str | tuple[int, ...] | Chat], are_cut: Sequence[bool] = ()
+        self, asked: Sequence[str | tuple[int, ...] | Chat], are_cut: Iterable[bool] = repeat(False)
     ) -> list[EncodedPrompt | ValueError]:
         """Return each prompt, or the error that `encode_one` would raise; one batch is cheaper.
 
         Prompts that `are_cut` later may be of any length.
         """
         self.chat.prepare((each.messages, each.options) for each in asked if isinstance(each, Chat))
-        begun = [self._begun_with(each, is_cut) for each, is_cut in zip_longest(asked, are_cut, fillvalue=False)]
+        begun = [self._begun_with(each, is_cut) for each, is_cut in zip(asked, are_cut, strict=False)]
         texts: dict[type, list[str]] = {str: [], Chat: []}  # a template writes its own special tokens
         for own, text in zip(asked, begun, strict=True):
             if isinstance(text, str):
