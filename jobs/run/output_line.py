@@ -47,10 +47,12 @@ def success_line(
     metrics: Mapping[str, Any],
     logprobs: Mapping[str, Any] | None = None,
     reasoning: Reasoning | None = None,
+    ignored_keywords: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Return a finished job's output line; `token_ids` are all generated tokens.
 
-    A metric that is not finite becomes null. `reasoning` is None for a model without thoughts.
+    A metric that is not finite becomes null. `reasoning` is None for a model without thoughts. `ignored_keywords` of
+    its schema did not bind the text.
     """
     is_chat = record.job.messages is not None
     num_completion_tokens = len(token_ids)
@@ -64,6 +66,7 @@ def success_line(
         "token_ids_sha256": tokens_sha256(token_ids),
         **({} if is_chat else prompt_ids),
         **({"token_ids": token_ids.tolist()} if asks_for_ids else {}),
+        **({"ignored_schema_keywords": list(ignored_keywords)} if ignored_keywords else {}),
     }
     usage: dict[str, Any] = {
         "prompt_tokens": record.num_prompt_tokens,

@@ -81,6 +81,7 @@ class RunManifest(Frozen):
     thinking_end: ThinkingEnd | None = None  # default for jobs; None: a text may end inside a thought
     logprobs_mode: LogprobsMode = "raw_logprobs"  # source of reported log-probabilities
     sampling_defaults: SamplingDefaults = "openai"  # for lines that leave fields out
+    lenient_schemas: bool = False  # keywords that a grammar cannot hold are left out
     thinking_markers: ThinkingMarkers = None  # () for a model that does not think
     clock: str  # the ISO time given to chat templates
     reads_clock: bool = False  # its chat template uses `clock`
@@ -98,6 +99,7 @@ class RunManifest(Frozen):
         model = [self.model_fingerprint, self.text_fingerprint, self.thinking_markers]
         later: list[str] = [] if self.kv_dtype is None else [self.kv_dtype]
         later += [self.clock] if self.reads_clock else []
+        later += ["lenient_schemas"] if self.lenient_schemas else []
         decisive = json.dumps([*model, self.dtype, self.logprobs_mode, *later])
         return f"fp_{hashlib.sha256(decisive.encode()).hexdigest()[:16]}"
 

@@ -181,6 +181,12 @@ token_option = options_of("What decides the tokens; stored in the run")
     help=f"For fields that lines leave out: model or openai. [default: {Computation.sampling_defaults}]",
 )
 @token_option(
+    "--lenient-schemas",
+    is_flag=True,
+    default=None,
+    help="Leave schema keywords out that no grammar holds; results name them.",
+)
+@token_option(
     "--thinking-markers",
     nargs=2,
     metavar="A B",

@@ -72,7 +72,7 @@ class WorkerSession:
         files = located_model(config.model, self._run)
         self._checkpoints, self._kept_logs = CheckpointStore.of(self._run), KeptLogs.of(self._run)
         self._sealing = Sealing(self._run, worker_id, config.checkpoint_seconds, config.checkpoint_tokens)
-        self._codec = TextCodec(files, config.thinking_markers)
+        self._codec = TextCodec(files, config.thinking_markers, lenient_schemas=config.lenient_schemas)
         target = loaded_target(config, files, self._run, self._codec.textless_ids)
         self.numerics, self.num_slots = target.numerics, target.num_slots
         self.num_free_positions = target.num_free_positions()
@@ -338,6 +338,7 @@ class WorkerSession:
             metrics=job.metrics(attempts, exactness),
             logprobs=None if logprobs is None else shown_logprobs(record.job, output_ids, logprobs, self._codec),
             reasoning=reasoning_of(job.sequence, text, job.thinking, self._codec.output_text.offsets),
+            ignored_keywords=self._codec.ignored_keywords(record.job.sampling),
         )
 
     def _release(self, kind: OutcomeKind, job_ids: Iterable[str], seconds: float) -> None:

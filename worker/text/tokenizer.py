@@ -112,10 +112,18 @@ class EncodedPrompt:
 class TextCodec:
     """Model's tokenizer and thinking markers: the named ones, none for (), or the model's own.
 
+    With `lenient_schemas`, grammars leave out keywords that they cannot hold.
+
     Raises ModelError if no tokenizer loads, or for impossible markers.
     """
 
-    def __init__(self, files: ModelFiles, thinking_markers: ThinkingMarkers = None, clock: str | None = None) -> None:
+    def __init__(
+        self,
+        files: ModelFiles,
+        thinking_markers: ThinkingMarkers = None,
+        clock: str | None = None,
+        lenient_schemas: bool = False,
+    ) -> None:
         try:
             self._tokenizer = _without_dropout(_loaded(files))
         except ImportError as error:  # the library is optional
@@ -125,6 +133,7 @@ class TextCodec:
                 f"model {files.name}: its tokenizer cannot be loaded from {files.path}: {words_of(error)}; "
                 "expected files that this version of transformers and tokenizers can read"
             ) from error
+        self._lenient_schemas = lenient_schemas
         self._max_positions, self._vocab_size = files.max_positions, files.vocab_size
         self._eos_token_ids = eos_token_ids_of(files)
         self._idle_stop = lru_cache(NUM_STOPS)(self._found_idle_stop)
@@ -280,6 +289,11 @@ class TextCodec:
             return () if text is None else (text,)
         return (ThinkingRule(thinking, budget, text),)
 
+    def ignored_keywords(self, params: SamplingParams) -> tuple[str, ...]:
+        """Return the keywords of an output's schema that its grammar does not hold."""
+        structure = params.structured_outputs
+        return () if structure is None or not self._lenient_schemas else self._grammars.grammar(structure).ignored
+
     def decode(self, token_ids: Iterable[int]) -> str:
         """Return the text without special tokens."""
         return self.output_text.decode(list(map(int, token_ids)))
@@ -416,7 +430,7 @@ class TextCodec:
 
     @cached_property
     def _grammars(self) -> GrammarTokenizer:
-        return GrammarTokenizer(self._tokenizer, self._vocab_size, self._eos_token_ids)
+        return GrammarTokenizer(self._tokenizer, self._vocab_size, self._eos_token_ids, self._lenient_schemas)
 
     @cached_property
     def _max_chars_per_token(self) -> int | None:
