@@ -55,26 +55,17 @@ def success_line(
     its schema did not bind the text.
     """
     is_chat = record.job.messages is not None
-    num_completion_tokens = len(token_ids)
-    asks_for_ids = record.job.sampling.return_token_ids
-    prompt_ids = {"prompt_token_ids": unpacked(record.prompt_token_ids)} if asks_for_ids else {}
     choice = {
         "index": record.job.choice_index,
         **({"message": _message(text, reasoning)} if is_chat else {"text": text}),
         **({} if logprobs is None else {"logprobs": logprobs}),
         "finish_reason": finish_reason,
         "token_ids_sha256": tokens_sha256(token_ids),
-        **({} if is_chat else prompt_ids),
-        **({"token_ids": token_ids.tolist()} if asks_for_ids else {}),
-        **({"ignored_schema_keywords": list(ignored_keywords)} if ignored_keywords else {}),
     }
-    usage: dict[str, Any] = {
-        "prompt_tokens": record.num_prompt_tokens,
-        "completion_tokens": num_completion_tokens,
-        "total_tokens": record.num_prompt_tokens + num_completion_tokens,
-    }
-    if reasoning is not None:
-        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning.num_tokens}
+    asks_for_ids = record.job.sampling.return_token_ids
+    prompt_ids = {"prompt_token_ids": unpacked(record.prompt_token_ids)} if asks_for_ids else {}
+    choice |= ({} if is_chat else prompt_ids) | ({"token_ids": token_ids.tolist()} if asks_for_ids else {})
+    choice |= {"ignored_schema_keywords": list(ignored_keywords)} if ignored_keywords else {}
     body = {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{record.job_id}",
         "object": "chat.completion" if is_chat else "text_completion",
@@ -83,10 +74,21 @@ def success_line(
         "system_fingerprint": system_fingerprint,
         "choices": [choice],
         **(prompt_ids if is_chat else {}),
-        "usage": usage,
+        "usage": _usage(record.num_prompt_tokens, len(token_ids), reasoning),
         "metrics": {name: _finite(value) for name, value in metrics.items()},
     }
     return _line(record, {"status_code": 200, "request_id": run_id, "body": body}, None)
+
+
+def _usage(num_prompt_tokens: int, num_completion_tokens: int, reasoning: Reasoning | None) -> dict[str, Any]:
+    usage: dict[str, Any] = {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": num_prompt_tokens + num_completion_tokens,
+    }
+    if reasoning is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning.num_tokens}
+    return usage
 
 
 def _message(text: str, reasoning: Reasoning | None) -> dict[str, str]:
