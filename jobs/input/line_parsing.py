@@ -140,8 +140,8 @@ def parse_json(text: str) -> Any:
         return _DECODER.decode(text) if text[:1] != BYTE_ORDER_MARK else json.loads(text)
     except json.JSONDecodeError as error:
         problem = error.msg.removesuffix(" at")  # some of Python's messages end with "at"
-        expected = "expected one object on the line"
-        raise LineError(f"not JSON: {problem} at column {error.colno}, {expected}", "invalid_json_line") from None
+        reason = f"not JSON: {problem} at column {error.colno}, expected one object on the line"
+        raise LineError(reason, "invalid_json_line") from None
     except RecursionError:
         problem = "nested too deeply, expected one flat object on the line"
         raise LineError(f"not readable: {problem}", "invalid_json_line") from None
@@ -167,17 +167,13 @@ def line_from_object(values: dict[str, Any], run_seed: int, defaults: Mapping[st
 
 
 OTHER_FORMATS = {"params": "Anthropic's Message Batches", "request": "Gemini's Batch API"}
+OWN_INPUTS = {"prompt", "prompt_token_ids", "messages", "body"}
 
 
 def _refuse_other_format(values: dict[str, Any]) -> None:
     """Raise `LineError` for a line of another batch API."""
     for name, whose in OTHER_FORMATS.items():
-        if isinstance(values.get(name), dict) and not values.keys() & {
-            "prompt",
-            "prompt_token_ids",
-            "messages",
-            "body",
-        }:
+        if isinstance(values.get(name), dict) and not values.keys() & OWN_INPUTS:
             expected = "expected one with url and body, as of OpenAI's Batch API, or with prompt or messages"
             raise LineError(f"field '{name}': this is a line of {whose}, {expected}", "unknown_parameter")
 

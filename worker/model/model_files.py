@@ -45,7 +45,9 @@ HEADS_FILE = "tokenswift_heads.safetensors"
 GRIFFIN_FILE = "griffin.safetensors"
 MTP_FILE = "mtp.safetensors"
 DRAFT_FOLDER = "draft"  # a small model with the same vocabulary
-LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$|^mmproj", re.IGNORECASE)  # of a model, or of its eyes
+LATER_PART = re.compile(
+    r"-(?!00001)\d{5}-of-\d{5}\.gguf$|^mmproj", re.IGNORECASE
+)  # later parts of a model, and image encoders
 ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*')  # found in a `tokenizer.json`
 
 
