@@ -7,12 +7,12 @@ import unicodedata
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from itertools import takewhile
+from itertools import repeat, takewhile
 from typing import TYPE_CHECKING, Any
 
 from tokenizers.pre_tokenizers import ByteLevel
 
-from swiftbatch.jobs.errors import ModelError
+from swiftbatch.jobs.errors import LineError, ModelError
 from swiftbatch.jobs.job import Job, LastMarker, Message, TemplateOptions
 from swiftbatch.jobs.run.run_records import ThinkingMarkers
 from swiftbatch.jobs.sampling_params import SamplingParams
@@ -112,10 +112,18 @@ class EncodedPrompt:
 class TextCodec:
     """Model's tokenizer and thinking markers: the named ones, none for (), or the model's own.
 
+    With `lenient_schemas`, grammars leave out keywords that they cannot hold.
+
     Raises ModelError if no tokenizer loads, or for impossible markers.
     """
 
-    def __init__(self, files: ModelFiles, thinking_markers: ThinkingMarkers = None, clock: str | None = None) -> None:
+    def __init__(
+        self,
+        files: ModelFiles,
+        thinking_markers: ThinkingMarkers = None,
+        clock: str | None = None,
+        lenient_schemas: bool = False,
+    ) -> None:
         try:
             self._tokenizer = _without_dropout(_loaded(files))
         except ImportError as error:  # the library is optional
@@ -125,6 +133,7 @@ class TextCodec:
                 f"model {files.name}: its tokenizer cannot be loaded from {files.path}: {words_of(error)}; "
                 "expected files that this version of transformers and tokenizers can read"
             ) from error
+        self._lenient_schemas = lenient_schemas
         self._max_positions, self._vocab_size = files.max_positions, files.vocab_size
         self._eos_token_ids = eos_token_ids_of(files)
         self._idle_stop = lru_cache(NUM_STOPS)(self._found_idle_stop)
@@ -144,10 +153,15 @@ class TextCodec:
             raise found
         return found
 
-    def encode_all(self, asked: Sequence[str | tuple[int, ...] | Chat]) -> list[EncodedPrompt | ValueError]:
-        """Return each prompt, or the error that `encode_one` would raise; one batch is cheaper."""
+    def encode_all(
+        self, asked: Sequence[str | tuple[int, ...] | Chat], are_cut: Iterable[bool] = repeat(False)
+    ) -> list[EncodedPrompt | ValueError]:
+        """Return each prompt, or the error that `encode_one` would raise; one batch is cheaper.
+
+        Prompts that `are_cut` later may be of any length.
+        """
         self.chat.prepare((each.messages, each.options) for each in asked if isinstance(each, Chat))
-        begun = [self._begun_with(each) for each in asked]
+        begun = [self._begun_with(each, is_cut) for each, is_cut in zip(asked, are_cut, strict=False)]
         texts: dict[type, list[str]] = {str: [], Chat: []}  # a template writes its own special tokens
         for own, text in zip(asked, begun, strict=True):
             if isinstance(text, str):
@@ -161,7 +175,7 @@ class TextCodec:
         ]
         return [self._prompt_or_error(*each) for each in zip(asked, begun, found, strict=True)]
 
-    def _begun_with(self, asked: str | tuple[int, ...] | Chat) -> list[int] | ValueError | str:
+    def _begun_with(self, asked: str | tuple[int, ...] | Chat, is_cut: bool) -> list[int] | ValueError | str:
         """Return tokens if they are given, otherwise the text to encode, or an error."""
         try:
             if isinstance(asked, Chat):
@@ -173,10 +187,18 @@ class TextCodec:
                 return self._known(asked)
             else:
                 text = asked
-            self._refuse_far_too_long(text)
+            if not is_cut:
+                self._refuse_far_too_long(text)
         except ValueError as error:
             return error
         return text
+
+    def cut(self, prompt: EncodedPrompt, num_tokens: int) -> EncodedPrompt:
+        """Keep the last tokens of a prompt, and its marker if that is among them."""
+        if len(prompt.token_ids) <= num_tokens:
+            return prompt
+        token_ids = prompt.token_ids[-num_tokens:]
+        return EncodedPrompt(token_ids, prompt.last_marker and self.encode_one(tuple(token_ids)).last_marker)
 
     def _known(self, token_ids: tuple[int, ...]) -> list[int]:
         if (most := max(token_ids)) >= self._vocab_size:
@@ -266,6 +288,11 @@ class TextCodec:
         if thinking is None or not thinks or (budget is None and text is None):
             return () if text is None else (text,)
         return (ThinkingRule(thinking, budget, text),)
+
+    def ignored_keywords(self, params: SamplingParams) -> tuple[str, ...]:
+        """Return the keywords of an output's schema that its grammar does not hold."""
+        structure = params.structured_outputs
+        return () if structure is None or not self._lenient_schemas else self._grammars.grammar(structure).ignored
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Return the text without special tokens."""
@@ -367,9 +394,10 @@ class TextCodec:
             return
         num_tokens = -(-len(text) // self._max_chars_per_token)
         if num_tokens > self._max_positions:
-            raise ValueError(
+            raise LineError(
                 f"prompt: its {len(text):,} characters are at least {num_tokens:,} tokens, expected at most the "
-                f"model's {self._max_positions:,}"
+                f"model's {self._max_positions:,}",
+                "context_length_exceeded",
             )
 
     @cached_property
@@ -402,7 +430,7 @@ class TextCodec:
 
     @cached_property
     def _grammars(self) -> GrammarTokenizer:
-        return GrammarTokenizer(self._tokenizer, self._vocab_size, self._eos_token_ids)
+        return GrammarTokenizer(self._tokenizer, self._vocab_size, self._eos_token_ids, self._lenient_schemas)
 
     @cached_property
     def _max_chars_per_token(self) -> int | None:
