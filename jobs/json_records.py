@@ -12,6 +12,8 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
+from swiftbatch.jobs.errors import LineCode
+
 Record = TypeVar("Record", bound=BaseModel)
 
 
@@ -108,12 +110,15 @@ EXPECTED = {
 }
 
 
+CODES: dict[str, LineCode] = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
+
+
 class FieldError(ValueError):
     """An error in a field, named '' for the whole value."""
 
-    def __init__(self, name: str, problem: str) -> None:
+    def __init__(self, name: str, problem: str, code: LineCode = "invalid_value") -> None:
         super().__init__(problem)
-        self.name = name
+        self.name, self.code = name, code
 
 
 def list_of(items: str) -> Callable[[object], tuple[object, ...]]:
@@ -137,6 +142,16 @@ def reasons(error: ValidationError, model: type[BaseModel], prefix: str = "") ->
     if error.error_count() > MAX_REASONS:
         texts.append(f"and {error.error_count() - MAX_REASONS} more")
     return "; ".join(texts)
+
+
+def code_of(error: ValidationError) -> LineCode:
+    """Return the code of the first error."""
+    details = error.errors()[0]
+    if details["type"] == "value_error":
+        return getattr(details["ctx"]["error"], "code", "invalid_value")
+    if details["type"].endswith("_type"):
+        return "invalid_type"
+    return CODES.get(details["type"], "invalid_value")
 
 
 def shown(value: object) -> str:

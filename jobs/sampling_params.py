@@ -116,6 +116,8 @@ LATER_FIELDS = (
     "thinking_token_budget",
     "thinking_end",
     "stop_in_reasoning",
+    "return_token_ids",
+    "truncate_prompt_tokens",
 )
 
 WRITTEN_OTHERWISE = {"logit_bias", "repetition_detection", "structured_outputs"}  # JSON changes only these
@@ -171,9 +173,10 @@ class SamplingParams(Strict):
     repetitions; subtract `frequency_penalty` x output count and `presence_penalty`; then temperature, top-k, top-p,
     min-p, eta.
 
-    `logprobs` is the number of likeliest tokens to report. After `thinking_token_budget` tokens a thought is closed.
-    `thinking_end` "close" (not in vLLM) closes a thought where the text would end. Stop strings match in the answer, or
-    with `stop_in_reasoning` also in thoughts.
+    `logprobs` is the number of likeliest tokens to report; `return_token_ids` reports the tokens of prompt and output.
+    After `thinking_token_budget` tokens a thought is closed. `thinking_end` "close" (not in vLLM) closes a thought
+    where the text would end. Stop strings match in the answer, or with `stop_in_reasoning` also in thoughts.
+    `truncate_prompt_tokens` keeps the prompt's last tokens; -1 keeps as many as fit.
     """
 
     max_tokens: int = Field(ge=1, le=MAX_COUNT)
@@ -200,9 +203,12 @@ class SamplingParams(Strict):
     thinking_token_budget: int | None = Field(default=None, ge=0, le=MAX_COUNT)
     thinking_end: ThinkingEnd | None = None
     stop_in_reasoning: bool = False
+    return_token_ids: bool = False
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=MAX_COUNT)
 
     @field_validator(
         *("max_tokens", "top_k", "penalty_window", "seed", "min_tokens", "logprobs", "thinking_token_budget"),
+        "truncate_prompt_tokens",
         mode="before",
     )
     @classmethod
@@ -216,13 +222,21 @@ class SamplingParams(Strict):
             raise FieldError("", f"found {value:g}, expected 0 (greedy) or a value of at least {MIN_TEMPERATURE:g}")
         return value
 
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _keeps_some(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise FieldError("", "found 0, expected at least 1 token, or -1: as many as fit")
+        return value
+
     @field_validator("stop", mode="before")
     @classmethod
     def _one_or_many_stop_strings(cls, value: object) -> object:
         if value is None:
             return ()
         expected = f"a string, or a list of up to {MAX_STOP_STRINGS} strings"
-        return (value,) if isinstance(value, str) else list_of(expected)(value)
+        texts = (value,) if isinstance(value, str) else list_of(expected)(value)
+        return tuple(text for text in texts if text != "")  # programs send "" for none
 
     @field_validator("stop_token_ids")
     @classmethod

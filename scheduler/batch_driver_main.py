@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from swiftbatch.jobs.input.job_files import InputFileError
+from swiftbatch.jobs.input.job_files import EmptyInputError, InputFileError
 from swiftbatch.scheduler.__main__ import main as command
-from swiftbatch.scheduler.process.signals import BAD_INPUT, die_with
+from swiftbatch.scheduler.process.signals import BAD_INPUT, EMPTY_INPUT, die_with
 
 
 def main(server_pid: int) -> None:
@@ -16,7 +16,7 @@ def main(server_pid: int) -> None:
         command()
     except SystemExit as end:
         if isinstance(end.__context__, InputFileError):
-            sys.exit(BAD_INPUT)
+            sys.exit(EMPTY_INPUT if isinstance(end.__context__, EmptyInputError) else BAD_INPUT)
         raise
 
 

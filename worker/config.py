@@ -46,6 +46,7 @@ class Computation:
     loop_guard: LoopAction | None = None  # action for jobs without their own; None: no check
     thinking_end: ThinkingEnd | None = None  # action for jobs without their own; None: a text may end within a thought
     sampling_defaults: SamplingDefaults = "model"  # for sampling fields that a line leaves out
+    lenient_schemas: bool = False  # leave keywords out that a grammar cannot hold, in place of a reject
     thinking_markers: ThinkingMarkers = None  # texts around a thought; None: the model's own, if known
     clock: str | None = None  # the ISO time for chat templates; None: the creation of the run
 

@@ -36,12 +36,12 @@ from swiftbatch.worker.model.file_checks import (
 )
 from swiftbatch.worker.model.formats.contract import FormatError, StoredTensor
 from swiftbatch.worker.model.formats.layout import Layout, format_of, heads_in, layout_of
-from swiftbatch.worker.model.gguf.gguf_model import SUFFIX
-from swiftbatch.worker.model.hub import hub_snapshot, split_revision
+from swiftbatch.worker.model.hub import HubName, hub_snapshot
 from swiftbatch.worker.model.model_files import (
     CONFIG_FILES,
     EMBEDDED,
     PARTS_FOLDER,
+    gguf_of,
     model_folder,
     read_whole_config,
     what_refuses,
@@ -66,7 +66,7 @@ class Source:
 def source_of(model: str) -> Source:
     """Find `embedded`, a folder or a hub id. Raises ModelError for anything else."""
     path = EMBEDDED if model == "embedded" else Path(model)
-    if path.suffix == SUFFIX and path.is_file():
+    if gguf_of(model) is not None:
         path = model_folder(model, CONFIG_FILES)
     if path.is_dir():
         stored = _stored_in(path)
@@ -98,7 +98,7 @@ def _stored_on_hub(model: str) -> tuple[tuple[str, StoredTensor], ...] | None:
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import NotASafetensorsRepoError
 
-    name, revision = split_revision(model)
+    name, revision, _ = HubName.of(model)
     try:
         files = get_safetensors_metadata(name, revision=revision).files_metadata.values()
     except NotASafetensorsRepoError:

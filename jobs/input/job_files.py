@@ -74,6 +74,10 @@ class InputFileError(UserError):
     """A job file that can't be read."""
 
 
+class EmptyInputError(InputFileError):
+    """A submission of blank lines alone."""
+
+
 def shown_input(path: str) -> str:
     return "standard input" if path == STANDARD_INPUT else path or "''"
 

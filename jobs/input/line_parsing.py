@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from swiftbatch.jobs.errors import LineError
 from swiftbatch.jobs.input.request_fields import (
     MAX_PROMPTS,
     BatchLine,
@@ -26,7 +27,7 @@ from swiftbatch.jobs.input.request_fields import (
     text_id,
 )
 from swiftbatch.jobs.job import CHAT, COMPLETIONS, MAX_CUSTOM_ID, Job, JobUrl, Message, Messages, TemplateOptions
-from swiftbatch.jobs.json_records import is_utf8, of_checked, reasons, shown
+from swiftbatch.jobs.json_records import code_of, is_utf8, of_checked, reasons, shown
 from swiftbatch.jobs.sampling_params import (
     MAX_COUNT,
     MAX_SEED,
@@ -123,15 +124,11 @@ def choice_seed(seed: int, choice_index: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-class LineError(ValueError):
-    """A line that describes no job."""
-
-
 def parse_object(text: str) -> dict[str, Any]:
     """Parse one line's JSON object. Raises `LineError`."""
     value = parse_json(text)
     if not isinstance(value, dict):
-        raise LineError(f"found {shown(value)}, expected a JSON object")
+        raise LineError(f"found {shown(value)}, expected a JSON object", "invalid_json_line")
     return value
 
 
@@ -144,26 +141,42 @@ def parse_json(text: str) -> Any:
         return _DECODER.decode(text) if text[:1] != BYTE_ORDER_MARK else json.loads(text)
     except json.JSONDecodeError as error:
         problem = error.msg.removesuffix(" at")  # some of Python's messages end with "at"
-        raise LineError(f"not JSON: {problem} at column {error.colno}, expected one object on the line") from None
+        reason = f"not JSON: {problem} at column {error.colno}, expected one object on the line"
+        raise LineError(reason, "invalid_json_line") from None
     except RecursionError:
-        raise LineError("not readable: nested too deeply, expected one flat object on the line") from None
+        problem = "nested too deeply, expected one flat object on the line"
+        raise LineError(f"not readable: {problem}", "invalid_json_line") from None
     except LineError:
         raise
     except ValueError:  # Python refuses numbers of thousands of digits
-        raise LineError("not readable: found a number of thousands of digits, expected ordinary numbers") from None
+        problem = "found a number of thousands of digits, expected ordinary numbers"
+        raise LineError(f"not readable: {problem}", "invalid_json_line") from None
 
 
 def line_from_object(values: dict[str, Any], run_seed: int, defaults: Mapping[str, Any] = NO_DEFAULTS) -> JobLine:
     """Turn a parsed line into a `JobLine`; `defaults` are sampling fields that it may leave out. Raises `LineError`."""
+    _refuse_other_format(values)
     if any(values.get(name) is not None for name in ("method", "url", "body")):
         batch = _validated(BatchLine, values)
         if batch.url == COMPLETIONS:
             completion, idle = _request(CompletionBody, batch.body, COMPLETIONS, defaults, "body.")
-            return _job_line(batch.custom_id, completion, completion.prompt, None, idle, run_seed)
+            return _job_line(batch.custom_id, completion, completion.prompts, None, idle, run_seed)
         chat, idle = _request(ChatBody, batch.body, CHAT, defaults, "body.")
         return _job_line(batch.custom_id, chat, (), chat.messages, idle, run_seed)
     line, idle = _request(ShortLine, values, COMPLETIONS if values.get("messages") is None else CHAT, defaults)
-    return _job_line(line.custom_id, line, line.prompt or (), line.messages, idle, run_seed)
+    return _job_line(line.custom_id, line, line.prompts, line.messages, idle, run_seed)
+
+
+OTHER_FORMATS = {"params": "Anthropic's Message Batches", "request": "Gemini's Batch API"}
+OWN_INPUTS = {"prompt", "prompt_token_ids", "messages", "body"}
+
+
+def _refuse_other_format(values: dict[str, Any]) -> None:
+    """Raise `LineError` for a line of another batch API."""
+    for name, whose in OTHER_FORMATS.items():
+        if isinstance(values.get(name), dict) and not values.keys() & OWN_INPUTS:
+            expected = "expected one with url and body, as of OpenAI's Batch API, or with prompt or messages"
+            raise LineError(f"field '{name}': this is a line of {whose}, {expected}", "unknown_parameter")
 
 
 def _request(
@@ -175,7 +188,8 @@ def _request(
     """
     known, idle, refused = taken_apart(values, form.model_fields, url)
     if refused:
-        raise LineError("; ".join(f"field '{prefix}{name}': {problem}" for name, problem in refused))
+        problems = "; ".join(f"field '{prefix}{name}': {problem}" for name, problem in refused)
+        raise LineError(problems, "unsupported_parameter")
     return _validated(form, known, prefix, defaults), idle
 
 
@@ -188,7 +202,7 @@ def _validated(
         said = {k: v for k, v in values.items() if v is not None or k not in nullable}
         return form.model_validate({**defaults, **said})
     except ValidationError as error:
-        raise LineError(reasons(error, form, prefix)) from None
+        raise LineError(reasons(error, form, prefix), code_of(error)) from None
 
 
 @functools.cache
@@ -243,7 +257,7 @@ def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names: set[str] = set()
         for name, _ in pairs:
             if name in names:
-                raise LineError(f"field {shown(name)}: found twice, expected once")
+                raise LineError(f"field {shown(name)}: found twice, expected once", "invalid_json_line")
             names.add(name)
     return values
 
@@ -257,7 +271,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique_names)  # `loads` would ma
 
 MAX_CACHED_LINES = 1000  # a file may have one kind per line
 MAX_KEY_CHARACTERS = 4000  # length of a kind's key
-OWN_FIELDS = ("prompt", "messages", "max_tokens", "seed")
+OWN_FIELDS = ("prompt", "prompt_token_ids", "messages", "max_tokens", "seed")
 FIELDS_BOUND_TO_OWN = ("max_completion_tokens", "min_tokens")  # their validity depends on the line's `max_tokens`
 MESSAGES: TypeAdapter[tuple[Message, ...]] = TypeAdapter(Messages, config=ConfigDict(strict=True))
 
@@ -298,7 +312,9 @@ class ParsedLineCache:
         is_counted = type(max_tokens) is int and 0 < max_tokens <= MAX_COUNT
         if not is_named or not is_counted or type(seed) is not int or not MIN_SEED <= seed <= MAX_SEED:
             return None
-        if (prompt is None) == (messages is None) or (messages is None) != (first.messages is None):
+        if fields.get("prompt_token_ids") is not None or (prompt is None) == (messages is None):
+            return None
+        if (messages is None) != (first.messages is None):
             return None
         if messages is None and (not isinstance(prompt, str) or not prompt or not is_utf8(prompt)):
             return None

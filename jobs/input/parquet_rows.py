@@ -10,14 +10,14 @@ from decimal import Decimal
 from typing import IO, Any
 from uuid import UUID
 
-from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.errors import LineError, UserError
 from swiftbatch.jobs.input.job_files import InputFileError
-from swiftbatch.jobs.input.line_parsing import LineError, parse_json
+from swiftbatch.jobs.input.line_parsing import parse_json
 from swiftbatch.jobs.input.request_fields import BatchLine, ShortLine, is_of_others
 from swiftbatch.jobs.json_records import shown
 
 FIELDS = tuple(dict.fromkeys(["custom_id", "prompt", "messages", *ShortLine.model_fields, *BatchLine.model_fields]))
-SHORT_TEXTS = {"prompt", "messages"}
+SHORT_TEXTS = {"prompt", "prompt_token_ids", "messages"}
 BATCH = {"method", "url", "body"}
 
 
@@ -66,7 +66,8 @@ class Columns:
             said = [name for name in self.by_field if name in needed]
             if said and not any(self.by_field[name] in values for name in said):
                 column = self.by_field[said[0]]
-                raise LineError(f"field {shown(column)}: found nothing, expected the {said[0]} as --column says")
+                problem = f"found nothing, expected the {said[0]} as --column says"
+                raise LineError(f"field {shown(column)}: {problem}", "missing_required_parameter")
         pairs, passed_over = self.chosen(values.keys())
         return {name: values[column] for name, column in pairs}, passed_over
 

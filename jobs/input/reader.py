@@ -15,10 +15,12 @@ from itertools import islice
 from tempfile import TemporaryFile
 from typing import IO, Any
 
+from swiftbatch.jobs.errors import LineError
 from swiftbatch.jobs.input.job_files import (
     NUM_BYTES,
     ONE_A_LINE,
     STANDARD_INPUT,
+    EmptyInputError,
     InputFileError,
     found_files,
     is_array,
@@ -27,7 +29,7 @@ from swiftbatch.jobs.input.job_files import (
     open_input,
     other_kind,
 )
-from swiftbatch.jobs.input.line_parsing import JobLine, LineError, ParsedLineCache, parse_object
+from swiftbatch.jobs.input.line_parsing import JobLine, ParsedLineCache, parse_object
 from swiftbatch.jobs.input.parquet_rows import MAGIC, Columns, Row, parquet_rows
 from swiftbatch.jobs.input.rejects import Reject, Rejects
 from swiftbatch.jobs.input.request_fields import text_id
@@ -75,20 +77,20 @@ class JobReader:
                 job = self._job(values, passed_over)
             except LineError as error:
                 custom_id = _readable_custom_id(values.get("custom_id")) if isinstance(values, dict) else None
-                self.rejects.add(Reject(self._num_lines, custom_id, str(error)))
+                self.rejects.add(Reject(self._num_lines, custom_id, str(error), code=error.code))
                 self.refuse_endless(self.rejects)
                 continue
             self._num_jobs += 1
             yield self._num_lines, job
 
     def end(self) -> None:
-        """Raise `InputFileError` if all lines were blank."""
+        """Raise `EmptyInputError` if all lines were blank."""
         if not self._num_jobs and not self.rejects:
             _, name = self._files[0]
             more = {1: " holds", 2: " and 1 more file hold"}.get(
                 len(self._files), f" and {len(self._files) - 1} more files hold"
             )
-            raise InputFileError(
+            raise EmptyInputError(
                 f"{name}{more} no jobs: found no row and no line with text, expected one JSON object a line, or Parquet"
             )
 
@@ -103,14 +105,13 @@ class JobReader:
             raise values
         job = self._kinds.line(values)
         if self.endpoint not in (None, job.url):
-            raise LineError(f"field 'url': found a line for {job.url}, expected {self.endpoint}")
+            raise LineError(f"field 'url': found a line for {job.url}, expected {self.endpoint}", "url_mismatch")
         first = self._first_lines.setdefault(job.custom_id, self._num_lines)
         if first != self._num_lines:
             place = self.placed(Reject(first, None, "")).place.removeprefix("line ")
             where = place if self.is_for_many else f"line {place}"
-            raise LineError(
-                f"field 'custom_id': found {shown(job.custom_id)} again (first in {where}), expected it once"
-            )
+            problem = f"found {shown(job.custom_id)} again (first in {where}), expected it once"
+            raise LineError(f"field 'custom_id': {problem}", "duplicate_custom_id")
         if passed_over:
             job = replace(job, without_effect=(*job.without_effect, *passed_over))
         return job
@@ -187,12 +188,13 @@ def _skip_rest(file: BufferedReader, line: bytes) -> None:
 
 def _text(line: bytes | None) -> str:
     if line is None:
-        raise LineError(f"the line is too long: found over {MAX_LINE_BYTES} bytes, expected at most that many")
+        problem = f"found over {MAX_LINE_BYTES} bytes, expected at most that many"
+        raise LineError(f"the line is too long: {problem}", "invalid_json_line")
     try:
         return line.decode()
     except UnicodeDecodeError as error:
         found = f"0x{line[error.start]:02x} at byte {error.start + 1}"
-        raise LineError(f"not UTF-8: found {found}, expected UTF-8 text") from None
+        raise LineError(f"not UTF-8: found {found}, expected UTF-8 text", "invalid_json_line") from None
 
 
 def _readable_custom_id(value: object) -> str | None:

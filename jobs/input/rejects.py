@@ -5,23 +5,25 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import BinaryIO, overload
 from weakref import finalize
 
 from pydantic import TypeAdapter
 
+from swiftbatch.jobs.errors import LineCode
 from swiftbatch.jobs.storage.store import new_spool, told_of_room
 
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """A rejected line with its number from 1; `file` is set if there are several."""
+    """A rejected line with its number from 1, and OpenAI's code; `file` is set if there are several."""
 
     line_number: int
     custom_id: str | None
     reason: str
     file: str | None = None
+    code: LineCode = "invalid_value"
 
     @property
     def place(self) -> str:
@@ -50,7 +52,7 @@ class Rejects(Sequence[Reject]):
         return cls(REJECT.validate_python(json.loads(line)) for line in file)  # pydantic parses no lone surrogates
 
     def add(self, reject: Reject) -> None:
-        line = json.dumps([reject.line_number, reject.custom_id, reject.reason, reject.file]).encode() + b"\n"
+        line = json.dumps(astuple(reject)).encode() + b"\n"
         with told_of_room():
             if not self._is_at_end:  # a seek flushes pending writes
                 self._file.seek(self._starts[-1])

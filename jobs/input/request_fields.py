@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainValidator, field_validator, model_validator
 
+from swiftbatch.jobs.errors import LineError
+from swiftbatch.jobs.input.tool_fields import CHOICES, checked_choice, checked_tools, is_writable
 from swiftbatch.jobs.job import (
     CHAT,
     COMPLETIONS,
@@ -29,6 +30,7 @@ MAX_PRIORITY = 2**63 - 1  # the bounds are vLLM's: this and its negative less on
 
 # a server's address with a known path at its end, or a path with or without the version
 URL = re.compile(r"(?:https?://\S+?/|/?(?:v1/)?)((?:chat/)?completions)/?(?:\?\S*)?")
+OTHER_URL = re.compile(r"(?:\S*/)?(responses|embeddings|moderations|score|rerank|messages)/?(?:\?\S*)?")
 
 LinePrompt = str | tuple[int, ...]
 """A text, or token ids."""
@@ -41,11 +43,14 @@ def text_id(value: object) -> object:
 
 
 def endpoint(value: object) -> object:
-    """Return the endpoint of a line's path or address; other values unchanged."""
+    """Return the endpoint of a line's path or address; other values unchanged. Raises FieldError."""
     found = URL.fullmatch(value) if isinstance(value, str) else None
-    if found is None:
-        return value
-    return CHAT if found[1].startswith("chat/") else COMPLETIONS
+    if found is not None:
+        return CHAT if found[1].startswith("chat/") else COMPLETIONS
+    if isinstance(value, str) and (other := OTHER_URL.fullmatch(value)):
+        problem = f"this is a line of /v1/{other[1]}, expected one of {COMPLETIONS} or {CHAT}"
+        raise FieldError("", problem, "invalid_url")
+    return value
 
 
 def prompts_of(value: object) -> tuple[LinePrompt, ...]:
@@ -66,11 +71,22 @@ def _prompt(value: object, place: str = "") -> LinePrompt:
         return value
     if not isinstance(value, list) or not value:
         raise FieldError(place, f"found {shown(value)}, expected a string, or a list of token ids")
-    token_ids = tuple(map(whole, value))
+    return _token_ids(value, place)
+
+
+def _token_ids(values: list[Any], place: str) -> tuple[int, ...]:
+    token_ids = tuple(map(whole, values))
     for each in token_ids:
         if type(each) is not int or not 0 <= each <= MAX_COUNT:
             raise FieldError(place, f"found {shown(each)} among its token ids, expected whole numbers from 0 on")
     return token_ids
+
+
+def prompt_ids_of(value: object) -> tuple[int, ...]:
+    """Parse the token ids of one prompt. Raises FieldError."""
+    if not isinstance(value, list) or not value:
+        raise FieldError("", f"found {shown(value)}, expected a list of token ids")
+    return _token_ids(value, "")
 
 
 def logprobs_of(value: object) -> int | bool | None:
@@ -100,69 +116,16 @@ def checked_kwargs(value: object) -> dict[str, Scalar]:
     for name, each in value.items():
         if name in NOT_KWARGS:
             raise FieldError("", f"found {shown(name)}, expected variables of the chat template alone")
-        if not isinstance(each, str | int | float | bool | None) or not _is_writable(name, each):
+        if not isinstance(each, str | int | float | bool | None) or not is_writable(name, each):
             expected = "expected strings, numbers, true, false or null"
             raise FieldError("", f"found {shown(each)} as {shown(name)}, {expected}")
     return value
 
 
-def _is_writable(*values: object) -> bool:
-    """Return whether the values fit JSON and UTF-8."""
-    try:
-        json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
-    except ValueError:
-        return False
-    return True
-
-
-FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
-CHOICES = ("none", "auto", "required")  # of tools
-
-
-def checked_tools(value: object) -> tuple[dict[str, Any], ...]:
-    """Raise FieldError."""
-    if not isinstance(value, list | tuple):
-        raise FieldError("", f"found {shown(value)}, expected a list of tools")
-    names: list[str] = []
-    for number, tool in enumerate(value):
-        function = _function_of(tool, f"[{number}]")
-        name, parameters = function.get("name"), function.get("parameters")
-        if not isinstance(name, str) or not FUNCTION_NAME.fullmatch(name) or name in names:
-            expected = "expected 1 to 64 letters, digits, dots, '_' or '-', and no name twice"
-            raise FieldError(f"[{number}].function.name", f"found {shown(name)}, {expected}")
-        if parameters is not None and not isinstance(parameters, dict):
-            problem = f"found {shown(parameters)}, expected a JSON schema, an object"
-            raise FieldError(f"[{number}].function.parameters", problem)
-        names.append(name)
-    if not _is_writable(*value):
-        raise FieldError("", f"found {shown(value)}, expected JSON that other programs can read")
-    return tuple({"type": "function", **tool} for tool in value)
-
-
-def checked_choice(value: object) -> str:
-    """Return one of CHOICES, or a function's name in brackets. Raises FieldError."""
-    if isinstance(value, str) and value in CHOICES:
-        return value
-    name = _function_of(value, "").get("name")
-    if not isinstance(name, str):
-        raise FieldError("function.name", f"found {shown(name)}, expected the name of a tool")
-    return f"({name})"
-
-
-def _function_of(value: object, place: str) -> dict[str, Any]:
-    """Return the function of a tool or of a choice. Raises FieldError."""
-    function = (
-        value.get("function") if isinstance(value, dict) and value.get("type", "function") == "function" else None
-    )
-    if not isinstance(function, dict):
-        others = "" if place else f"one of {', '.join(CHOICES)}, or "
-        raise FieldError(place, f"found {shown(value)}, expected {others}an object of type function, with a function")
-    return function
-
-
 NUM_LOGPROBS = f"a whole number from 0 to {MAX_TOP_LOGPROBS}"
 Logprobs = Annotated[int | bool | None, PlainValidator(logprobs_of)]
 Prompts = Annotated[tuple[LinePrompt, ...], PlainValidator(prompts_of)]
+PromptIds = Annotated[tuple[int, ...], PlainValidator(prompt_ids_of)]
 LineId = Annotated[CustomId, BeforeValidator(text_id)]
 Endpoint = Annotated[JobUrl, BeforeValidator(endpoint)]
 Tools = Annotated[tuple[dict[str, Any], ...], BeforeValidator(checked_tools)]
@@ -194,15 +157,15 @@ class LineFields(SamplingParams):
     def _minus_one_is_off(cls, value: object) -> object:
         return 0 if value == -1 else value
 
+    @field_validator("max_tokens", "max_completion_tokens", "thinking_token_budget", mode="before")
+    @classmethod
+    def _minus_one_is_no_limit(cls, value: object) -> object:
+        return None if value == -1 else value
+
     @field_validator("top_logprobs", mode="before")
     @classmethod
     def _false_is_none(cls, value: object) -> object:
         return None if value is False else value
-
-    @field_validator("thinking_token_budget", mode="before")
-    @classmethod
-    def _minus_one_is_no_budget(cls, value: object) -> object:
-        return None if value == -1 else value
 
     @field_validator("response_format", mode="before")
     @classmethod
@@ -314,18 +277,36 @@ def refuse_two_structures(fields: LineFields, template: TemplateOptions | None) 
         fields._ends_where_its_structure_does()
 
 
-class ShortLine(ChatFields, LineFields):
+class PromptFields(Strict):
+    """A completion's input, in one of two fields."""
+
+    prompt: Prompts | None = None
+    prompt_token_ids: PromptIds | None = None
+
+    @model_validator(mode="after")
+    def _has_one_prompt_at_most(self) -> Self:
+        if None not in (self.prompt, self.prompt_token_ids):
+            raise ValueError("fields 'prompt' and 'prompt_token_ids': found both, expected one of them")
+        return self
+
+    @property
+    def prompts(self) -> tuple[LinePrompt, ...]:
+        return self.prompt or (() if self.prompt_token_ids is None else (self.prompt_token_ids,))
+
+
+class ShortLine(ChatFields, PromptFields, LineFields):
     """`{"custom_id": ..., "prompt": ..., "max_tokens": ...}`, or `messages` in place of `prompt`."""
 
     custom_id: LineId
-    prompt: Prompts | None = None
     messages: Messages | None = None
 
     @model_validator(mode="after")
     def _has_one_text(self) -> Self:
-        if (self.prompt is None) == (self.messages is None):
-            found = "neither" if self.prompt is None else "both"
-            raise ValueError(f"fields 'prompt' and 'messages': found {found}, expected exactly one of them")
+        if bool(self.prompts) == (self.messages is not None):
+            found = "both" if self.prompts else "neither"
+            name = "prompt" if self.prompt_token_ids is None else "prompt_token_ids"
+            problem = f"fields '{name}' and 'messages': found {found}, expected exactly one of them"
+            raise LineError(problem, "invalid_value" if self.prompts else "missing_required_parameter")
         if self.messages is None and self.template is not None:
             [name, *_] = self.model_fields_set & ChatFields.model_fields.keys()
             raise FieldError(name, "found it with a prompt, which no chat template is for; expected it with messages")
@@ -348,11 +329,11 @@ class BatchLine(Strict):
         return value.upper() if isinstance(value, str) else value
 
 
-class CompletionBody(LineFields):
-    prompt: Prompts
-
+class CompletionBody(PromptFields, LineFields):
     @model_validator(mode="after")
     def _asks_as_completions_do(self) -> Self:
+        if not self.prompts:
+            raise FieldError("prompt", "found nothing, expected a value", "missing_required_parameter")
         asked_logprobs(self, is_chat=False)
         return self
 
@@ -412,11 +393,9 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {  # with the values that ask for no
     "early_stopping": (False,),
     "watermarking": (False,),
     "skip_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
     "allowed_token_ids": (),
     "logits_processors": ([],),
     "include_reasoning": (True,),
-    "return_token_ids": (False,),
     "return_prompt_text": (False,),
     "prompt_embeds": (),
     "documents": ([],),
@@ -424,9 +403,17 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {  # with the values that ask for no
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "vllm_xargs": ({},),
+    "extra_body": ({},),
+    "enable_thinking": (),
+    "system": ("",),
 }
 RENAMED = {  # vLLM's older names
     f"guided_{kind}": f"structured_outputs.{kind}" for kind in ("json", "regex", "choice", "grammar")
+}
+ELSEWHERE = {  # what such a field belongs into
+    "extra_body": "its fields beside the others",
+    "enable_thinking": "it in chat_template_kwargs",
+    "system": "a message of role system",
 }
 # the value of `add_special_tokens` used here
 PLAIN_SPECIAL_TOKENS = {"/v1/completions": True, "/v1/chat/completions": False}
@@ -461,5 +448,7 @@ def _neutral(name: str, url: str) -> tuple[Any, ...]:
 def _refusal(name: str, value: object, url: str) -> str:
     if name in RENAMED:
         return f"found {shown(value)}, an old name that is not supported; expected {RENAMED[name]}"
+    if name in ELSEWHERE:
+        return f"found {shown(value)}, not supported here; expected {ELSEWHERE[name]}"
     neutral = " or ".join(shown(each) for each in _neutral(name, url)[:1])
     return f"found {shown(value)}, not supported; expected {f'{neutral}, or ' if neutral else ''}no such field"

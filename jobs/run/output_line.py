@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import from_json
 
 from swiftbatch.jobs.file_owner import Identity
-from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.job import JobRecord, unpacked
 from swiftbatch.jobs.json_records import NOT_TEXT, reasons
 
 if TYPE_CHECKING:
@@ -57,13 +57,14 @@ def success_line(
     logprobs: Mapping[str, Any] | None = None,
     reasoning: Reasoning | None = None,
     calls: ToolCalls | None = None,
+    ignored_keywords: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Return a finished job's output line; `token_ids` are all generated tokens.
 
-    A metric that is not finite becomes null. `reasoning` is None for a model without thoughts.
+    A metric that is not finite becomes null. `reasoning` is None for a model without thoughts. `ignored_keywords` of
+    its schema did not bind the text.
     """
     is_chat = record.job.messages is not None
-    num_completion_tokens = len(token_ids)
     choice = {
         "index": record.job.choice_index,
         **({"message": message_of(text, reasoning, calls)} if is_chat else {"text": text}),
@@ -71,13 +72,10 @@ def success_line(
         "finish_reason": CALLED if calls is not None and finish_reason == "stop" else finish_reason,
         "token_ids_sha256": tokens_sha256(token_ids),
     }
-    usage: dict[str, Any] = {
-        "prompt_tokens": record.num_prompt_tokens,
-        "completion_tokens": num_completion_tokens,
-        "total_tokens": record.num_prompt_tokens + num_completion_tokens,
-    }
-    if reasoning is not None:
-        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning.num_tokens}
+    asks_for_ids = record.job.sampling.return_token_ids
+    prompt_ids = {"prompt_token_ids": unpacked(record.prompt_token_ids)} if asks_for_ids else {}
+    choice |= ({} if is_chat else prompt_ids) | ({"token_ids": token_ids.tolist()} if asks_for_ids else {})
+    choice |= {"ignored_schema_keywords": list(ignored_keywords)} if ignored_keywords else {}
     body = {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{record.job_id}",
         "object": "chat.completion" if is_chat else "text_completion",
@@ -85,7 +83,8 @@ def success_line(
         "model": model,
         "system_fingerprint": system_fingerprint,
         "choices": [choice],
-        "usage": usage,
+        **(prompt_ids if is_chat else {}),
+        "usage": _usage(record.num_prompt_tokens, len(token_ids), reasoning),
         "metrics": {name: _finite(value) for name, value in metrics.items()},
     }
     return _line(record, {"status_code": 200, "request_id": run_id, "body": body}, None)
@@ -113,6 +112,17 @@ def shown_text(choice: Mapping[str, Any]) -> str:
     return f"{message.get('reasoning_content') or ''}{message['content'] or ''}{calls}"
 
 
+def _usage(num_prompt_tokens: int, num_completion_tokens: int, reasoning: Reasoning | None) -> dict[str, Any]:
+    usage: dict[str, Any] = {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": num_prompt_tokens + num_completion_tokens,
+    }
+    if reasoning is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning.num_tokens}
+    return usage
+
+
 def tokens_sha256(token_ids: NDArray[np.uint32]) -> str:
     """Return the SHA-256 in hexadecimal of tokens [num_tokens] as little-endian uint32."""
     return hashlib.sha256(token_ids.astype("<u4", copy=False).tobytes()).hexdigest()
@@ -135,6 +145,7 @@ def _finite(value: Any) -> Any:
 
 
 LINE_ID = "batch_req_"  # the job's id follows it
+TOKEN_COLUMNS = ("prompt_token_ids", "token_ids")
 
 
 class _Part(BaseModel):
@@ -158,6 +169,8 @@ class _Choice(_Part):
     text: str | None = None
     message: _Message | None = None
     logprobs: dict[str, Any] | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
 
     @model_validator(mode="after")
     def _has_text(self) -> Self:
@@ -174,6 +187,7 @@ class _Usage(_Part):
 
 class _Body(_Part):
     choices: list[_Choice] = Field(min_length=1)
+    prompt_token_ids: list[int] | None = None
     usage: _Usage
     metrics: dict[str, Any]
     created: int = 0
@@ -235,6 +249,12 @@ def texts_of(choice: dict[str, Any]) -> dict[str, str | None]:
         "logprobs": None if logprobs is None else json.dumps(logprobs),
         "tool_calls": None if calls is None else json.dumps(calls),
     }
+
+
+def token_ids_of(body: dict[str, Any], choice: dict[str, Any]) -> dict[str, list[int] | None]:
+    """Return the token ids of a choice and its prompt as columns, None unless the line asked for them."""
+    said = body | choice  # a chat has its prompt's in the body
+    return {name: said.get(name) for name in TOKEN_COLUMNS}
 
 
 def plain(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
@@ -15,6 +16,8 @@ from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.json_records import Frozen, reasons, shown
 from swiftbatch.jobs.sampling_params import LoopAction, ThinkingEnd
 from swiftbatch.jobs.storage.store import Store
+
+REVISED = re.compile(r"((?:hf:)?[^@:]*)(?:@[^:]*)?")  # a hub name up to its revision; a file may follow
 
 Dtype = Literal["bfloat16", "float32"]
 KVDtype = Literal["fp8", "int8"]  # None: as the run's dtype
@@ -41,6 +44,11 @@ class ProcessKey(Frozen):
     boot_id: str
     pid_namespace: str
     start_ticks: int
+
+
+def at_commit(model: str, commit: str | None) -> str:
+    """Put a commit in place of the revision of a hub name."""
+    return model if commit is None else REVISED.sub(rf"\1@{commit}", model, count=1)
 
 
 class RunManifest(Frozen):
@@ -73,6 +81,7 @@ class RunManifest(Frozen):
     thinking_end: ThinkingEnd | None = None  # default for jobs; None: a text may end inside a thought
     logprobs_mode: LogprobsMode = "raw_logprobs"  # source of reported log-probabilities
     sampling_defaults: SamplingDefaults = "openai"  # for lines that leave fields out
+    lenient_schemas: bool = False  # keywords that a grammar cannot hold are left out
     thinking_markers: ThinkingMarkers = None  # () for a model that does not think
     clock: str  # the ISO time given to chat templates
     reads_clock: bool = False  # its chat template uses `clock`
@@ -82,7 +91,7 @@ class RunManifest(Frozen):
 
     @property
     def stored_model(self) -> str:
-        return self.model if self.model_commit is None else f"{self.model.partition('@')[0]}@{self.model_commit}"
+        return at_commit(self.model, self.model_commit)
 
     @property
     def fingerprint(self) -> str:
@@ -90,6 +99,7 @@ class RunManifest(Frozen):
         model = [self.model_fingerprint, self.text_fingerprint, self.thinking_markers]
         later: list[str] = [] if self.kv_dtype is None else [self.kv_dtype]
         later += [self.clock] if self.reads_clock else []
+        later += ["lenient_schemas"] if self.lenient_schemas else []
         decisive = json.dumps([*model, self.dtype, self.logprobs_mode, *later])
         return f"fp_{hashlib.sha256(decisive.encode()).hexdigest()[:16]}"
 

@@ -14,7 +14,7 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.json_records import Frozen, dump_line
 from swiftbatch.jobs.run.job_table import newest_with
 from swiftbatch.jobs.run.output import row_groups
-from swiftbatch.jobs.run.output_line import plain, texts_of
+from swiftbatch.jobs.run.output_line import TOKEN_COLUMNS, plain, texts_of, token_ids_of
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import RunError, in_parallel, pretty, read_model
 from swiftbatch.jobs.storage.store import Store, spool
@@ -170,6 +170,8 @@ COLUMNS: dict[str, str] = {  # type names shared by Arrow and `datasets`
     "temperature": "float64",
     "sampling": "string",
     "token_ids_sha256": "string",
+    "prompt_token_ids": "list of int32",
+    "token_ids": "list of int32",
     "logprobs": "string",
     "tool_calls": "string",
     "job_id": "string",
@@ -194,6 +196,7 @@ def finished_row(record: JobRecord, revision: int, line: dict[str, Any]) -> Row:
         "error_message": None,
         "completion_tokens": body["usage"]["completion_tokens"],
         "token_ids_sha256": choice.get("token_ids_sha256"),
+        **token_ids_of(body, choice),
     }
 
 
@@ -209,6 +212,7 @@ def failed_row(record: JobRecord, revision: int, failure: Failure) -> Row:
         "error_message": failure.message,
         "completion_tokens": None,
         "token_ids_sha256": None,
+        **dict.fromkeys(TOKEN_COLUMNS),
     }
 
 
@@ -253,6 +257,7 @@ def arrow_schema() -> pa.Schema:
         "string": pa.string(),
         "int64": pa.int64(),
         "float64": pa.float64(),
+        "list of int32": pa.list_(pa.int32()),
         "list of int64": pa.list_(pa.int64()),
         "list of messages": pa.list_(pa.struct([(name, pa.string()) for name in MESSAGE])),
     }

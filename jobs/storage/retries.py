@@ -101,7 +101,7 @@ class Retries:
         return tries(action_again)
 
     def _pause(self, state: RetryCallState) -> float:
-        """Return the seconds to wait, cut so that the last try is at the bound."""
+        """Return the seconds to wait, shortened so that the last try comes when the time for retries ends."""
         return max(0.0, min(STORE_BACKOFF(state), self.seconds - (state.seconds_since_start or 0.0)))
 
 

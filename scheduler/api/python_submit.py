@@ -54,6 +54,7 @@ class SubmitOptions(TypedDict, total=False):
     thinking_end: ThinkingEnd | None
     logprobs_mode: LogprobsMode | None
     sampling_defaults: SamplingDefaults | None
+    lenient_schemas: bool
     thinking_markers: Sequence[str] | None
     clock: str | None
     engine: str | None

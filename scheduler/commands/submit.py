@@ -129,7 +129,7 @@ token_option = options_of("What decides the tokens; stored in the run")
 @token_option(
     "--model",
     callback=filled,
-    help=f"`embedded`, folder, .gguf, or hub id[@REV]. [default: {Computation.model}]",
+    help=f"`embedded`, folder, .gguf, or hub id[@REV][:FILE]. [default: {Computation.model}]",
 )
 @token_option("--dtype", type=DTYPES, help=f"[default: {Computation.dtype}]")
 @token_option("--kv-dtype", type=KV_DTYPES, help=KV_DTYPE_HELP)
@@ -179,6 +179,12 @@ token_option = options_of("What decides the tokens; stored in the run")
     type=click.Choice(get_args(SamplingDefaults)),
     metavar="SOURCE",
     help=f"For fields that lines leave out: model or openai. [default: {Computation.sampling_defaults}]",
+)
+@token_option(
+    "--lenient-schemas",
+    is_flag=True,
+    default=None,
+    help="Leave schema keywords out that no grammar holds; results name them.",
 )
 @token_option(
     "--thinking-markers",

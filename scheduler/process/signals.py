@@ -21,7 +21,7 @@ POLL_SECONDS = 0.05
 AGAIN_SECONDS = 0.02
 
 Handler = Callable[[int, FrameType | None], None]
-BAD_INPUT = os.EX_DATAERR  # exit code for an unreadable input file
+BAD_INPUT, EMPTY_INPUT = os.EX_DATAERR, os.EX_NOINPUT  # exit codes for an input file without a readable job
 SET_DEATH_SIGNAL = 1  # an option of prctl
 
 

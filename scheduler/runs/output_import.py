@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.errors import LineError, UserError
 from swiftbatch.jobs.input.job_files import InputFileError, open_input, shown_input
-from swiftbatch.jobs.input.line_parsing import LineError, parse_object
+from swiftbatch.jobs.input.line_parsing import parse_object
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.output_line import line_id
 from swiftbatch.jobs.run.result_files import ResultSegment

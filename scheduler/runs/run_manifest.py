@@ -54,7 +54,7 @@ def _other_setting(name: str, kept: Any, found: Any, place: str) -> str:
             f"--engine {found}: `swiftbatch resume {place} --engine {found}` goes on with it; submit keeps the run's "
             f"engine, {kept}, so leave the option away to add jobs"
         )
-    shown = f"without {name}" if kept in (None, ()) else f"with {name} {kept}"
+    shown = f"without {name}" if kept is False or kept in (None, ()) else f"with {name} {kept}"
     return f"the run at {place} was made {shown}, found {found}; leave the option away, or use another run folder"
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.errors import LineError, UserError
 from swiftbatch.jobs.input.job_files import open_input, shown_input
-from swiftbatch.jobs.input.line_parsing import LineError, parse_object
+from swiftbatch.jobs.input.line_parsing import parse_object
 from swiftbatch.jobs.input.request_fields import LineId
 from swiftbatch.jobs.job import JobRecord, Messages, TokenIds, unpacked
 from swiftbatch.jobs.json_records import Strict, reasons

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.errors import LineError, UserError, line_code
 from swiftbatch.jobs.input.line_parsing import JobLine
 from swiftbatch.jobs.input.parquet_rows import Columns
 from swiftbatch.jobs.input.reader import JobReader, job_lines
@@ -98,14 +98,15 @@ def make_records(
     longest = 0  # length known to fit: looking up free memory is the most expensive step
     for line_number, line, encoded in _encoded(lines, codec):
         try:
-            prompts = _prompts(line, encoded, max_tokens, files)
+            prompts = _prompts(line, encoded, max_tokens, files, codec)
             _refuse_unfit_sampling(line, min(limit for _, limit in prompts), codec, files.vocab_size)
             length = max(len(prompt.token_ids) + limit for prompt, limit in prompts)
             if room is not None and length > longest:
                 room.refuse_too_long(length)
                 longest = length
         except (ValueError, KVRoomError) as error:
-            notes.rejects.add(Reject(line_number, line.custom_id, str(error)))
+            code = "context_length_exceeded" if isinstance(error, KVRoomError) else line_code(error)
+            notes.rejects.add(Reject(line_number, line.custom_id, str(error), code=code))
             continue
         if line.priority:
             notes.priorities[line.custom_id] = line.priority
@@ -123,7 +124,12 @@ def _encoded(lines: Iterable[tuple[int, JobLine]], codec: TextCodec) -> Iterator
     _start_tokenizing_threads()
     for some in in_groups(lines, LINES_AT_ONCE, CHARACTERS_AT_ONCE, _num_letters):
         asked = [_asked(line) for _, line in some]
-        encoded = iter(codec.encode_all([each for own in asked for each in own]))
+        are_cut = [
+            line.sampling.get("truncate_prompt_tokens") is not None
+            for (_, line), own in zip(some, asked, strict=True)
+            for _ in own
+        ]
+        encoded = iter(codec.encode_all([each for own in asked for each in own], are_cut))
         for (line_number, line), own in zip(some, asked, strict=True):
             yield line_number, line, list(islice(encoded, len(own)))
 
@@ -147,7 +153,7 @@ def _asked(line: JobLine) -> tuple[str | tuple[int, ...] | Chat, ...]:
 
 
 def _prompts(
-    line: JobLine, encoded: list[Encoded], max_tokens: int | None, files: ModelFiles
+    line: JobLine, encoded: list[Encoded], max_tokens: int | None, files: ModelFiles, codec: TextCodec
 ) -> list[tuple[EncodedPrompt, int]]:
     """Return each prompt of a line with its token limit. Raises ValueError."""
     prompts = []
@@ -155,11 +161,21 @@ def _prompts(
         try:
             if isinstance(found, ValueError):
                 raise found
-            prompts.append((found, _limit(line, len(found.token_ids), max_tokens, files)))
+            prompt = codec.cut(found, _num_kept(line, len(found.token_ids), max_tokens, files))
+            prompts.append((prompt, _limit(line, len(prompt.token_ids), max_tokens, files)))
         except ValueError as error:
             which = f" (prompt {number} of {len(encoded)})" if len(encoded) > 1 else ""
-            raise ValueError(f"{error}{which}") from None
+            raise LineError(f"{error}{which}", line_code(error)) from None
     return prompts
+
+
+def _num_kept(line: JobLine, num_prompt_tokens: int, max_tokens: int | None, files: ModelFiles) -> int:
+    """Return how many of a prompt's last tokens the job keeps."""
+    said = line.sampling.get("truncate_prompt_tokens")
+    if said != -1:
+        return said or num_prompt_tokens
+    limit = line.max_tokens or max_tokens or 1
+    return max(1, files.max_positions - limit)
 
 
 def _limit(line: JobLine, num_prompt_tokens: int, max_tokens: int | None, files: ModelFiles) -> int:
@@ -167,16 +183,18 @@ def _limit(line: JobLine, num_prompt_tokens: int, max_tokens: int | None, files:
     num_left = files.max_positions - num_prompt_tokens
     if line.max_tokens is None:
         if num_left < 1:
-            raise ValueError(
+            raise LineError(
                 f"prompt: its {num_prompt_tokens} tokens leave none to generate, expected fewer than the model's "
-                f"{files.max_positions} positions"
+                f"{files.max_positions} positions",
+                "context_length_exceeded",
             )
         return num_left if max_tokens is None else min(max_tokens, num_left)
     if line.max_tokens > num_left:
         num_positions = num_prompt_tokens + line.max_tokens
-        raise ValueError(
+        raise LineError(
             f"max_tokens: prompt ({num_prompt_tokens} tokens) and max_tokens ({line.max_tokens}) need {num_positions} "
-            f"positions, expected at most the model's {files.max_positions}"
+            f"positions, expected at most the model's {files.max_positions}",
+            "context_length_exceeded",
         )
     return line.max_tokens
 
@@ -264,7 +282,7 @@ def submission(
     is_for_gpus = not manifest.model_fingerprint and manifest.device != "cpu"  # otherwise its rows are set
     said = [jobs] if isinstance(jobs, str) else jobs
     files = locate_model(manifest.stored_model)
-    codec = TextCodec(files, manifest.thinking_markers, manifest.clock)
+    codec = TextCodec(files, manifest.thinking_markers, manifest.clock, manifest.lenient_schemas)
     manifest = with_markers(with_model(manifest, files), codec)
     defaults = sampling_defaults_of(files) if manifest.sampling_defaults == "model" else {}
     reader, notes = JobReader(manifest.seed, columns, endpoint, defaults), LineNotes()
@@ -394,5 +412,5 @@ def _refused(run: Run, doubtful: JobIndex, known: JobIndex) -> list[Reject]:
         entries = list(choices)
         own = {newest.get(entry.job_id, entry.job_id) for entry in entries}
         if ids_of[entries[0].custom_id] != own:
-            rejects.append(Reject(line_number, entries[0].custom_id, CHANGED))
+            rejects.append(Reject(line_number, entries[0].custom_id, CHANGED, code="duplicate_custom_id"))
     return rejects

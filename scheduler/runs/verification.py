@@ -105,7 +105,7 @@ def load_model(run: Run, model: str | None = None) -> tuple[TargetModel, TextCod
     computation = replace(computation_of(manifest, Settings()), engine=PLAIN_ENGINE, draft_model=None)
     torch.set_num_threads(manifest.num_threads)
     files = located_model(manifest.model, run) if model is None else locate_model(model)
-    codec = TextCodec(files, manifest.thinking_markers)
+    codec = TextCodec(files, manifest.thinking_markers, lenient_schemas=manifest.lenient_schemas)
     return loaded_target(EngineConfig(**asdict(computation)), files, run, codec.textless_ids), codec
 
 
@@ -177,7 +177,9 @@ class Verifier:
 def known_tokens(
     logs: KeptLogs, codec: TextCodec, eos_token_ids: Collection[int], record: JobRecord, choice: Line
 ) -> NDArray[np.int64] | None:
-    """Return a result's tokens from its token log, or from its text if this is how the tokenizer splits it."""
+    """Return a result's tokens: its own, those of its token log, or of its text if the tokenizer splits it so."""
+    if (said := choice.get("token_ids")) is not None:
+        return np.asarray(said, np.int64)
     try:
         return logs.read(record.job_id).token_ids.astype(np.int64)
     except DamagedFileError:

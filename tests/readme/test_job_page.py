@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import get_args
 
+from swiftbatch.jobs.errors import LineCode
 from swiftbatch.jobs.input.request_fields import NOT_SUPPORTED, WITHOUT_EFFECT, ChatFields, LineFields
 from swiftbatch.scheduler.display.events import FieldsWithoutEffect
 from swiftbatch.worker.text.tool_calls import FORMS
@@ -55,7 +57,18 @@ def test_every_example_becomes_a_job(tmp_path: Path) -> None:
 def test_every_field_has_an_example() -> None:
     examples = [json.loads(line) for line in EXAMPLES]
     named = {name for values in examples for name in {*values, *values.get("body", {})}}
-    assert {*LineFields.model_fields, *ChatFields.model_fields, "prompt", "messages"} - named == set()
+    assert {
+        *LineFields.model_fields,
+        *ChatFields.model_fields,
+        "prompt",
+        "prompt_token_ids",
+        "messages",
+    } - named == set()
+
+
+def test_every_code_of_a_rejected_line_is_named() -> None:
+    table = section(PAGE, "Rejected lines").partition("| code |")[2]
+    assert {*get_args(LineCode)} == {*spans(table)} - {"custom_id", "--endpoint"}
 
 
 def test_every_field_of_other_programs_is_named() -> None:

@@ -26,7 +26,7 @@ class RowMasks:
 
 
 class ConstrainedTree(NamedTuple):
-    """Allowed nodes of a proposed tree, and guessed ones."""
+    """Allowed nodes of a proposed tree, and added ones where few tokens are allowed."""
 
     tree: DraftTree
     # numbers of nodes in the proposed tree, or GUESSED; None: the tree is the proposed one
@@ -86,7 +86,7 @@ class Constraints:
         self._follow()
 
     def of_tree(self, proposed: DraftTree, max_nodes: int = 0, max_depth: int = 0) -> ConstrainedTree:
-        """Return a tree without impossible nodes and with guessed ones, up to `max_nodes` and `max_depth`."""
+        """Return the tree without impossible nodes; add nodes, up to the limits, where few tokens are allowed."""
         if not self._constraints:
             return ConstrainedTree(proposed)
         try:

@@ -14,6 +14,7 @@ from urllib.parse import quote, unquote
 import numpy as np
 
 from swiftbatch.jobs.structured_output import DATA, FOLLOWED_FORMATS, NAMED, Structure
+from swiftbatch.worker.constraints.lenient_schema import Leniency, named_keywords
 from swiftbatch.worker.sampling.token_masks import ConstraintError, allows, num_mask_words, tokens_of
 
 if TYPE_CHECKING:
@@ -37,11 +38,16 @@ PLAIN_WORDS = (  # replaces the library's own terms
     (re.compile(r"exceed the maximum number of nested .*"), "nested too deeply, or a number with too many digits"),
     (re.compile(r"Expected f64 for"), "Expected a number for"),
     (
+        re.compile(r"Resource '(.*?)' is not present .*"),
+        r"found $ref to '\1', not supported; expected a reference within the schema",
+    ),
+    (
         re.compile(r"oneOf constraints are not supported\. .*"),
         "found oneOf with alternatives that the same value can match, not supported; expected anyOf, or alternatives "
         "that exclude each other, for example by a const",
     ),
 )
+NO_PATTERN = re.compile("look-around|backreferences")
 UNKNOWN_KEYS = re.compile(r"Unimplemented keys: \[(.*)\]")
 CONVERTING = "Failed to convert the grammar from GBNF to Lark: "
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
@@ -254,6 +260,7 @@ class Grammar:
 
         Raises ConstraintError, with its reason, for an impossible grammar.
         """
+        self.ignored: tuple[str, ...] = ()  # keywords of its schema that it does not hold
         self.eos_token_ids, self.token_lengths = eos_token_ids, token_lengths
         self.num_words = num_mask_words(len(token_lengths))
         self._tokenizer, self._definition = tokenizer, definition
@@ -383,9 +390,14 @@ class GrammarConstraint:
 
 
 class GrammarTokenizer:
-    """Model's tokens in llguidance, with a cache of grammars."""
+    """Model's tokens in llguidance, with a cache of grammars.
 
-    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+    With `is_lenient`, a schema's grammar leaves out the keywords that it cannot hold.
+    """
+
+    def __init__(
+        self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int], is_lenient: bool = False
+    ) -> None:
         """Take a fast `transformers` tokenizer. Raises ConstraintError if its tokens have no known bytes."""
         from llguidance import LLTokenizer
 
@@ -400,10 +412,37 @@ class GrammarTokenizer:
         except Exception as error:  # the library raises bare exceptions
             raise ConstraintError(f"the model's tokenizer is not supported: {reason_of(str(error))}") from error
         self._token_lengths = token_lengths(self._tokenizer, vocab_size, self._eos_token_ids)
-        self.grammar = functools.lru_cache(CACHED)(self._grammar)
+        self.grammar = functools.lru_cache(CACHED)(self._lenient if is_lenient else self._grammar)
+
+    def _lenient(self, structure: Structure) -> Grammar:
+        """Return a structure's grammar, without keywords that it cannot hold. Raises StructureError."""
+        left, ignored = structure, set[str]()
+        while True:
+            try:
+                grammar = self._grammar(left)
+            except StructureError as error:
+                leniency = Leniency(named_keywords(error.reason) if left.kind == "json" else set(), self._is_unheld)
+                text = (
+                    json.dumps(leniency.without(json.loads(left.text)), separators=(",", ":"))
+                    if leniency.keywords
+                    else ""
+                )
+                if not leniency.ignored:
+                    raise
+                left, ignored = Structure(kind="json", text=text), ignored | leniency.ignored
+            else:
+                grammar.ignored = tuple(sorted(ignored))
+                return grammar
+
+    def _is_unheld(self, schema: dict[str, Any]) -> bool:
+        try:
+            self._grammar(Structure(kind="json", text=json.dumps(schema)))
+        except StructureError as error:
+            return not schema.keys().isdisjoint(named_keywords(error.reason))
+        return False
 
     def _grammar(self, structure: Structure) -> Grammar:
-        """Return a structure's grammar, parsed or from the cache. Raises StructureError with the library's reason."""
+        """Return a structure's grammar. Raises StructureError with the library's reason."""
         has_lines = is_lark(structure)
         try:
             if has_lines:
@@ -411,7 +450,9 @@ class GrammarTokenizer:
             definition = definition_of(structure)
             return Grammar(self._tokenizer, definition, self._eos_token_ids, self._token_lengths, has_lines)
         except (ConstraintError, ValueError) as error:
-            raise StructureError(structure, str(error)) from None
+            odd = NO_PATTERN.match(str(error)) if structure.kind == "json" else None
+            reason = f"found pattern with {odd[0]}, not supported; expected one without" if odd else str(error)
+            raise StructureError(structure, reason) from None
 
     def _refuse_ends(self, lark: str) -> None:
         """Refuse a grammar that names a token for the text's end. Raises ConstraintError."""

@@ -10,34 +10,43 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from swiftbatch.jobs.errors import ModelError
 
 PATIENCE_SECONDS = 300.0  # longest wait for a busy hub
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # used if the hub does not say how long to wait
 BUSY = {429: "too many requests", 500: "an error of its own", 502: "busy", 503: "busy", 504: "busy"}
+PART = re.compile(r"-\d{5}-of-")  # in the names of a GGUF model in several files
 SNAPSHOTS = "snapshots"  # subfolder of a model in the cache, with a folder per commit
 TOKEN = "set HF_TOKEN to a token of https://huggingface.co/settings/tokens that may read it"
 
 
-def split_revision(model: str) -> tuple[str, str | None]:
-    """Split `ORG/NAME@REVISION` into name and revision, or None without a revision."""
-    name, _, revision = model.partition("@")
-    return name, revision or None
+class HubName(NamedTuple):
+    """The parts of `hf:ORG/NAME@REVISION:FILE.gguf`, None where absent; `hf:` is optional."""
 
+    name: str
+    revision: str | None
+    file: str | None
 
-def at_commit(model: str, commit: str | None) -> str:
-    return model if commit is None else f"{split_revision(model)[0]}@{commit}"
+    @classmethod
+    def of(cls, model: str) -> HubName:
+        repository, _, file = model.removeprefix("hf:").partition(":")
+        name, _, revision = repository.partition("@")
+        return cls(name, revision or None, file or None)
 
 
 def commit_of(path: Path) -> str | None:
-    is_snapshot = path.parent.name == SNAPSHOTS and path.parent.parent.name.startswith("models--")
-    return path.name if is_snapshot else None
+    """Return the commit of a folder or file in the hub's cache."""
+    for folder in (path, *path.parents):
+        if folder.parent.name == SNAPSHOTS and folder.parent.parent.name.startswith("models--"):
+            return folder.name
+    return None
 
 
 def hub_snapshot(model: str, wanted: Sequence[str]) -> Path:
     """Download a model's files that match the patterns, unless they are in the cache. Raises ModelError."""
-    name, revision = split_revision(model)
+    name, revision, _ = HubName.of(model)
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelError(
             f"model {model}: neither `embedded`, nor a folder or a .gguf file here, nor a name on the hub, as ORG/NAME "
@@ -48,6 +57,28 @@ def hub_snapshot(model: str, wanted: Sequence[str]) -> Path:
     with _alone_on_this_machine(name):
         download = partial(snapshot_download, name, revision=revision, allow_patterns=list(wanted))
         return Path(_patiently(model, download))
+
+
+def hub_file(model: str, wanted: str) -> Path:
+    """Download one file of a model, with the other parts of a model in several files. Raises ModelError."""
+    parts = PART.sub("-*-of-", wanted)
+    folder = hub_snapshot(model, [parts])
+    if not (folder / wanted).is_file():
+        there = gguf_names(model, folder)
+        raise ModelError(f"model {model}: it has no file {wanted}; its GGUF files: {', '.join(there) or 'none'}")
+    return folder / wanted
+
+
+def gguf_names(model: str, folder: Path) -> list[str]:
+    """Return the GGUF files of a model on the hub, or of its snapshot if the hub is away."""
+    from huggingface_hub import list_repo_files
+
+    name, revision, _ = HubName.of(model)
+    try:
+        names = list_repo_files(name, revision=revision)
+    except Exception:  # the hub's client raises many kinds
+        names = [str(file.relative_to(folder)) for file in folder.rglob("*.gguf")]
+    return sorted(each for each in names if each.endswith(".gguf"))
 
 
 @contextmanager
@@ -111,7 +142,7 @@ def _problem(model: str, causes: list[BaseException], status: int | None) -> str
     """Return why a model is not available, and what to do."""
     from huggingface_hub import constants
 
-    (name, revision), endpoint = split_revision(model), constants.ENDPOINT
+    (name, revision, _), endpoint = HubName.of(model), constants.ENDPOINT
     kinds = {each.__name__ for error in causes for each in type(error).__mro__}
     if "OfflineModeIsEnabled" in kinds:
         return "HF_HUB_OFFLINE is set, and this machine's cache lacks it; unset HF_HUB_OFFLINE, or download it before"

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.input.request_fields import LineFields
 from swiftbatch.jobs.json_records import reasons
+from swiftbatch.jobs.run.run_records import at_commit
 from swiftbatch.worker.model.architectures.catalogue import ARCHITECTURES, NESTED, what_it_lacks
 from swiftbatch.worker.model.compute_path import shifting_rotary
 from swiftbatch.worker.model.config_faults import config_fault, keys_fault, unsaid_fault
@@ -32,7 +33,7 @@ from swiftbatch.worker.model.formats.contract import FormatError
 from swiftbatch.worker.model.formats.layout import QUANTIZATION_FILE, Layout, format_of, layout_in
 from swiftbatch.worker.model.gguf.gguf_folder import gguf_folder
 from swiftbatch.worker.model.gguf.gguf_model import SUFFIX
-from swiftbatch.worker.model.hub import at_commit, commit_of, hub_snapshot
+from swiftbatch.worker.model.hub import HubName, commit_of, gguf_names, hub_file, hub_snapshot
 from swiftbatch.worker.model.text_config import nested_config, text_view
 
 CONFIG_FILES = ("config.json", ADAPTER_FILE, QUANTIZATION_FILE)  # a few KB that tell whether a model is supported
@@ -44,6 +45,9 @@ HEADS_FILE = "tokenswift_heads.safetensors"
 GRIFFIN_FILE = "griffin.safetensors"
 MTP_FILE = "mtp.safetensors"
 DRAFT_FOLDER = "draft"  # a small model with the same vocabulary
+LATER_PART = re.compile(
+    r"-(?!00001)\d{5}-of-\d{5}\.gguf$|^mmproj", re.IGNORECASE
+)  # later parts of a model, and image encoders
 ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*')  # found in a `tokenizer.json`
 
 
@@ -68,7 +72,7 @@ class ModelFiles:
 
     @property
     def commit(self) -> str | None:
-        return commit_of(self.path)
+        return _commit(self.name, self.path)
 
     @property
     def text_fingerprint(self) -> str:
@@ -105,7 +109,9 @@ def locate_model(model: str, known_weights: Mapping[str, str] | None = None) -> 
         raise ModelError(f"model {model}: {fault}")
     if refusal := what_refuses(read_whole_config(model, small), small):
         raise ModelError(f"model {model}: {refusal}")
-    path = model_folder(at_commit(model, commit_of(small)))  # the same commit, even if the hub has a newer one by now
+    path = model_folder(
+        at_commit(model, _commit(model, small))
+    )  # the same commit, even if the hub has a newer one by now
     config = read_config(model, path)
     if fault := folder_fault(path):
         raise ModelError(f"model {model}: {fault}")
@@ -121,9 +127,43 @@ def locate_model(model: str, known_weights: Mapping[str, str] | None = None) -> 
 def model_folder(model: str, wanted: Sequence[str] = ALL_FILES) -> Path:
     """Return a model's folder with the `wanted` files. Raises ModelError."""
     path = EMBEDDED if model == "embedded" else Path(model)
+    if (file := gguf_of(model)) is not None:
+        return gguf_folder(model, file, with_tokenizer=wanted == ALL_FILES)
+    if path.is_dir():
+        return path
+    snapshot = hub_snapshot(model, wanted)
+    if not any((snapshot / name).is_file() for name in CONFIG_FILES) and (names := gguf_names(model, snapshot)):
+        raise _which(model, names, ":")
+    return snapshot
+
+
+def gguf_of(model: str) -> Path | None:
+    """Return the GGUF file that a model's name means; None for another kind of model. Raises ModelError."""
+    path = Path(model)
+    if model == "embedded" or (path.is_dir() and (path / "config.json").exists()):
+        return None
+    if path.is_dir():
+        parts = [file for file in sorted(path.glob("*.gguf")) if not LATER_PART.search(file.name)]
+        if len(parts) > 1:
+            raise _which(model.rstrip("/"), [file.name for file in parts], "/")
+        return parts[0] if parts else None
     if path.suffix == SUFFIX and path.is_file():
-        return gguf_folder(model, path, with_tokenizer=wanted == ALL_FILES)
-    return path if path.is_dir() else hub_snapshot(model, wanted)
+        return path
+    file = HubName.of(model).file
+    return None if file is None else hub_file(model, file)
+
+
+def _which(model: str, names: Sequence[str], joint: str) -> ModelError:
+    found = f"found {'GGUF files' if len(names) > 1 else 'one GGUF file'} and no config.json: {', '.join(names)}"
+    return ModelError(f"model {model}: {found}; name one of them, as in --model {model}{joint}{names[0]}")
+
+
+def _commit(model: str, path: Path) -> str | None:
+    """Return the commit of a model on the hub, whose folder may have a link to its GGUF file."""
+    if model == "embedded" or Path(model).exists():
+        return None
+    links = [file.readlink() for file in sorted(path.glob("*.gguf")) if file.is_symlink()]
+    return commit_of(path) or (commit_of(links[0]) if links else None)
 
 
 def stored_layout(model: str, path: Path) -> Layout:

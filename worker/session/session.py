@@ -21,6 +21,7 @@ from swiftbatch.jobs.checkpoints.token_log import PackedLogs, TokenLog, WorkerLo
 from swiftbatch.jobs.logprobs import shown_logprobs
 from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import at_commit
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.metrics.counters import EngineCounters
@@ -38,7 +39,6 @@ from swiftbatch.worker.kv.cache_room import CachedJob
 from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.kv.kv_capacity import TOO_LONG, PagesError, TooLongError, check_folder
 from swiftbatch.worker.model.digests import digests_of
-from swiftbatch.worker.model.hub import at_commit
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.sampling.sampler import NOT_FINITE
 from swiftbatch.worker.sampling.sequence import Sequence
@@ -71,7 +71,7 @@ class WorkerSession:
         files = located_model(config.model, self._run)
         self._checkpoints, self._kept_logs = CheckpointStore.of(self._run), KeptLogs.of(self._run)
         self._sealing = Sealing(self._run, worker_id, config.checkpoint_seconds, config.checkpoint_tokens)
-        self._codec = TextCodec(files, config.thinking_markers)
+        self._codec = TextCodec(files, config.thinking_markers, lenient_schemas=config.lenient_schemas)
         target = loaded_target(config, files, self._run, self._codec.textless_ids)
         self.numerics, self.num_slots = target.numerics, target.num_slots
         self.num_free_positions = target.num_free_positions()
@@ -333,6 +333,7 @@ class WorkerSession:
             logprobs=None if logprobs is None else shown_logprobs(record.job, output_ids, logprobs, self._codec),
             reasoning=answer.reasoning,
             calls=answer.calls,
+            ignored_keywords=self._codec.ignored_keywords(record.job.sampling),
         )
 
     def _release(self, kind: OutcomeKind, job_ids: Iterable[str], seconds: float) -> None:

@@ -7,12 +7,12 @@ import unicodedata
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from itertools import takewhile
+from itertools import repeat, takewhile
 from typing import TYPE_CHECKING, Any
 
 from tokenizers.pre_tokenizers import ByteLevel
 
-from swiftbatch.jobs.errors import ModelError
+from swiftbatch.jobs.errors import LineError, ModelError
 from swiftbatch.jobs.job import Job, LastMarker, Message, TemplateOptions
 from swiftbatch.jobs.run.run_records import ThinkingMarkers
 from swiftbatch.jobs.sampling_params import SamplingParams
@@ -28,7 +28,7 @@ from swiftbatch.worker.text.output_text import BROKEN_CHARACTER, ByteText, Libra
 from swiftbatch.worker.text.tekken import BYTES_AS_THEY_ARE, TekkenBytes, TekkenChat, TekkenTokenizer
 from swiftbatch.worker.text.token_bytes import DecoderSteps, TokenBytes, steps_of
 from swiftbatch.worker.text.tokenizer_cache import WordTokens, cuts_at_spaces
-from swiftbatch.worker.text.tool_calls import CallForm, form_of, rule_of_calls
+from swiftbatch.worker.text.tool_calls import UNKNOWN_FORM, CallForm, form_of, rule_of_calls
 
 if TYPE_CHECKING:
     from swiftbatch.worker.sampling.sequence import Rule
@@ -113,10 +113,18 @@ class EncodedPrompt:
 class TextCodec:
     """Model's tokenizer and thinking markers: the named ones, none for (), or the model's own.
 
+    With `lenient_schemas`, grammars leave out keywords that they cannot hold.
+
     Raises ModelError if no tokenizer loads, or for impossible markers.
     """
 
-    def __init__(self, files: ModelFiles, thinking_markers: ThinkingMarkers = None, clock: str | None = None) -> None:
+    def __init__(
+        self,
+        files: ModelFiles,
+        thinking_markers: ThinkingMarkers = None,
+        clock: str | None = None,
+        lenient_schemas: bool = False,
+    ) -> None:
         try:
             self._tokenizer = _without_dropout(_loaded(files))
         except ImportError as error:  # the library is optional
@@ -126,6 +134,7 @@ class TextCodec:
                 f"model {files.name}: its tokenizer cannot be loaded from {files.path}: {words_of(error)}; "
                 "expected files that this version of transformers and tokenizers can read"
             ) from error
+        self._lenient_schemas = lenient_schemas
         self._max_positions, self._vocab_size = files.max_positions, files.vocab_size
         self._eos_token_ids = eos_token_ids_of(files)
         self._idle_stop = lru_cache(NUM_STOPS)(self._found_idle_stop)
@@ -145,10 +154,15 @@ class TextCodec:
             raise found
         return found
 
-    def encode_all(self, asked: Sequence[str | tuple[int, ...] | Chat]) -> list[EncodedPrompt | ValueError]:
-        """Return each prompt, or the error that `encode_one` would raise; one batch is cheaper."""
+    def encode_all(
+        self, asked: Sequence[str | tuple[int, ...] | Chat], are_cut: Iterable[bool] = repeat(False)
+    ) -> list[EncodedPrompt | ValueError]:
+        """Return each prompt, or the error that `encode_one` would raise; one batch is cheaper.
+
+        Prompts that `are_cut` later may be of any length.
+        """
         self.chat.prepare((each.messages, each.options) for each in asked if isinstance(each, Chat))
-        begun = [self._begun_with(each) for each in asked]
+        begun = [self._begun_with(each, is_cut) for each, is_cut in zip(asked, are_cut, strict=False)]
         texts: dict[type, list[str]] = {str: [], Chat: []}  # a template writes its own special tokens
         for own, text in zip(asked, begun, strict=True):
             if isinstance(text, str):
@@ -162,7 +176,7 @@ class TextCodec:
         ]
         return [self._prompt_or_error(*each) for each in zip(asked, begun, found, strict=True)]
 
-    def _begun_with(self, asked: str | tuple[int, ...] | Chat) -> list[int] | ValueError | str:
+    def _begun_with(self, asked: str | tuple[int, ...] | Chat, is_cut: bool) -> list[int] | ValueError | str:
         """Return tokens if they are given, otherwise the text to encode, or an error."""
         try:
             if isinstance(asked, Chat):
@@ -174,10 +188,18 @@ class TextCodec:
                 return self._known(asked)
             else:
                 text = asked
-            self._refuse_far_too_long(text)
+            if not is_cut:
+                self._refuse_far_too_long(text)
         except ValueError as error:
             return error
         return text
+
+    def cut(self, prompt: EncodedPrompt, num_tokens: int) -> EncodedPrompt:
+        """Keep the last tokens of a prompt, and its marker if that is among them."""
+        if len(prompt.token_ids) <= num_tokens:
+            return prompt
+        token_ids = prompt.token_ids[-num_tokens:]
+        return EncodedPrompt(token_ids, prompt.last_marker and self.encode_one(tuple(token_ids)).last_marker)
 
     def _known(self, token_ids: tuple[int, ...]) -> list[int]:
         if (most := max(token_ids)) >= self._vocab_size:
@@ -247,10 +269,7 @@ class TextCodec:
         if self.markers is None:
             return None
         opening: Opening = "anywhere"
-        must_call = job.template is not None and job.template.must_call
-        if (
-            job.sampling.structured_outputs is not None or must_call
-        ):  # structure begins with the output or after the thought
+        if job.sampling.structured_outputs is not None or (job.template and job.template.must_call):  # after any thought
             is_new = job.messages is not None and not (job.template and job.template.continue_final_message)
             opening = "first" if is_new and last is None else "never"
         return Thinking(self.markers, last == "start", opening)
@@ -275,14 +294,16 @@ class TextCodec:
 
     def _rule_of_calls(self, template: TemplateOptions | None) -> Rule | None:
         """Return the rule of a text that must be calls. Raises ConstraintError."""
-        if template is None or not template.tools:
-            return None
-        if self.call_form is None:
-            expected = "expected a model of a family in docs/jobs.md#tools, or no such field"
-            raise ConstraintError(f"field 'tools': the form of this model's calls is unknown; {expected}")
-        if not template.must_call:
+        if template is not None and template.tools and self.call_form is None:
+            raise ConstraintError(UNKNOWN_FORM)
+        if template is None or self.call_form is None or not template.must_call:
             return None
         return rule_of_calls(self.call_form, template, self._tokenizer, self._grammars)
+
+    def ignored_keywords(self, params: SamplingParams) -> tuple[str, ...]:
+        """Return the keywords of an output's schema that its grammar does not hold."""
+        structure = params.structured_outputs
+        return () if structure is None or not self._lenient_schemas else self._grammars.grammar(structure).ignored
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Return the text without special tokens."""
@@ -384,24 +405,25 @@ class TextCodec:
             return
         num_tokens = -(-len(text) // self._max_chars_per_token)
         if num_tokens > self._max_positions:
-            raise ValueError(
+            raise LineError(
                 f"prompt: its {len(text):,} characters are at least {num_tokens:,} tokens, expected at most the "
-                f"model's {self._max_positions:,}"
+                f"model's {self._max_positions:,}",
+                "context_length_exceeded",
             )
 
     @cached_property
     def output_text(self) -> OutputText:
-        if self._steps is None:
-            return LibraryText(lambda token_ids: str(self._tokenizer.decode(token_ids, skip_special_tokens=True)))
-        return ByteText(self._bytes, self._steps)
+        return self._text_with(())
 
     @cached_property
     def marked_text(self) -> OutputText:
         """Return the text with the special tokens that mark calls of tools."""
+        return self._text_with(() if self.call_form is None else self.call_form.marks)
+
+    def _text_with(self, marks: tuple[str, ...]) -> OutputText:
         if self._steps is None:
-            return LibraryText(lambda token_ids: str(self._tokenizer.decode(token_ids, skip_special_tokens=False)))
-        marks = () if self.call_form is None else self.call_form.marks
-        return ByteText(self._bytes_with(marks), self._steps)
+            return LibraryText(lambda ids: str(self._tokenizer.decode(ids, skip_special_tokens=not marks)))
+        return ByteText(self._bytes_with(marks) if marks else self._bytes, self._steps)
 
     @cached_property
     def call_form(self) -> CallForm | None:
@@ -418,9 +440,8 @@ class TextCodec:
         return self._bytes_with(())
 
     def _bytes_with(self, shown: tuple[str, ...]) -> TokenBytes:
-        if isinstance(self._tokenizer, TekkenTokenizer):
-            return TekkenBytes(self._tokenizer, shown)
-        return TokenBytes(self._tokenizer, self._steps, shown)
+        own = self._tokenizer
+        return TekkenBytes(own, shown) if isinstance(own, TekkenTokenizer) else TokenBytes(own, self._steps, shown)
 
     @cached_property
     def textless_ids(self) -> tuple[int, ...]:
@@ -434,7 +455,7 @@ class TextCodec:
 
     @cached_property
     def _grammars(self) -> GrammarTokenizer:
-        return GrammarTokenizer(self._tokenizer, self._vocab_size, self._eos_token_ids)
+        return GrammarTokenizer(self._tokenizer, self._vocab_size, self._eos_token_ids, self._lenient_schemas)
 
     @cached_property
     def _max_chars_per_token(self) -> int | None:

@@ -25,6 +25,10 @@ Schemas = Mapping[str, dict[str, Any]]
 """The parameters of each function, by its name."""
 
 JSON = json.JSONDecoder(strict=False)  # models write line ends in strings unescaped
+UNKNOWN_FORM = (
+    "field 'tools': the form of this model's calls is unknown; expected a model of a family in docs/jobs.md#tools, or "
+    "no such field"
+)
 NUM_OF_ID = 9  # letters and digits of a call's id, as Mistral's templates require
 CHANNEL = re.compile(r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?=<\|(?:end|start|channel|call|return)\|>|\Z)", re.S)
 

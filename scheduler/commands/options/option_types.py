@@ -205,7 +205,7 @@ MODEL = click.option(
     "--model",
     default=Computation.model,
     callback=filled,
-    help="`embedded`, folder, .gguf, or hub id[@REV].",
+    help="`embedded`, folder, .gguf, or hub id[@REV][:FILE].",
 )
 DRAFT_MODEL = click.option(
     "--draft-model",

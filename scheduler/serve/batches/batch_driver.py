@@ -19,7 +19,7 @@ from typing import IO
 from swiftbatch.jobs.checkpoints.checkpoint_writer import GRACE_SECONDS
 from swiftbatch.jobs.python_processes import environment_of_code, module_command
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.process.signals import BAD_INPUT
+from swiftbatch.scheduler.process.signals import BAD_INPUT, EMPTY_INPUT
 from swiftbatch.scheduler.serve.records.batch_status import is_submitted
 from swiftbatch.scheduler.serve.records.stored_objects import Batch, StoredFiles
 
@@ -27,6 +27,7 @@ MAX_EVENTS = 1000  # events kept for later readers
 MAX_LOG_BYTES = 4 * 2**20  # of each of the two log files
 READ_SECONDS = 0.5  # for its last output; its children may keep the streams open
 ERROR_PREFIX = "swiftbatch: "
+INPUT_CODES = {BAD_INPUT: "invalid_input_file", EMPTY_INPUT: "empty_file"}
 
 Told = tuple[int, str, str]
 """The number of an event, which counts on, its kind, and the event as JSON."""
@@ -88,9 +89,9 @@ class DriverProcess:
         return True
 
     @property
-    def found_bad_input(self) -> bool:
-        """True if it ended because the whole input file is unreadable."""
-        return self._process.returncode == BAD_INPUT
+    def bad_input(self) -> str | None:
+        """Return OpenAI's code of an input file that made it end."""
+        return INPUT_CODES.get(self._process.returncode)
 
     def ask_to_end(self) -> None:
         self._send(signal.SIGTERM)

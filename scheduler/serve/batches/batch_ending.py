@@ -35,7 +35,6 @@ from swiftbatch.scheduler.serve.records.server_records import (
 from swiftbatch.scheduler.serve.records.stored_objects import Batch, Batches, StoredFiles
 
 BATCH_CANCELLED = "batch_cancelled"  # OpenAI's code for such a line
-INVALID = "invalid_request"
 
 MAX_PROBLEMS = 100  # problems shown; the error file has all rejects
 
@@ -91,19 +90,19 @@ def _errors(line: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _reject_line(batch: Batch, number: int, reject: Reject) -> dict[str, Any]:
-    error = {"code": INVALID, "message": reject.reason, "line": reject.line_number}
+    error = {"code": reject.code, "message": reject.reason, "line": reject.line_number}
     reject_id = f"batch_req_{batch.id}-reject-{number}"
     return {"id": reject_id, "custom_id": reject.custom_id, "response": None, "error": error}
 
 
-def end_batch(batches: Batches, files: StoredFiles, batch: Batch, reason: Reason, problem: str) -> None:
-    """End a batch without a driver; `problem` is its last driver's message.
+def end_batch(batches: Batches, files: StoredFiles, batch: Batch, reason: Reason, driver: DriverProcess | None) -> None:
+    """End a batch without a driver; `driver` is its last one.
 
     Raises RunTakenError, RunError, StoreError.
     """
     lines = lines_of(batch.store)
     if lines is None:
-        batches.end(batch, _never_run(batch, reason, problem))
+        batches.end(batch, _never_run(batch, reason, driver))
         return
     run = Run.open(batch.store.uri)
     if not lines.num_jobs:
@@ -135,7 +134,7 @@ def settle(batches: Batches, files: StoredFiles, batch: Batch, driver: DriverPro
     try:
         reason = _reason_to_end(batch, driver)
         if reason is not None:
-            end_batch(batches, files, batch, reason, "" if driver is None else driver.problem)
+            end_batch(batches, files, batch, reason, driver)
         return reason is not None
     except DamagedError as error:
         Lines(sys.stderr).write(f"{batch.id} fails: {error}")
@@ -159,7 +158,7 @@ def _reason_to_end(batch: Batch, driver: DriverProcess | None) -> Reason | None:
     read_model(batch.store, MANIFEST, RunManifest)  # raises DamagedError, even before all lines are in the run
     if batch.cancellation is not None:
         return "cancelled"
-    if driver is not None and driver.found_bad_input:
+    if driver is not None and driver.bad_input is not None:
         return "finished"
     lines = lines_of(batch.store)
     if lines is not None and running_status(batch.store, lines).state == "finalizing":
@@ -168,13 +167,14 @@ def _reason_to_end(batch: Batch, driver: DriverProcess | None) -> Reason | None:
     return "expired" if can_name_lines and batch.has_expired() else None
 
 
-def _never_run(batch: Batch, reason: Reason, problem: str) -> Ended:
+def _never_run(batch: Batch, reason: Reason, driver: DriverProcess | None) -> Ended:
     """Make the end of a batch whose input was not read."""
     if batch.cancellation is not None:
         return _at_once("cancelled", Counts())
-    found = problem or "the input file could not be read in time"
-    code = "batch_expired" if reason == "expired" else "invalid_input_file"
-    return _at_once("failed", Counts(), LineProblem(code=code, message=found))
+    problem, bad_input = ("", None) if driver is None else (driver.problem, driver.bad_input)
+    code = "batch_expired" if reason == "expired" else bad_input or "invalid_input_file"
+    message = problem or "the input file could not be read in time"
+    return _at_once("failed", Counts(), LineProblem(code=code, message=message))
 
 
 def _damaged(batch: Batch, files: StoredFiles, error: DamagedError) -> Ended:
@@ -191,7 +191,7 @@ def _damaged(batch: Batch, files: StoredFiles, error: DamagedError) -> Ended:
 def _without_good_lines(batch: Batch, run: Run) -> Ended:
     rejects = run.rejects()
     problems = [
-        LineProblem(code=INVALID, message=each.reason, line=each.line_number) for each in rejects[:MAX_PROBLEMS]
+        LineProblem(code=each.code, message=each.reason, line=each.line_number) for each in rejects[:MAX_PROBLEMS]
     ]
     state: EndState = "failed" if batch.cancellation is None else "cancelled"
     return _at_once(state, Counts(total=len(rejects), failed=len(rejects)), *problems)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from swiftbatch.jobs.input.reader import JobReader
 from tests.jobs.input.job_lines import CHAT, GOOD, batch, read
 
 BAD_LINES: list[tuple[Any, list[str]]] = [
@@ -63,7 +64,7 @@ BAD_LINES: list[tuple[Any, list[str]]] = [
     (GOOD | {"response_format": "json"}, ["'response_format'", "an object with a type, one of: text, json_object"]),
     (GOOD | {"structured_outputs": 5}, ["'structured_outputs'", "an object with one of: json, json_object, regex"]),
     (GOOD | {"n": "2"}, ["'n'", 'found "2"', "expected a whole number"]),
-    (GOOD | {"stop": ["x", ""]}, ["'stop[1]'", "at least 1 character"]),
+    (GOOD | {"stop": ["x", 5]}, ["'stop[1]'", "found 5", "a string"]),
     (GOOD | {"frequency_penalty": 2.1}, ["'frequency_penalty'", "found 2.1", "less than or equal to 2"]),
     (GOOD | {"presence_penalty": -2.1}, ["'presence_penalty'", "found -2.1", "greater than or equal to -2"]),
     (GOOD | {"presence_penalty": "2"}, ["'presence_penalty'", 'found "2"', "a number"]),
@@ -196,6 +197,49 @@ BAD_LINES: list[tuple[Any, list[str]]] = [
         GOOD | {"logprobs": 1, "repetition_detection": {"max_pattern_size": 4, "min_count": 2, "action": "close"}},
         ["'repetition_detection.action'", "found 'close' with logprobs"],
     ),
+    (GOOD | {"prompt_token_ids": [5]}, ["'prompt' and 'prompt_token_ids'", "found both", "one of them"]),
+    (CHAT | {"prompt_token_ids": [5]}, ["'prompt_token_ids' and 'messages'", "found both"]),
+    (batch({"prompt": "x", "prompt_token_ids": [5]}), ["'prompt' and 'prompt_token_ids'", "found both"]),
+    *(
+        (batch({"prompt_token_ids": each}), ["'body.prompt_token_ids'", "found ", "a list of token ids"])
+        for each in ([], "x", 5, {})
+    ),
+    *(
+        (batch({"prompt_token_ids": each}), ["'body.prompt_token_ids'", "among its token ids", "numbers from 0 on"])
+        for each in ([5, "x"], [-1], [True], [2**31], [[5]])
+    ),
+    (
+        batch({"messages": CHAT["messages"], "prompt_token_ids": [5]}, "/v1/chat/completions"),
+        ['unknown field "body.prompt_token_ids"'],
+    ),
+    (batch({"max_tokens": 5, "prompt_token_ids": None}), ["'body.prompt'", "nothing"]),
+    (
+        GOOD | {"extra_body": {"top_k": 5}},
+        ["'extra_body'", 'found {"top_k": 5}', "expected its fields beside the others"],
+    ),
+    (batch({"prompt": "x", "system": "Be kind."}), ["'body.system'", 'found "Be kind."', "a message of role system"]),
+    (GOOD | {"truncate_prompt_tokens": 0}, ["'truncate_prompt_tokens'", "found 0", "at least 1 token, or -1"]),
+    (GOOD | {"truncate_prompt_tokens": -2}, ["'truncate_prompt_tokens'", "found -2", "greater than or equal to -1"]),
+    (CHAT | {"enable_thinking": False}, ["'enable_thinking'", "found false", "it in chat_template_kwargs"]),
+    (
+        {"custom_id": "a", "params": {"model": "m", "max_tokens": 5, "messages": CHAT["messages"]}},
+        ["'params'", "this is a line of Anthropic's Message Batches, expected", "url and body", "messages"],
+    ),
+    (
+        {"key": "a", "request": {"contents": [{"parts": [{"text": "Hello"}]}]}},
+        ["'request'", "this is a line of Gemini's Batch API, expected"],
+    ),
+    *(
+        (
+            batch({"input": "x"}, url),
+            ["'url'", f"this is a line of /v1/{name}, expected one of /v1/completions or /v1/"],
+        )
+        for url, name in (
+            ("/v1/responses", "responses"),
+            ("/v1/embeddings", "embeddings"),
+            ("https://example.com/v1/embeddings/", "embeddings"),
+        )
+    ),
     (GOOD | {"guided_regex": "a"}, ["'guided_regex'", "old name", "structured_outputs.regex"]),
     (GOOD | {"min_tokens": -1}, ["'min_tokens'", "found -1", "greater than or equal to 0"]),
     (GOOD | {"min_tokens": 6}, ["'min_tokens'", "found 6", "at most max_tokens, 5"]),
@@ -220,12 +264,10 @@ BAD_LINES: list[tuple[Any, list[str]]] = [
     (b'{"custom_id": "a", "prompt": "x", "max_tokens": 1, "temperature": NaN}', ["'temperature'", "finite"]),
     (GOOD | {"seed": 2**64}, ["'seed'", "less than or equal to 18446744073709551615"]),
     (batch({"prompt": "x", "max_tokens": 1}, method="GET"), ["'method'", '"GET"', "'POST'"]),
-    (batch({"prompt": "x"}, "https://example.com/v1/embeddings"), ["'url'", "/v1/embeddings", "/v1/completions"]),
     (batch({"prompt": "x"}, "/v2/completions"), ["'url'", "/v2/completions", "/v1/completions"]),
     (batch({"prompt": "x"}, None), ["'url'", "found null", "/v1/completions"]),
     (GOOD | {"custom_id": 7.5}, ["'custom_id'", "found 7.5", "a string"]),
     (GOOD | {"custom_id": True}, ["'custom_id'", "found true", "a string"]),
-    (batch({"input": "x"}, "/v1/embeddings"), ["'url'", "/v1/embeddings", "/v1/completions"]),
     (GOOD | {"body": {}}, ["'url'", 'unknown field "prompt"']),
     (batch({"prompt": "x", "priority": 0.5}), ["'body.priority'", "found 0.5"]),
     (batch({"prompt": "x", "n": 0}), ["'body.n'", "found 0", "greater than or equal to 1"]),
@@ -238,7 +280,7 @@ BAD_LINES: list[tuple[Any, list[str]]] = [
     ),
     (batch({"prompt": "x", "n": 2, "best_of": 3}), ["'body.best_of'", "found 3, not supported", "expected 2"]),
     (batch({"prompt": "x", "max_tokens": 1, "model": 5}), ["'body.model'", "found 5", "a string"]),
-    (batch({"messages": CHAT["messages"], "max_tokens": 5}), ["'body.prompt'", "nothing"]),
+    (batch({"messages": CHAT["messages"], "max_tokens": 5}), ['unknown field "body.messages"', "prompt"]),
     (
         batch({"messages": CHAT["messages"], "max_tokens": 5, "max_completion_tokens": 6}, "/v1/chat/completions"),
         ["'max_tokens' and 'max_completion_tokens'", "found two limits"],
@@ -257,6 +299,41 @@ def test_a_bad_line_is_a_reject_with_its_number_and_reason_and_the_others_are_re
     assert "expected" in reject.reason
     assert "\n" not in reject.reason
     assert [word for word in words if word not in reject.reason] == []
+
+
+CODES: list[tuple[Any, str]] = [
+    (b"{torn", "invalid_json_line"),
+    (b"[1]", "invalid_json_line"),
+    (b"[" * 100_000, "invalid_json_line"),
+    (b'{"custom_id": "a", "prompt": "\xff"}', "invalid_json_line"),
+    (b'{"custom_id": "a", "prompt": "x", "prompt": "y"}', "invalid_json_line"),
+    (GOOD | {"custom_id": "before"}, "duplicate_custom_id"),
+    ({"prompt": "x"}, "missing_required_parameter"),
+    ({"custom_id": "a"}, "missing_required_parameter"),
+    (batch({"max_tokens": 5}), "missing_required_parameter"),
+    (GOOD | {"colour": 5}, "unknown_parameter"),
+    ({"custom_id": "a", "params": {}}, "unknown_parameter"),
+    (GOOD | {"echo": True}, "unsupported_parameter"),
+    (GOOD | {"temperature": "hot"}, "invalid_type"),
+    (GOOD | {"temperature": -1}, "invalid_value"),
+    (GOOD | {"logit_bias": {"a": 1}}, "invalid_value"),
+    (GOOD | CHAT, "invalid_value"),
+    (batch({"input": "x"}, "/v1/embeddings"), "invalid_url"),
+]
+
+
+@pytest.mark.parametrize(("line", "code"), CODES)
+def test_a_reject_has_openai_s_code(tmp_path: Path, line: Any, code: str) -> None:
+    _, [reject] = read(tmp_path, GOOD | {"custom_id": "before"}, line)
+    assert reject.code == code
+
+
+def test_a_line_for_another_endpoint_than_the_asked_one_has_a_code_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.jsonl"
+    path.write_text(json.dumps(GOOD))
+    reader = JobReader(1, endpoint="/v1/chat/completions")
+    assert list(reader.lines(str(path), "jobs.jsonl")) == []
+    assert [reject.code for reject in reader.rejects] == ["url_mismatch"]
 
 
 def test_a_reject_keeps_the_custom_id_that_could_be_read(tmp_path: Path) -> None:

@@ -53,6 +53,8 @@ LATER = {
     "thinking_token_budget": 0,
     "thinking_end": "close",
     "stop_in_reasoning": True,
+    "return_token_ids": True,
+    "truncate_prompt_tokens": 5,
 }
 
 

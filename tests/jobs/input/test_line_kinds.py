@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from swiftbatch.jobs.input.line_parsing import MAX_CACHED_LINES, JobLine, LineError, ParsedLineCache, line_from_object
+from swiftbatch.jobs.errors import LineError
+from swiftbatch.jobs.input.line_parsing import MAX_CACHED_LINES, JobLine, ParsedLineCache, line_from_object
 
 SEED = 3
 CHAT_BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "seed": 1, "temperature": 0.5}

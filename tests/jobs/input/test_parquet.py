@@ -57,6 +57,20 @@ def test_rows_are_the_jobs_that_the_same_lines_are_and_nulls_are_absent(tmp_path
     assert read_jobs(str(path), 1) == read_jobs(str(tmp_path / "jobs.jsonl"), 1)
 
 
+@pytest.mark.parametrize("column", ["prompt_token_ids", "ids"])
+def test_token_ids_may_be_a_column(tmp_path: Path, column: str) -> None:
+    ids = pa.array([[5, 6], [7]], pa.list_(pa.int32()))
+    path = write(tmp_path / "ids.parquet", {"custom_id": ["a", "b"], column: ids})
+    jobs, rejects = read(path, *(["prompt_token_ids=ids"] if column == "ids" else []))
+    assert ([job.prompts for job in jobs], rejects) == ([((5, 6),), ((7,),)], [])
+
+
+def test_a_mapped_column_of_token_ids_stands_for_any_other_text(tmp_path: Path) -> None:
+    path = write(tmp_path / "ids.parquet", TABLE | {"ids": [[5], [6], [7]]})
+    jobs, rejects = read(path, "prompt_token_ids=ids")
+    assert ([job.prompts for job in jobs], rejects) == ([((5,),), ((6,),), ((7,),)], [])
+
+
 def test_types_of_tables_are_those_of_lines(tmp_path: Path) -> None:
     columns = {
         "custom_id": np.array([7, 8]),

@@ -96,7 +96,10 @@ def test_a_file_of_bad_lines_without_end_is_refused_at_some_point(
 
 
 def test_many_bad_lines_are_kept_in_order_beside_the_memory() -> None:
-    some = [Reject(number, "\udc80" if number % 3 else None, f"\u2028{number}\n", None) for number in range(3000)]
+    some = [
+        Reject(number, "\udc80" if number % 3 else None, f"\u2028{number}\n", None, "invalid_url")
+        for number in range(3000)
+    ]
     tracemalloc.start()
     kept = Rejects(some)
     assert list(zip(kept, kept, strict=True)) == list(zip(some, some, strict=True))  # two iterators at once

@@ -30,12 +30,12 @@ STRUCTURES: list[Any] = [
 ]
 
 TAKEN: list[tuple[tuple[str, ...], str, Any]] = [
-    *((BOTH, "max_tokens", value) for value in (7, None)),
-    *((BOTH, "max_completion_tokens", value) for value in (5, None)),
+    *((BOTH, "max_tokens", value) for value in (7, None, -1)),
+    *((BOTH, "max_completion_tokens", value) for value in (5, None, -1, -1.0)),
     *((BOTH, name, 0.5) for name in ("temperature", "top_p", "min_p", "repetition_penalty")),
     *((BOTH, "top_k", value) for value in (0, 5, -1)),
     *((BOTH, "seed", value) for value in (5, None)),
-    *((BOTH, "stop", value) for value in ("a", ["a", "b"], None)),
+    *((BOTH, "stop", value) for value in ("a", ["a", "b"], "", [""], None)),
     *((BOTH, "ignore_eos", value) for value in (True, False)),
     *((BOTH, "n", value) for value in (1, 3, 128, None)),
     *((BOTH, "best_of", value) for value in (1, None)),
@@ -44,11 +44,12 @@ TAKEN: list[tuple[tuple[str, ...], str, Any]] = [
     *((BOTH, "response_format", value) for value in FORMATS),
     *((BOTH, "structured_outputs", value) for value in STRUCTURES),
     *((BOTH, "thinking_token_budget", value) for value in (0, 5, -1, None)),
-    *((BOTH, "stop_in_reasoning", value) for value in (True, False, None)),
+    *((BOTH, name, value) for name in ("stop_in_reasoning", "return_token_ids") for value in (True, False, None)),
     *((ONE, "prompt", value) for value in ("a", [1, 2], ["a", "b"], [[1, 2], [3]])),
     *((ONE, "logprobs", value) for value in (5, 0, False, None)),
     *((CHATS, "logprobs", value) for value in (True, False, 0, None)),
     *((BOTH, "top_logprobs", value) for value in (0, False, None)),
+    *((BOTH, "truncate_prompt_tokens", value) for value in (5, 1, -1, None)),
     (CHATS, "chat_template_kwargs", {"enable_thinking": False}),
     (CHATS, "reasoning_effort", "low"),
     *((CHATS, "add_generation_prompt", value) for value in (True, False)),
@@ -108,11 +109,9 @@ REFUSED: list[tuple[str, Any, Any]] = [  # with a value that asks for nothing
     ("early_stopping", True, False),
     ("watermarking", True, False),
     ("skip_special_tokens", False, True),
-    ("truncate_prompt_tokens", 5, None),
     ("allowed_token_ids", [1], None),
     ("logits_processors", ["a"], []),
     ("include_reasoning", False, True),
-    ("return_token_ids", True, False),
     ("return_prompt_text", True, False),
     ("prompt_embeds", "a", None),
     ("documents", [{"title": "a"}], []),
@@ -120,6 +119,9 @@ REFUSED: list[tuple[str, Any, Any]] = [  # with a value that asks for nothing
     ("media_io_kwargs", {"image": {}}, {}),
     ("mm_processor_kwargs", {"a": 1}, {}),
     ("vllm_xargs", {"a": 1}, {}),
+    ("extra_body", {"top_k": 5}, {}),
+    ("enable_thinking", True, None),
+    ("system", "Be kind.", ""),
 ]
 
 
@@ -184,6 +186,35 @@ def test_what_is_not_supported_is_refused_by_its_name_and_taken_where_it_asks_fo
     lines, rejects = read_lines(tmp_path, *lines_with(name, neutral))
     assert rejects == []
     assert [line.without_effect for line in lines] == [(), ()]
+
+
+@pytest.mark.parametrize("url", BOTH)
+def test_a_limit_of_minus_one_is_none_and_an_empty_stop_text_is_no_stop_text(tmp_path: Path, url: str) -> None:
+    empty = {"max_tokens": -1, "max_completion_tokens": -1, "stop": ["", "END", ""]}
+    [line, plain], rejects = read_lines(
+        tmp_path,
+        batch(BODIES[url] | empty, url, custom_id="a"),
+        batch(BODIES[url] | {"max_tokens": None, "stop": ""}, url, custom_id="b"),
+    )
+    assert rejects == []
+    assert (line.max_tokens, line.sampling["stop"]) == (None, ("END",))
+    assert (plain.max_tokens, plain.sampling["stop"]) == (None, ())
+
+
+def test_token_ids_may_come_in_a_field_of_their_own(tmp_path: Path) -> None:
+    ids = {"prompt_token_ids": [5, 6.0, 7], "max_tokens": 5}
+    fields = [{"custom_id": "a"} | ids, {"custom_id": "b"} | ids | {"prompt": None}, batch(ids, custom_id="c")]
+    lines, rejects = read_lines(tmp_path, *fields, batch({"prompt": [5, 6, 7], "max_tokens": 5}, custom_id="c2"))
+    assert rejects == []
+    assert [line.prompts for line in lines] == [((5, 6, 7),)] * 4
+    made = [line.jobs([5])[0].model_copy(update={"custom_id": "a", "sampling": None}) for line in lines]
+    assert made == [made[0]] * 4
+
+
+def test_a_line_with_token_ids_does_not_let_a_later_one_have_a_text_beside_them(tmp_path: Path) -> None:
+    first = {"custom_id": "a", "prompt": None, "prompt_token_ids": [5]}
+    lines, [reject] = read_lines(tmp_path, first, first | {"custom_id": "b", "prompt": "Once"})
+    assert ([line.custom_id for line in lines], reject.custom_id) == (["a"], "b")
 
 
 def test_special_tokens_are_added_to_texts_and_not_behind_templates(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tests.jobs.input.job_lines import CHAT, GOOD, batch, read_jobs, read_lines
 LOOPS = dict.fromkeys(RepetitionDetection.model_fields.keys() - {"action"}, 8)
 COUNTS: dict[str, Any] = {
     **dict.fromkeys(["top_k", "penalty_window", "seed", "min_tokens", "thinking_token_budget", "priority"], 3),
+    "truncate_prompt_tokens": 3,
     **{"max_tokens": 8, "max_completion_tokens": 8, "n": 2, "best_of": 2, "logprobs": 5, "stop_token_ids": [3, 9]},
     **{"prompt": [5, 6], "repetition_detection": LOOPS, "top_logprobs": 0},
 }

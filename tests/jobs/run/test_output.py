@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from swiftbatch.jobs.input.line_parsing import JobLine
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.jobs.run.output import write_table
+from swiftbatch.jobs.run.output import row_groups, write_table
 from swiftbatch.jobs.run.output_line import Reasoning, error_line, success_line
 from swiftbatch.jobs.run.result_files import ResultSegment
 from swiftbatch.jobs.run.run import Run
@@ -73,6 +73,29 @@ def test_all_choices_are_one_line_in_its_place_once_all_have_ended(run: Run) -> 
     assert [each["metrics"] for each in body["choices"]] == [{"num_drafts": number} for number in range(3)]
     assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 3 + 4 + 5, "total_tokens": 3 + 12}
     assert not {"metrics", "failed_choices"} & body.keys()
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_token_ids_are_columns_that_are_null_where_no_line_asked(run: Run, is_chat: bool) -> None:
+    plain, asking = make_record("plain"), make_record("asking")
+    run.add_jobs([plain, asking])
+    run_parts.finish(run, plain, "text", 2)
+    body = run_parts.FINISHED["response"]["body"]
+    prompt, choice = {"prompt_token_ids": [1, 2**31 - 1]}, {"text": "t", "token_ids": [7, 8], "finish_reason": "stop"}
+    body = body | {"choices": [choice | ({} if is_chat else prompt)]} | (prompt if is_chat else {})
+    write_result(run, asking.job_id, {"custom_id": "asking", "response": {"body": body}, "error": None})
+    output(run)
+    assert [(row["prompt_token_ids"], row["token_ids"]) for row in rows(run)] == [
+        (None, None),
+        ([1, 2**31 - 1], [7, 8]),
+    ]
+    schema = parquet.read_schema(io.BytesIO(run.store.read("output.parquet") or b""))
+    assert [str(schema.field(name).type.value_type) for name in ("prompt_token_ids", "token_ids")] == ["int32"] * 2
+
+
+def test_lists_of_token_ids_keep_the_groups_of_a_table_small() -> None:
+    rows = [{"custom_id": "a", "token_ids": [5] * 100_000}] * 30
+    assert max(map(len, row_groups(iter(rows), 64))) < 15
 
 
 def test_what_was_thought_is_counted_over_all_choices(run: Run) -> None:

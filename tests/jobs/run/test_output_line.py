@@ -4,11 +4,12 @@ import hashlib
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from swiftbatch.jobs.job import Job, JobRecord
+from swiftbatch.jobs.job import Job, JobRecord, packed
 from swiftbatch.jobs.json_records import dump_line
 from swiftbatch.jobs.run.output_line import (
     Reasoning,
@@ -30,8 +31,8 @@ CHAT = Job.model_validate_json(
 )
 
 
-def line_of(job: Job, **metrics: object) -> dict[str, object]:
-    record = JobRecord("a-1", job, 4, 3)
+def line_of(job: Job, **metrics: object) -> dict[str, Any]:
+    record = JobRecord("a-1", job, 4, 3, prompt_token_ids=packed([4, 5, 6]))
     token_ids = np.array([7, 8], dtype=np.uint32)
     return success_line(
         record,
@@ -144,8 +145,19 @@ def test_a_choice_s_whole_text_has_its_calls() -> None:
     assert shown_text({"text": "so"}) == shown_text({"message": {"content": "so"}}) == "so"
 
 
+def test_token_ids_stand_where_vllm_puts_them_if_a_line_asks_for_them() -> None:
+    asking = SAMPLING.model_copy(update={"return_token_ids": True})
+    completion, chat = (
+        line_of(job.model_copy(update={"sampling": asking}))["response"]["body"] for job in (COMPLETION, CHAT)
+    )
+    assert (completion["choices"][0]["prompt_token_ids"], completion["choices"][0]["token_ids"]) == ([4, 5, 6], [7, 8])
+    assert (chat["prompt_token_ids"], chat["choices"][0]["token_ids"]) == ([4, 5, 6], [7, 8])
+    assert "prompt_token_ids" not in completion
+    assert "prompt_token_ids" not in chat["choices"][0]
+
+
 def test_a_metric_that_is_no_finite_number_is_null_and_does_not_lose_the_result() -> None:
-    metrics = line_of(COMPLETION, speed=float("nan"), rate=float("inf"), good=0.5)["response"]["body"]["metrics"]  # type: ignore[index]
+    metrics = line_of(COMPLETION, speed=float("nan"), rate=float("inf"), good=0.5)["response"]["body"]["metrics"]
     assert metrics == {"speed": None, "rate": None, "good": 0.5}
 
 

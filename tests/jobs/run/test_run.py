@@ -48,6 +48,7 @@ RUN_JSON = """{
   "thinking_end": null,
   "logprobs_mode": "raw_logprobs",
   "sampling_defaults": "openai",
+  "lenient_schemas": false,
   "thinking_markers": null,
   "clock": "2026-11-28T10:00:00+01:00",
   "reads_clock": false,

@@ -106,17 +106,19 @@ def test_all_shards_have_the_same_columns_whatever_is_null_in_them(tmp_path: Pat
     assert not any(pa.types.is_null(field.type) for field in table.schema)
 
 
-def test_thoughts_and_log_probabilities_are_columns_also_of_chats(tmp_path: Path) -> None:
+def test_thoughts_token_ids_and_log_probabilities_are_columns_also_of_chats(tmp_path: Path) -> None:
     run = make_run(str(tmp_path / "run"), {"a": 1}, "parquet")
     [record] = run.jobs()
     message = {"role": "assistant", "reasoning_content": "well", "content": "Yes"}
     choice = {"message": message, "logprobs": {"content": [{"token": "Y", "logprob": -0.5}]}, "finish_reason": "stop"}
-    body = FINISHED["response"]["body"] | {"choices": [choice]}
+    choice["token_ids"] = [3, 4]
+    body = FINISHED["response"]["body"] | {"choices": [choice], "prompt_token_ids": [1, 2]}
     write_result(run, record.job_id, {"custom_id": "a", "response": {"body": body}, "error": None})
     shards_of(run).catch_up(is_end=True)
     [[row]] = all_rows(run.store)
     assert (row["text"], row["reasoning_content"]) == ("Yes", "well")
     assert json.loads(row["logprobs"]) == choice["logprobs"]
+    assert (row["prompt_token_ids"], row["token_ids"]) == ([1, 2], [3, 4])
 
 
 def test_failed_lines_wait_for_the_end_so_that_those_tried_again_have_one_row(tmp_path: Path) -> None:

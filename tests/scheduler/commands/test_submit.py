@@ -178,10 +178,10 @@ def test_a_job_that_fills_the_positions_to_the_last_is_taken(tmp_path: Path, tin
 
 
 def test_a_file_of_rejects_only_ends_with_exit_code_1_and_their_reasons(tmp_path: Path, tiny_model: Path) -> None:
-    path = write_jobs(tmp_path / "jobs.jsonl", *(job(f"j{i}", max_tokens=-1) for i in range(8)))
+    path = write_jobs(tmp_path / "jobs.jsonl", *(job(f"j{i}", max_tokens=-2) for i in range(8)))
     result = invoke("submit", path, "--run", str(tmp_path / "run"), "--model", str(tiny_model))
     assert result.exit_code == 1
-    assert "rejected line 1 (j0): field 'max_tokens': found -1" in result.stderr
+    assert "rejected line 1 (j0): field 'max_tokens': found -2" in result.stderr
     assert "and 3 more rejected lines" in result.stderr
     assert len(Run.open(str(tmp_path / "run")).rejects()) == 8
     assert "run finished; jobs: none" in result.stdout

@@ -56,6 +56,18 @@ def test_what_log_probabilities_are_of_belongs_to_the_run(tmp_path: Path) -> Non
         kept_or_new_manifest(uri, Settings(said={"logprobs_mode": "raw_logprobs"}))
 
 
+def test_lenience_for_schemas_belongs_to_the_run_and_to_its_fingerprint(tmp_path: Path) -> None:
+    strict, lenient = str(tmp_path / "strict"), str(tmp_path / "lenient")
+    manifest = kept_or_new_manifest(lenient, Settings(said={"lenient_schemas": True}))
+    Run.planned(lenient, manifest).made()
+    Run.planned(strict, manifest.model_copy(update={"lenient_schemas": False})).made()
+    kept = kept_or_new_manifest(lenient, Settings())
+    assert (kept.lenient_schemas, computation_of(kept, Settings()).lenient_schemas) == (True, True)
+    assert kept.fingerprint != kept_or_new_manifest(strict, Settings()).fingerprint
+    with pytest.raises(RunError, match=r"was made without lenient_schemas, found True; leave the option away"):
+        kept_or_new_manifest(strict, Settings(said={"lenient_schemas": True}))
+
+
 def test_keys_and_values_in_8_bits_belong_to_the_run(tmp_path: Path) -> None:
     uri = str(tmp_path / "run")
     Run.planned(uri, kept_or_new_manifest(uri, Settings(said={"kv_dtype": "int8", "device": "cpu"}))).made()

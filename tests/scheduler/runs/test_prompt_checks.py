@@ -128,6 +128,54 @@ def test_a_prompt_that_leaves_no_position_is_a_reject(tmp_path: Path, tiny_model
     )
 
 
+def test_a_prompt_that_is_to_be_cut_keeps_its_last_tokens_and_may_be_of_any_length(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    ids = TextCodec(locate_model(str(tiny_model))).encode(FOX)
+    long = {"custom_id": "long", "prompt": "the fox " * 40_000, "truncate_prompt_tokens": -1}
+    lines: list[dict[str, Any]] = [
+        LIMITED | {"custom_id": "three", "truncate_prompt_tokens": 3},
+        LIMITED | {"custom_id": "more", "truncate_prompt_tokens": 1000},
+        LIMITED | {"custom_id": "given", "prompt": [5, 6, 7], "truncate_prompt_tokens": 2},
+        long | {"max_tokens": 96},
+        long | {"custom_id": "open"},
+        long | {"custom_id": "no", "max_tokens": NUM_POSITIONS},
+        {"custom_id": "chat", "messages": [{"role": "user", "content": FOX}], "truncate_prompt_tokens": 2},
+        {"custom_id": "whole", "messages": [{"role": "user", "content": FOX}]},
+    ]
+    found = submit_file(write_jobs(tmp_path / "jobs.jsonl", *lines), str(tmp_path / "run"), model=str(tiny_model))
+    kept = {record.custom_id: unpacked(record.prompt_token_ids) for record in found.run.jobs()}
+    assert (kept["three"], kept["more"], kept["given"]) == (ids[-3:], ids, [6, 7])
+    assert (len(kept["long"]), len(kept["open"])) == (NUM_POSITIONS - 96, NUM_POSITIONS - 1)
+    assert kept["chat"] == kept["whole"][-2:]
+    assert {record.custom_id: record.num_prompt_tokens for record in found.run.jobs()} == {
+        name: len(ids) for name, ids in kept.items()
+    }
+    assert [(reject.custom_id, reject.code) for reject in found.rejects] == [("no", "context_length_exceeded")]
+
+
+def test_a_thought_that_a_cut_prompt_no_longer_opens_is_not_open(tmp_path: Path, tiny_model: Path) -> None:
+    prompt = {"prompt": "a b the fox is", "max_tokens": 5}
+    lines = [prompt | {"custom_id": str(num), "truncate_prompt_tokens": num} for num in (1, 100)]
+    path, markers = write_jobs(tmp_path / "jobs.jsonl", *lines), (" the", " dog")
+    run = submit_file(path, str(tmp_path / "run"), model=str(tiny_model), thinking_markers=markers).run
+    assert {record.custom_id: record.last_marker for record in run.jobs()} == {"1": None, "100": "start"}
+
+
+def test_what_is_too_long_or_changed_has_openai_s_code(tmp_path: Path, tiny_model: Path) -> None:
+    ids = {"custom_id": "ids", "prompt": [1] * NUM_POSITIONS}
+    more = LIMITED | {"custom_id": "more", "max_tokens": NUM_POSITIONS}
+    far = LIMITED | {"custom_id": "far", "prompt": "the" * 50_000}
+    text = LIMITED | {"custom_id": "id", "prompt": [10**6]}
+    path = write_jobs(tmp_path / "jobs.jsonl", ids, more, far, text, LIMITED)
+    found = submit_file(path, str(tmp_path / "run"), model=str(tiny_model))
+    codes = [reject.code for reject in found.rejects]
+    assert codes == ["context_length_exceeded"] * 3 + ["invalid_value"]
+    changed = write_jobs(tmp_path / "changed.jsonl", LIMITED | {"prompt": "Other"})
+    [reject] = submit_file(changed, str(tmp_path / "run")).rejects
+    assert reject.code == "duplicate_custom_id"
+
+
 def test_token_ids_are_taken_as_they_are_and_those_of_no_token_are_refused(tmp_path: Path, tiny_model: Path) -> None:
     codec = TextCodec(locate_model(str(tiny_model)))
     vocab_size = codec._vocab_size

@@ -117,6 +117,21 @@ def test_a_token_log_that_was_changed_is_found(tmp_path: Path, tiny_model: Path)
     assert [finding.what for finding in _verified(run).findings] == ["log"]
 
 
+def test_token_ids_in_a_result_are_drawn_again_without_any_other_record_of_them(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = finished(tmp_path / "run", tiny_model, record("long", LONG, {"return_token_ids": True, "seed": 4}))
+    monkeypatch.setattr(KeptLogs, "read", None)
+    assert _verified(run).verdict == "exact"
+    [job_id] = run.job_ids()
+    line = run.result(job_id)
+    assert line is not None
+    line["response"]["body"]["choices"][0]["token_ids"][300] += 1
+    run.store.delete_folder("results")
+    run.write_segment("forged", ResultSegment([(job_id, line)]))
+    assert [finding.what for finding in _verified(Run.open(run.store.uri)).findings] == ["log"]
+
+
 def test_one_changed_weight_is_found(tmp_path: Path, tiny_model: Path) -> None:
     run = finished(tmp_path / "run", tiny_model, record("long", LONG), record("b", LONG))
     other = shutil.copytree(tiny_model, tmp_path / "other")

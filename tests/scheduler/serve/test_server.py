@@ -82,8 +82,8 @@ def test_a_batch_from_upload_to_its_two_files_also_over_a_killed_server(
     ]
     errors = server.lines(ended.error_file_id)
     assert [(line["custom_id"], line["error"]["code"], line["error"]["line"]) for line in errors] == [
-        (None, "invalid_request", 4),
-        ("c", "invalid_request", 5),
+        (None, "invalid_json_line", 4),
+        ("c", "url_mismatch", 5),
     ]
     assert "'url'" in errors[1]["error"]["message"]
     progress = get(server, f"/v1/batches/{batch.id}/progress")
@@ -113,15 +113,16 @@ def goes_on_after_a_kill(undisturbed: dict[str, Any], model: Path, runs: Path) -
 
 
 def test_a_batch_of_no_good_line_and_one_of_no_line_fail(server: Server) -> None:
-    bad = server.ended(server.create("{torn", request("x", max_tokens=-1)))
+    bad = server.ended(server.create("{torn", request("x", max_tokens=0)))
     assert (bad.status, bad.output_file_id) == ("failed", None)
     assert bad.errors is not None
-    assert [problem.line for problem in bad.errors.data or []] == [1, 2]
+    problems = [(problem.line, problem.code) for problem in bad.errors.data or []]
+    assert problems == [(1, "invalid_json_line"), (2, "invalid_value")]
     empty = server.ended(server.create("", ""))
     assert empty.status == "failed"
     assert empty.errors is not None
     [problem] = empty.errors.data or []
-    assert problem.code == "invalid_input_file"
+    assert problem.code == "empty_file"
     assert "no jobs" in str(problem.message)
     wide = server.ended(server.create_of(json.dumps(request("x")).encode("utf-16")))
     assert wide.errors is not None

@@ -150,7 +150,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"json": {"type": "number", "minimum": 5e-324}}, "a number with too many digits"),
     ({"json": {"type": "number", "minimum": "5"}}, "Expected a number for 'minimum', got \"5\""),
     ({"json": {"$ref": "#/absent"}}, "'/absent' does not exist"),
-    ({"json": {"$ref": "https://example.com/a.json"}}, "not present"),
+    (
+        {"json": {"$ref": "https://example.com/a.json"}},
+        "found $ref to 'https://example.com/a.json', not supported; expected",
+    ),
     ({"json": {"$ref": "#/ab sent"}}, "'/ab%20sent' does not exist"),
     ({"json": {"not": {"type": "string"}}}, 'found "not", not supported; expected no such keyword'),
     ({"json": {"uniqueItems": True, "contains": {}}}, 'found "contains", "uniqueItems", not supported'),

@@ -118,7 +118,8 @@ class BestTurn:
 
 @dataclass
 class WayTrial:
-    """Alternating blocks of calls that go another way and the best way, so that a slower machine slows both alike."""
+    """A comparison of another way to draft with the best one so far. Their calls alternate in blocks, so that a machine
+    that becomes slower slows both alike."""
 
     way: str
     best: str

@@ -122,7 +122,7 @@ def by_layer_types_if_said(config: Config) -> Windows:
 def without_windows_but_dense(config: Config, windows: Windows) -> frozenset[int]:
     """Return Cohere's layers without rotary positions.
 
-    These have no window and, unless a pattern covers dense layers, experts.
+    Such a layer has no window. It also has experts, unless `prefix_dense_sliding_window_pattern` rules dense layers.
     """
     with_experts = SparseOr(behind_the_first)({"first_k_dense_replace": 0} | dict(config))
     has_turned_dense = config.get("prefix_dense_sliding_window_pattern", 1) == 1

@@ -28,7 +28,7 @@ WORD = 32  # bits
 
 @dataclass(frozen=True)
 class GPTQScheme:
-    """`qweight [depth * bits / 32, num_columns]`; zero points are packed along columns, minus `zero_is_less`."""
+    """`qweight [depth * bits / 32, num_columns]`; zero points are packed along columns, each `zero_is_less` smaller."""
 
     bits: int
     group: int | None  # None if one group spans the whole depth

@@ -1,4 +1,4 @@
-"""Triton kernels of each row's best tokens: candidates for drafters, and a draft model's ranking."""
+"""Triton kernels that find each row's best tokens, which drafters and a draft model's ranking use."""
 
 from __future__ import annotations
 

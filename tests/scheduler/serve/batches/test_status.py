@@ -86,7 +86,7 @@ def test_a_batch_that_is_given_up_delivers_what_is_finished(
     assert (found.state, found.counts) == (state, Counts(total=3, completed=1, failed=2))
     assert [line["custom_id"] for line in lines(folder, found.output_file_id)] == ["a"]
     failed = lines(folder, found.error_file_id)
-    assert [(line["custom_id"], line["error"]["code"]) for line in failed] == [("b", code), (None, "invalid_request")]
+    assert [(line["custom_id"], line["error"]["code"]) for line in failed] == [("b", code), (None, "invalid_json_line")]
 
 
 @pytest.mark.parametrize(("state", "code"), [("cancelled", "batch_cancelled"), ("expired", "batch_expired")])

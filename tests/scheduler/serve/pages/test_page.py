@@ -104,7 +104,7 @@ def test_an_ended_batch_leads_to_its_files_and_its_report(client: TestClient) ->
     batch = in_progress(service)
     Run.open(batch.store.uri).write_progress(ENDED)
     service.batches.request_cancel(batch)
-    end_batch(service.batches, service.files, batch, "cancelled", "")
+    end_batch(service.batches, service.files, batch, "cancelled", None)
     page = client.get(f"/batches/{batch.id}").text
     for name, text in (("output", '"done"'), ("errors", '"torn"')):
         assert f'href="/batches/{batch.id}/{name}.jsonl"' in page
