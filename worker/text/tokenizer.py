@@ -269,7 +269,7 @@ class TextCodec:
         if self.markers is None:
             return None
         opening: Opening = "anywhere"
-        if job.sampling.structured_outputs is not None or (job.template and job.template.must_call):  # after any thought
+        if job.sampling.structured_outputs is not None or (job.template and job.template.must_call):  # after a thought
             is_new = job.messages is not None and not (job.template and job.template.continue_final_message)
             opening = "first" if is_new and last is None else "never"
         return Thinking(self.markers, last == "start", opening)
