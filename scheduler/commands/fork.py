@@ -8,7 +8,7 @@ import click
 
 from swiftbatch.scheduler.commands.exit_codes import end, launch_shown
 from swiftbatch.scheduler.commands.options.launch_options import ENGINE, launch_options, make_settings, shown
-from swiftbatch.scheduler.commands.options.option_types import GroupedCommand, WholeNumber, options_of
+from swiftbatch.scheduler.commands.options.option_types import GroupedCommand, WholeNumber, options_of, utf8
 
 MOST_FORKS = 2048
 fork_option = options_of("The run")
@@ -19,9 +19,11 @@ fork_option = options_of("The run")
 @click.argument("custom_id", metavar="JOB")
 @fork_option("--at", "num_kept", type=WholeNumber(0), metavar="N", required=True, help="Keep the first N tokens.")
 @fork_option("--seeds", "num_seeds", type=WholeNumber(1, MOST_FORKS), metavar="N", default=1, help="Number of forks.")
-@fork_option("--replace", "text", metavar="TEXT", default="", show_default=False, help="Go on with this text.")
+@fork_option(
+    "--replace", "text", metavar="TEXT", default="", show_default=False, callback=utf8, help="Go on with this text."
+)
 @fork_option("--choice", type=WholeNumber(0), metavar="K", default=0, help="Fork this choice of the job.")
-@fork_option("--name", metavar="NAME", help="For NAME#1, NAME#2, ... [default: JOB@N]")
+@fork_option("--name", metavar="NAME", callback=utf8, help="For NAME#1, NAME#2, ... [default: JOB@N]")
 @ENGINE
 @launch_options
 def fork(
@@ -37,8 +39,8 @@ def fork(
 ) -> None:
     """Make jobs that begin with a job's first tokens and go on with other seeds, and run them.
 
-    The job may be running or finished. Forks are jobs of the same run: a worker reads their common beginning once. The
-    same command again continues them.
+    The job may have ended or not, but nobody may work on the run. Forks are jobs of the same run: a worker reads their
+    common beginning once. The same command again continues them.
 
     \b
     Example:

@@ -36,6 +36,7 @@ from swiftbatch.scheduler.commands.options.option_types import (
     WholeNumber,
     filled,
     options_of,
+    utf8,
 )
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES
@@ -49,13 +50,6 @@ if TYPE_CHECKING:
     from swiftbatch.scheduler.display.display import Display
 
 ENGINE_LINES = (f"  {name:<16} {entry.drafts_from}" for name, entry in ENGINES.items())
-
-
-def _text(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:
-    """Require UTF-8, because Ray fails late on other texts."""
-    if value is not None and not is_utf8(value):
-        raise click.BadParameter(f"found {value!a}, expected a name in UTF-8")
-    return value
 
 
 def _markers(_ctx: click.Context, _param: click.Parameter, value: tuple[str, str] | None) -> tuple[str, str] | None:
@@ -104,7 +98,7 @@ token_option = options_of("What decides the tokens; stored in the run")
     "--run",
     "run_uri",
     metavar="RUN",
-    callback=_text,
+    callback=utf8,
     help="Folder of the run, also s3://, gs://, az://. [default: jobs.run]",
 )
 @run_option(

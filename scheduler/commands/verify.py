@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import secrets
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -56,7 +57,7 @@ def _key(_context: click.Context, _parameter: click.Parameter, path: Path | None
 @click.argument("run_uri", metavar="RUN|FILE")
 @click.argument("custom_ids", metavar="[JOB]...", nargs=-1)
 @click.option("--sample", "fraction", default="1%", callback=_fraction, metavar="PERCENT", help="Part of the tokens.")
-@click.option("--sample-seed", "seed", type=ANY_WHOLE_NUMBER, default=0, help="Chooses the sample.")
+@click.option("--sample-seed", "seed", type=WholeNumber(0), help="Chooses the sample. [default: at random]")
 @click.option("--model", callback=filled, help="Draw with this model. [default: the run's]")
 @click.option("--jobs", multiple=True, metavar="FILE", help="Of an output FILE: the job file. Repeatable.")
 @click.option("--dtype", type=DTYPES, help="Of an output FILE: as for `submit`, like the next.")
@@ -77,7 +78,7 @@ def verify(
     run_uri: str,
     custom_ids: tuple[str, ...],
     fraction: float,
-    seed: int,
+    seed: int | None,
     model: str | None,
     json_path: Path | None,
     key: Ed25519PrivateKey | None,
@@ -108,6 +109,7 @@ def verify(
         raise click.UsageError(
             f"--{next(iter(settings)).replace('_', '-')}: expected --jobs with it; a run has its own"
         )
+    seed = secrets.randbelow(2**32) if seed is None else seed
     with _run(run_uri, jobs, {"model": model, **settings}) as run:
         found = verify_run(run, fraction, seed, custom_ids, None if jobs else model)
     if json_path is not None:
@@ -153,7 +155,7 @@ def _summary(found: VerificationReport) -> str:
     place = f"{found.num_tokens:,} tokens of {spans} in {jobs}"
     differing = len({(each.custom_id, each.choice) for each in found.findings})
     if not differing:
-        return f"exact: {place} are what this model draws"
+        return f"exact: {place} are what this model draws (sample seed {found.sample_seed})"
     return (
         f"{found.verdict}: {counted(len(found.findings), 'difference')} in {counted(differing, 'job')}, among {place}"
     )
@@ -168,12 +170,18 @@ def _line(finding: Mismatch) -> str:
 
 def _problem(finding: Mismatch) -> str:
     place = None if finding.position is None else f"{finding.position + 1:,}"
+    if finding.what == "job":
+        return "its prompt tokens or its id are not those of its job"
+    if finding.what == "line":
+        return "its line has the name, choice or prompt of another job"
     if finding.what == "log":
         return "its token log is not that of its result"
     if finding.what == "text":
         return "its text is not that of its tokens"
     if finding.what == "output":
-        return f"this model draws another text from character {place} on"
+        return f"this model draws another text{'' if place is None else f' from character {place} on'}"
+    if finding.recorded is None and finding.drawn is None:
+        return "its finish_reason is not how this output ends"
     if finding.recorded is None:
         return f"it ends before token {place}, this model draws {finding.drawn} there"
     if finding.drawn is None:

@@ -11,7 +11,7 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.checkpoints.token_log import PackedLogs
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.job import JobRecord, unpacked
+from swiftbatch.jobs.job import MAX_CUSTOM_ID, JobRecord, unpacked
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.sampling_params import derive_seed
@@ -43,6 +43,8 @@ def forks(
     sampling = parent.job.sampling
     if sampling.repetition_detection is not None and sampling.repetition_detection.action == "rewind":
         raise ForkError(f"job {custom_id!r} rewinds loops, which could take back tokens that a fork is given")
+    if (stop := next((each for each in sampling.stop if each in text), None)) is not None:
+        raise ForkError(f"--replace: found {stop!a} in it, a stop text of job {custom_id!r}, which would end its forks")
     if len(begun) >= sampling.max_tokens:
         raise ForkError(
             f"job {custom_id!r}: {len(begun)} given tokens leave none to draw, expected fewer than its max_tokens, "
@@ -64,6 +66,11 @@ def _fork(parent: JobRecord, custom_id: str, number: int, begun: Sequence[int], 
     own = {"seed": derive_seed(parent.job.sampling.seed or 0, f"fork {number}"), "logprobs": None}
     changes = {"custom_id": custom_id, "choice_index": 0, "num_choices": 1, "begun_ids": tuple(begun) or None}
     job = parent.job.model_copy(update={**changes, "sampling": parent.job.sampling.model_copy(update=own)})
+    if not custom_id.isprintable() or not 0 < len(custom_id) <= MAX_CUSTOM_ID:
+        raise ForkError(
+            f"--name: found {custom_id!a:.60}, expected a name of printable characters, with its number at most "
+            f"{MAX_CUSTOM_ID}"
+        )
     keys = prompt_keys([*unpacked(parent.prompt_token_ids), *begun])
     return replace(parent, job_id=job.job_id(fingerprint), job=job, supersedes=None, prompt_keys=keys)
 
@@ -77,7 +84,7 @@ def _tokens(run: Run, parent: JobRecord, entry: JobEntry, codec: TextCodec, file
     found = known_tokens(KeptLogs.of(run), codec, eos_token_ids_of(files), parent, choice)
     if found is None:
         raise ForkError(
-            f"job {parent.custom_id!r} has ended, and its tokens are not kept: expected a job that is running, or that "
-            "ended at its max_tokens"
+            f"job {parent.custom_id!r} has ended, and its tokens are not kept: expected a job that has not ended, or "
+            "one that ended at its max_tokens, before `swiftbatch prune`"
         )
     return [int(each) for each in found]

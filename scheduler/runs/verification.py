@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.file_owner import DamagedFileError
-from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.job import JobRecord, unpacked
 from swiftbatch.jobs.json_records import Frozen
 from swiftbatch.jobs.run.job_index import JobIndex
 from swiftbatch.jobs.run.output_line import CALLED, message_of, shown_text, tokens_sha256
@@ -24,12 +24,13 @@ from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.constraints.thinking import Thinking
 from swiftbatch.worker.drafters.catalogue import PLAIN_ENGINE
 from swiftbatch.worker.engine.job_sequence import sequence_of
-from swiftbatch.worker.engine.stopping import answer_of, text_of
+from swiftbatch.worker.engine.stopping import StopRule, answer_of, text_of
 from swiftbatch.worker.forward.hardware import cpu_capability
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.replay.replay import Replay
 from swiftbatch.worker.sampling.sequence import Sequence as TokenSequence
+from swiftbatch.worker.sampling.token_masks import ConstraintError
 from swiftbatch.worker.session.session import loaded_target, located_model
 from swiftbatch.worker.text.tokenizer import TextCodec
 
@@ -44,13 +45,14 @@ Verdict = Literal["exact", "exact up to ties", "differs"]
 class Mismatch(Frozen):
     """Something in a result that this machine does not draw.
 
-    `what`: a `token`; the `end`, where one of both texts goes on; the `output` as a whole, with the first differing
-    character as position; the `text`, which is not that of the tokens; the token `log`, which is not the result's.
+    `what`: the `job`, whose prompt or id is not its own; the `line`, whose names or counts are not the job's; a
+    `token`; the `end`, where one of both outputs goes on; the `output` as a whole, with the first differing character
+    as position; the `text`, which is not that of the tokens; the token `log`, which is not the result's.
     """
 
     custom_id: str
     choice: int
-    what: Literal["token", "end", "output", "text", "log"]
+    what: Literal["job", "line", "token", "end", "output", "text", "log"]
     position: int | None = None
     recorded: int | None = None
     drawn: int | None = None
@@ -105,7 +107,7 @@ def load_model(run: Run, model: str | None = None) -> tuple[TargetModel, TextCod
     computation = replace(computation_of(manifest, Settings()), engine=PLAIN_ENGINE, draft_model=None)
     torch.set_num_threads(manifest.num_threads)
     files = located_model(manifest.model, run) if model is None else locate_model(model)
-    codec = TextCodec(files, manifest.thinking_markers, lenient_schemas=manifest.lenient_schemas)
+    codec = TextCodec(files, manifest.thinking_markers, manifest.clock, lenient_schemas=manifest.lenient_schemas)
     return loaded_target(EngineConfig(**asdict(computation)), files, run, codec.textless_ids), codec
 
 
@@ -117,6 +119,7 @@ class Verifier:
         self.target, self.codec = load_model(run, model)
         self.model, self.numerics = self.target.files.name, self.target.numerics
         self._replay, self._logs = Replay(self.target, self.codec), KeptLogs.of(run)
+        self._is_of_run, self._fingerprint = model is None, run.manifest.model_fingerprint
 
     def verify(self, record: JobRecord, line: Line, spans: Sequence[range]) -> tuple[int, list[Mismatch]]:
         """Draw spans of a result again; return how many tokens were drawn, and the findings.
@@ -125,20 +128,47 @@ class Verifier:
         """
         body = line["response"]["body"]
         [choice] = body["choices"]
-        token_ids = self.known_tokens(record, choice)
-        if token_ids is None or _was_changed(record, body["metrics"]):
-            return self._verify_whole(record, choice)
-        is_its = len(token_ids) == body["usage"]["completion_tokens"]
+        found = self._of_job(record, line, body, choice)
+        try:
+            token_ids = self.known_tokens(record, choice)
+            if token_ids is None or _was_changed(record, body["metrics"]):
+                num_drawn, more = self._verify_whole(record, choice)
+            else:
+                num_drawn, more = self._verify_spans(record, body, token_ids, spans)
+        except (ConstraintError, ValueError):  # tokens that this model cannot draw at all
+            return 0, [*found, _mismatch(record, "output")]
+        return num_drawn, found + more
+
+    def _of_job(self, record: JobRecord, line: Line, body: Line, choice: Line) -> list[Mismatch]:
+        """Return what does not belong together in a job and its line."""
+        job, prompt_ids, found = record.job, unpacked(record.prompt_token_ids), list[Mismatch]()
+        if self._is_of_run:
+            own = self.codec.prompt_of(job).token_ids
+            own = own[-len(prompt_ids) :] if job.sampling.truncate_prompt_tokens is not None else own
+            if own != prompt_ids or job.job_id(self._fingerprint) != record.job_id:
+                found.append(_mismatch(record, "job"))
+        named = (line["custom_id"], choice.get("index"), body["usage"]["prompt_tokens"])
+        is_its = named == (job.custom_id, job.choice_index, len(prompt_ids))
+        return found if is_its else [*found, _mismatch(record, "line")]
+
+    def _verify_spans(
+        self, record: JobRecord, body: Line, token_ids: NDArray[np.int64], spans: Sequence[range]
+    ) -> tuple[int, list[Mismatch]]:
+        [choice], begun = body["choices"], list(record.job.begun_ids or ())  # the latter are given, not drawn
+        is_its = len(token_ids) == body["usage"]["completion_tokens"] and token_ids[: len(begun)].tolist() == begun
         if not is_its or tokens_sha256(token_ids.astype(np.uint32)) != choice["token_ids_sha256"]:
             return 0, [_mismatch(record, "log")]
         sequence, thinking = sequence_of(record, self.codec, self.target)
         sequence = sequence.with_output(token_ids[: record.job.sampling.max_tokens].tolist())
-        sequence.finish_reason, sequence.eos_token_ids = _end_of(choice), self.target.eos_token_ids
-        found = [] if self._shows(record, sequence, thinking, choice) else [_mismatch(record, "text")]
-        num_begun = len(record.job.begun_ids or ())  # given, not drawn
-        drawn = [range(max(span.start, num_begun), span.stop) for span in spans if span.stop > num_begun]
+        sequence.eos_token_ids = self.target.eos_token_ids
+        ends = StopRule(sequence, self.codec.output_text, thinking).now()
+        found = [] if ends == _end_of(choice) else [_mismatch(record, "end", position=len(token_ids))]
+        sequence.finish_reason = _end_of(choice)
+        found += [] if self._shows(record, sequence, thinking, choice) else [_mismatch(record, "text")]
+        drawn = [range(max(span.start, len(begun)), span.stop) for span in spans if span.stop > len(begun)]
         for draw in self._replay.differing(record, token_ids, drawn):
             what: Literal["token", "end"] = "end" if None in (draw.recorded, draw.drawn) else "token"
+            found = [each for each in found if what != "end" or each.what != "end"]  # this one says more
             found.append(_mismatch(record, what, **draw._asdict()))
         return sum(map(len, drawn)), found
 

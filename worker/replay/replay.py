@@ -65,12 +65,10 @@ class Replay:
     def again(self, record: JobRecord, text: str) -> tuple[Sequence, Thinking | None]:
         """Draw a job's output again from its first token, with loops that rewind and thoughts that close.
 
-        The recorded `text` makes it fast. An output with another text may end early, unless calls of tools, which are
-        not recorded as they were written, may be in it.
+        The recorded `text` makes it fast. An output with another text ends early if the recorded text is all of it.
         """
-        has_tools = record.job.template is not None and bool(record.job.template.tools)
-        most_astray = record.job.sampling.max_tokens if has_tools else MOST_ASTRAY
         sequence, thinking = _sequence_of(record, self._codec, self._target)
+        most_astray = MOST_ASTRAY if thinking is None and _shows_all(record) else math.inf
         self._engine.start(sequence, self._new_cache(sequence), thinking=thinking)
         self._known.token_ids = self._guess(sequence, text)
         num_astray = 0
@@ -172,6 +170,12 @@ class Replay:
 
     def _new_cache(self, sequence: Sequence) -> FullKVCache:
         return self._engine.new_cache(sequence.max_length)
+
+
+def _shows_all(record: JobRecord) -> bool:
+    """Return whether a result shows all that was drawn: no call of a tool as it was written, no rewound loop."""
+    template, detection = record.job.template, record.job.sampling.repetition_detection
+    return not (template and template.tools) and (detection is None or detection.action != "rewind")
 
 
 def _ends_at(sequence: Sequence, num_tokens: int) -> bool:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 import click
 from click.types import FloatParamType, IntParamType
 
+from swiftbatch.jobs.json_records import is_utf8
 from swiftbatch.jobs.run.run_records import AttentionName, Device, Dtype, KVDtype, LinearName, NumRows
 from swiftbatch.scheduler.driver.run_limits import Deadline, steady_seconds
 from swiftbatch.worker.config import Computation
@@ -184,6 +185,13 @@ ATTENTION_HELP = "GPU: kernel for prefix attention."
 LINEAR_HELP = "GPU: kernel for products; see `doctor`."
 ROWS, ROWS_HELP = click.Choice(get_args(NumRows)), "GPU: rows of a forward."
 THREAD_COUNT = WholeNumber(1, MAX_THREADS)
+
+
+def utf8(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
+    """Refuse a text that is not UTF-8, on which Ray fails late. Raises click.BadParameter."""
+    if value is not None and not is_utf8(value):
+        raise click.BadParameter(f"found {value!a}, expected a text in UTF-8")
+    return value
 
 
 def filled(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:

@@ -142,6 +142,36 @@ def test_one_changed_weight_is_found(tmp_path: Path, tiny_model: Path) -> None:
     assert _verified(run, model=str(other)).verdict == "differs"
 
 
+@pytest.mark.parametrize("text", ["It was", "the quick brown long "])
+def test_another_prompt_is_found(tmp_path: Path, tiny_model: Path, text: str) -> None:
+    run = finished(tmp_path / "run", tiny_model, record("long", LONG))
+    job = next(run.records())
+    other = Run.planned(str(tmp_path / "other"), run.manifest).made()
+    other.add_jobs([replace(job, job=job.job.model_copy(update={"prompt": text}))])
+    for folder in ("results", "tokens"):
+        shutil.copytree(tmp_path / "run" / folder, tmp_path / "other" / folder)
+    assert [each.what for each in _verified(Run.open(other.store.uri)).findings] == ["job"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "what"),
+    [("finish_reason", "stop", "end"), ("index", 3, "line"), ("token_ids_sha256", "a", "log")],
+)
+def test_a_changed_field_of_a_choice_is_found(
+    tmp_path: Path, tiny_model: Path, field: str, value: object, what: str
+) -> None:
+    run = _forged(tmp_path / "run", tiny_model, lambda _, choice: choice.update({field: value}))
+    assert what in [each.what for each in _verified(run).findings]
+
+
+def test_loops_that_rewind_are_exact_however_long_they_are(tmp_path: Path, tiny_model: Path) -> None:
+    rewinding = {**LOOPS_OF_80, "repetition_detection": {"max_pattern_size": 1, "min_count": 200, "action": "rewind"}}
+    run = finished(tmp_path / "run", tiny_model, record("loops", 900, rewinding))
+    [line] = run.joined_lines()
+    assert line["response"]["body"]["metrics"]["num_rewinds"] > 0
+    assert _verified(run).verdict == "exact"
+
+
 def test_another_seed_is_found(tmp_path: Path, tiny_model: Path) -> None:
     run = finished(tmp_path / "run", tiny_model, record("long", LONG))
     job = next(run.records())
@@ -167,9 +197,9 @@ def test_the_sample_is_drawn_over_all_tokens_and_repeats() -> None:
 
 def test_the_command_says_what_it_found(tmp_path: Path, tiny_model: Path) -> None:
     run, report = finished(tmp_path / "run", tiny_model, record("long", LONG)), tmp_path / "report.json"
-    done = invoke("verify", run.store.uri, "--json", str(report))
+    done = invoke("verify", run.store.uri, "--json", str(report), "--sample-seed", "0")
     assert done.exit_code == 0
-    assert done.output == f"exact: {LONG} tokens of 3 spans in 1 job are what this model draws\n"
+    assert done.output == f"exact: {LONG} tokens of 3 spans in 1 job are what this model draws (sample seed 0)\n"
     assert json.loads(report.read_text())["verdict"] == "exact"
     assert "expected a part of the run's tokens" in refusal("verify", run.store.uri, "--sample", "3")
     assert "no job 'absent'" in refusal("verify", run.store.uri, "absent")
@@ -214,14 +244,16 @@ def _output_and_jobs(folder: Path, model: Path) -> tuple[Path, list[str]]:
     to_the_end(session(run, model, checkpoint_seconds=600.0), *(claimed(run, job) for job in run.jobs()))
     Run.open(run.store.uri).write_output()
     output = folder / "run" / "output.jsonl"
-    return output, ["verify", str(output), "--jobs", jobs, "--model", str(model), "--dtype", "float32", "--seed", "5"]
+    verify = ["verify", str(output), "--jobs", jobs, "--model", str(model), "--dtype", "float32"]
+    return output, [*verify, "--sample-seed", "0", "--seed", "5"]
 
 
 def test_an_output_file_is_verified_without_its_run(tmp_path: Path, tiny_model: Path) -> None:
     output, arguments = _output_and_jobs(tmp_path, tiny_model)
     shutil.rmtree(output.parent / "results")
     done = invoke(*arguments)
-    assert (done.exit_code, done.output) == (0, "exact: 780 tokens of 5 spans in 3 jobs are what this model draws\n")
+    exact = "exact: 780 tokens of 5 spans in 3 jobs are what this model draws (sample seed 0)\n"
+    assert (done.exit_code, done.output) == (0, exact)
     assert invoke(*arguments[:-1], "6").exit_code == 1  # another seed for the line without one
 
 

@@ -15,11 +15,17 @@ from tests.worker.session.session_parts import claimed, session, to_the_end
 def finished(folder: Path, model: Path, *jobs: JobRecord, **changes: Any) -> Run:
     """Return a run with the results of jobs, whose prompts are tokenized."""
     manifest = MANIFEST.model_copy(update={"model": str(model), "dtype": "float32"})
-    run, codec = Run.planned(str(folder), manifest).made(), TextCodec(locate_model(str(model)))
+    files = locate_model(str(model))
+    run, codec = Run.planned(str(folder), manifest).made(), TextCodec(files)
     worker = session(run, model, checkpoint_seconds=600.0, **changes)
     prompts = [codec.prompt_of(job.job) for job in jobs]
     full = [
-        replace(job, prompt_token_ids=packed(each.token_ids), num_prompt_tokens=len(each.token_ids))
+        replace(
+            job,
+            job_id=job.job.job_id(files.fingerprint),
+            prompt_token_ids=packed(each.token_ids),
+            num_prompt_tokens=len(each.token_ids),
+        )
         for job, each in zip(jobs, prompts, strict=True)
     ]
     run.add_jobs(full)
