@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypedDict, Unpack
 
 import click
+import numpy as np
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.input.job_files import run_folder_beside
@@ -93,15 +94,18 @@ def submit(jobs: Jobs, run: Path | None = None, **options: Unpack[SubmitOptions]
     on with a run that was stopped. Raises UserError with the words of the command `submit`.
     """
     arguments = arguments_of(options)
+    is_table = hasattr(jobs, "__arrow_c_stream__")
+    if isinstance(jobs, Mapping) or not (is_table or isinstance(jobs, (str, os.PathLike, Iterable))):
+        raise UserError(f"submit(): found {type(jobs).__name__} as jobs, expected files, a list of dicts, or a table")
     if isinstance(jobs, (str, os.PathLike)):
         jobs = [jobs]
-    if hasattr(jobs, "__arrow_c_stream__"):
+    if is_table:
         with tempfile.NamedTemporaryFile(suffix=".parquet") as file:
             _write_parquet(jobs, file.name)
             return _started([file.name], _needed(run), arguments)
     if isinstance(jobs, Sequence) and jobs and all(isinstance(each, (str, os.PathLike)) for each in jobs):
-        files = [os.fspath(each) for each in jobs if isinstance(each, (str, os.PathLike))]
-        return _started(files, run_folder_beside(tuple(files)) if run is None else os.fspath(run), arguments)
+        files = [os.path.expanduser(each) for each in jobs if isinstance(each, (str, os.PathLike))]
+        return _started(files, run_folder_beside(tuple(files)) if run is None else _needed(run), arguments)
     return _started(["-"], _needed(run), arguments, _lines(jobs))
 
 
@@ -111,9 +115,9 @@ async def submit_async(jobs: Jobs, run: Path | None = None, **options: Unpack[Su
 
 
 def _needed(run: Path | None) -> str:
-    if run is None:
+    if not isinstance(run, (str, os.PathLike)):
         raise UserError("submit() of jobs that are not in a file: expected run=FOLDER, the folder of the run")
-    return os.fspath(run)
+    return os.path.expanduser(run)
 
 
 def _started(
@@ -129,9 +133,16 @@ def _lines(jobs: Iterable[Any]) -> Iterator[bytes]:
         if not isinstance(job, Mapping):
             raise UserError(f"job {number}: found {type(job).__name__}, expected a dict with the fields of a job line")
         try:
-            yield json.dumps(dict(job)).encode() + b"\n"
+            yield json.dumps(dict(job), default=_plain).encode() + b"\n"
         except (TypeError, ValueError) as error:
             raise UserError(f"job {number}: {error}, expected values that JSON has") from None
+
+
+def _plain(value: Any) -> Any:
+    """Return a number of numpy as Python's. Raises TypeError."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"found {type(value).__name__}")
 
 
 def _write_parquet(jobs: Any, path: str) -> None:
@@ -171,4 +182,10 @@ def _arguments(option: click.Option, value: Any) -> list[str]:
         return [name]
     if isinstance(value, Mapping):
         return [f"{name}={field}={column}" for field, column in value.items()]
-    return [name, *map(str, value)] if option.nargs > 1 else [f"{name}={value}"]
+    if "\0" in str(value):
+        raise UserError(f"option {name[2:]}: found a character NUL, expected text")
+    if option.nargs == 1:
+        return [f"{name}={value}"]
+    if isinstance(value, str) or len(value) != option.nargs:
+        raise UserError(f"option {name[2:]}: found {value!r}, expected {option.nargs} texts")
+    return [name, *map(str, value)]

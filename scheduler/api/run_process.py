@@ -79,7 +79,8 @@ class RunProcess:
         assert self._process.stdout is not None  # for mypy
         with self._process.stdout as lines:
             for line in lines:
-                event = json.loads(line)
+                if (event := _event(line)) is None:
+                    continue
                 if event["event"] == "run_opened":
                     self._has_jobs = True
                     self._is_open.set()
@@ -100,6 +101,8 @@ class RunProcess:
 
         Raises UserError if the run had to stop, or if the process crashed.
         """
+        if os.getpid() != self._owner:
+            raise UserError("this process is a copy of the one that started the run; swiftbatch.Run.open follows it")
         try:
             code = self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -130,6 +133,16 @@ class RunProcess:
         last = f"; its last line: {self._messages[-1]}" if self._messages else ""
         hint = "; nothing is lost, submit the same jobs again to go on" if self._has_jobs else ""
         return f"the run's process ended with exit code {self._process.returncode}{last}{hint}"
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    """Return an event, or None for a line that another library printed."""
+    try:
+        event: dict[str, Any] = json.loads(line)
+        return event if "event" in event else None
+    except (ValueError, TypeError):
+        LOG.info("%s", line.decode(errors="replace").rstrip())
+        return None
 
 
 def _shown(event: dict[str, Any]) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from swiftbatch.scheduler.commands.exit_codes import SOME_FAILED
 from swiftbatch.scheduler.commands.options.option_types import COMPUTING, KV_DTYPE_HELP, KV_DTYPES, MODEL, WholeNumber
@@ -36,12 +38,18 @@ def score(source: str, num_top: int, output: str, **options: Any) -> None:
     """
     from swiftbatch.jobs.json_records import dump_line
 
-    num_bad = 0
-    lines = _lines(source, num_top, options)
-    with click.open_file(output, "wb") as file:
-        for line in lines:
-            num_bad += line["error"] is not None
-            file.write(dump_line(line))
+    if output != "-" and os.path.exists(output) and os.path.exists(source) and os.path.samefile(source, output):
+        raise click.UsageError("--output: found the file that is read, expected another one")
+    num_bad, lines = 0, _lines(source, num_top, options)
+    try:
+        with click.open_file(output, "wb") as file:
+            for line in lines:
+                num_bad += line["error"] is not None
+                file.write(dump_line(line))
+    except OSError as error:
+        if output == "-":  # the reader closed the pipe, as `| head` does
+            raise
+        raise click.FileError(output, error.strerror) from None
     if num_bad:
         click.echo(f"{num_bad:,} lines have an error in place of log-probabilities", err=True)
         click.get_current_context().exit(SOME_FAILED)
@@ -54,5 +62,9 @@ def _lines(source: str, num_top: int, options: dict[str, Any]) -> Iterator[dict[
     from swiftbatch.worker.config import Computation
 
     if not Path(source).is_file() and Store(source).exists(MANIFEST):
+        context = click.get_current_context()
+        said = [name for name in options if context.get_parameter_source(name) == ParameterSource.COMMANDLINE]
+        if said:
+            raise click.UsageError(f"--{said[0].replace('_', '-')}: expected no such option, since a run has its own")
         return scored_results(Run.open(source), num_top)
     return TextScorer(Computation(**options)).scored_lines(source, num_top)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import PlainValidator, ValidationError
 
 from swiftbatch.jobs.errors import LineError, UserError
 from swiftbatch.jobs.input.job_files import open_input, shown_input
 from swiftbatch.jobs.input.line_parsing import parse_object
 from swiftbatch.jobs.input.request_fields import LineId
-from swiftbatch.jobs.job import JobRecord, Messages, TokenIds, unpacked
-from swiftbatch.jobs.json_records import Strict, reasons
+from swiftbatch.jobs.job import JobRecord, Messages, unpacked
+from swiftbatch.jobs.json_records import FieldError, Strict, is_utf8, reasons, shown
 from swiftbatch.jobs.logprobs import TokenLogprobs, completion_logprobs, shown_logprobs
 from swiftbatch.jobs.run.output import joined
 from swiftbatch.jobs.run.run import Run
@@ -27,12 +27,25 @@ from swiftbatch.worker.text.tokenizer import Chat, TextCodec
 Line = dict[str, Any]
 
 
+def _text_or_ids(value: object) -> str | tuple[int, ...]:
+    """Raise FieldError."""
+    if isinstance(value, str) and is_utf8(value):
+        return value
+    ids = value if isinstance(value, list) and value else [None]
+    if not all(type(each) is int and each >= 0 for each in ids):
+        raise FieldError("", f"found {shown(value)}, expected a text in UTF-8, or token ids")
+    return tuple(ids)
+
+
+TextOrIds = Annotated[str | tuple[int, ...], PlainValidator(_text_or_ids)]
+
+
 class TextLine(Strict):
     """A prompt and the text behind it, each as text or token ids; or a chat whose last message is the text."""
 
     custom_id: LineId
-    prompt: str | TokenIds = ""
-    text: str | TokenIds | None = None
+    prompt: TextOrIds = ""
+    text: TextOrIds = ""
     messages: Messages | None = None
 
 
@@ -109,16 +122,19 @@ class TextScorer:
         """Return the tokens of a line's prompt and text. Raises ValueError."""
         if line.messages is not None:
             *earlier, last = line.messages
-            if line.text is not None or line.prompt or last.role != "assistant" or not earlier:
-                raise ValueError("field 'messages': expected an assistant's message last, and no 'prompt' or 'text'")
+            if line.text or line.prompt or last.role != "assistant" or not earlier or not last.content:
+                raise ValueError("field 'messages': expected an assistant's text last, and no 'prompt' or 'text'")
             prompt_ids = self._codec.encode_one(Chat(tuple(earlier), None)).token_ids
             return prompt_ids, self._codec.encode(last.content, add_special_tokens=False)
         if not line.text:
             raise ValueError("field 'text': found nothing, expected a text or token ids")
         prompt, text = line.prompt, line.text
         if isinstance(prompt, str) and isinstance(text, str):
-            num_before = len(self._codec.encode(prompt))
-            return self._begin(prompt), self._codec.encode(prompt + text)[num_before:]  # as lm-eval splits them
+            text, prompt = prompt[len(prompt.rstrip()) :] + text, prompt.rstrip()  # as lm-eval splits them
+            text_ids = self._codec.encode(prompt + text)[len(self._codec.encode(prompt)) :]
+            if not text_ids:
+                raise ValueError("field 'text': it has no token of its own; expected a prompt that ends with a word")
+            return self._begin(prompt), text_ids
         text_ids = self._codec.encode(text, add_special_tokens=False) if isinstance(text, str) else list(text)
         if unknown := [each for each in text_ids if each >= self._target.vocab_size]:
             raise ValueError(

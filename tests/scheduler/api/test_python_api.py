@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
 import swiftbatch
-from swiftbatch.scheduler.api.python_submit import SubmitOptions, arguments_of, keywords
+from swiftbatch.scheduler.api.python_submit import SubmitOptions, _lines, arguments_of, keywords
+from swiftbatch.scheduler.api.run_process import _event
 from tests.scheduler.commands.command_parts import refusal
 
 
@@ -41,13 +43,27 @@ def test_an_unknown_keyword_names_the_known_ones() -> None:
     [
         ([_job("a") | {"prompt": {1}}], "job 1: .*set.*expected values that JSON has"),
         ([_job("a"), "b"], "job 2: found str, expected a dict"),
-        ({"custom_id": "a"}, "job 1: found str, expected a dict"),
+        ({"custom_id": "a"}, "found dict as jobs, expected files, a list of dicts"),
+        (None, "found NoneType as jobs"),
+        (5, "found int as jobs"),
     ],
 )
 def test_jobs_that_are_no_dicts_are_refused(tmp_path: Path, jobs: Any, message: str) -> None:
     with pytest.raises(swiftbatch.UserError, match=message):
         swiftbatch.submit(jobs, run=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_two_texts_are_two_and_numbers_of_numpy_are_numbers() -> None:
+    for value in (("<a>",), ("<a>", "</a>", "c"), "ab"):
+        with pytest.raises(swiftbatch.UserError, match=r"option thinking-markers: found .* expected 2 texts"):
+            arguments_of({"thinking_markers": value})
+    assert list(_lines([{"max_tokens": np.int64(5)}])) == [b'{"max_tokens": 5}\n']
+
+
+def test_what_another_library_prints_is_no_event() -> None:
+    assert [_event(line) for line in (b"hello\n", b"5\n", b"[1]\n", b"\xff\n")] == [None] * 4
+    assert _event(b'{"event": "x"}\n') == {"event": "x"}
 
 
 def test_jobs_without_a_file_need_a_run() -> None:

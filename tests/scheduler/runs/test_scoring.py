@@ -13,7 +13,7 @@ from swiftbatch.scheduler.runs.scoring import TextScorer, scored_results
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
-from tests.scheduler.commands.command_parts import invoke, write_jobs
+from tests.scheduler.commands.command_parts import invoke, refusal, write_jobs
 from tests.scheduler.runs.verification_parts import finished
 from tests.worker.session.session_parts import record
 
@@ -70,7 +70,10 @@ def test_texts_behind_nothing_have_all_their_tokens(tmp_path: Path, tiny_model: 
     [
         ({"custom_id": "a", "prompt": "the"}, "field 'text': found nothing"),
         ({"custom_id": "a", "txt": "b"}, 'unknown field "txt", expected one of: custom_id, prompt, text, messages'),
-        ({"custom_id": "a", "messages": [{"role": "user", "content": "b"}]}, "expected an assistant's message last"),
+        ({"custom_id": "a", "messages": [{"role": "user", "content": "b"}]}, "expected an assistant's text last"),
+        ({"custom_id": "a", "text": "x\ud800"}, "expected a text in UTF-8, or token ids"),
+        ({"custom_id": "a", "text": [-1]}, "expected a text in UTF-8, or token ids"),
+        ({"custom_id": "a", "text": []}, "expected a text in UTF-8, or token ids"),
         ({"custom_id": "a", "prompt": "the", "text": [10**6]}, "token"),
         ({"custom_id": "a", "text": "the " * 5000}, "expected at most the model's 4096"),
     ],
@@ -81,6 +84,25 @@ def test_a_bad_line_gets_an_error_and_the_others_scores(
     bad, good = _scored(tmp_path, tiny_model, line, {"custom_id": "good", "text": "the quick"})
     assert problem in bad["error"]
     assert good["error"] is None
+
+
+def test_white_space_between_prompt_and_text_belongs_to_the_text(tmp_path: Path, tiny_model: Path) -> None:
+    lines = [
+        {"custom_id": "a", "prompt": "the ", "text": "quick"},
+        {"custom_id": "b", "prompt": "the", "text": " quick"},
+    ]
+    one, other = _scored(tmp_path, tiny_model, *lines)
+    assert (one["num_tokens"], one["logprob"]) == (other["num_tokens"], other["logprob"])
+
+
+def test_a_file_is_never_written_over_itself(tmp_path: Path, tiny_model: Path) -> None:
+    path = write_jobs(tmp_path / "texts.jsonl", {"custom_id": "a", "text": "the quick"})
+    before = Path(path).read_bytes()
+    assert "found the file that is read" in refusal("score", path, "--model", str(tiny_model), "--output", path)
+    assert Path(path).read_bytes() == before
+    assert "No such file" in refusal(
+        "score", path, "--model", str(tiny_model), "--output", str(tmp_path / "no" / "out")
+    )
 
 
 def test_the_command_writes_a_line_each(tmp_path: Path, tiny_model: Path) -> None:
