@@ -178,7 +178,7 @@ def refuse_if_taken(run: Run, may_take_over: bool = False) -> None:
     if state == "gone" or (state == "silent" and may_take_over):
         return
     if state == "alive":
-        hint = "wait for it, or stop it with `swiftbatch cancel`"
+        hint = "wait for it, or end it with Ctrl-C or `kill`, which save all tokens"
     else:
         hint = "if that driver is surely dead or cut off, add --takeover; should it come back, it will stop by itself"
     raise RunTakenError(f"the run at {run.store.shown_uri} is held by another driver, {who}; {hint}")
