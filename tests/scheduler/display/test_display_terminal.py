@@ -21,7 +21,7 @@ from tests.scheduler.driving import DEADLINE_SECONDS, swiftbatch
 
 pytestmark = pytest.mark.ray
 
-NUM_TOKENS = 5000
+NUM_TOKENS = 16_000
 NUM_LINES = 40
 
 
@@ -62,7 +62,7 @@ def _with_more_positions(model: Path, copy: Path) -> Path:
     """Copy a model with more positions, for jobs of several seconds."""
     shutil.copytree(model, copy)
     config = copy / "config.json"
-    config.write_text(config.read_text().replace('"max_position_embeddings": 4096', '"max_position_embeddings": 16384'))
+    config.write_text(config.read_text().replace('"max_position_embeddings": 4096', '"max_position_embeddings": 32768'))
     return copy
 
 
@@ -86,7 +86,7 @@ def test_80_columns_show_the_run_its_workers_and_their_jobs(seen: Seen) -> None:
     figures = seen.narrow[_row(seen.narrow, "run ") :]
     assert figures[0].startswith("run    running for 0:")
     assert figures[1].startswith("tokens ")
-    assert figures[1].endswith("of up to 10,000")
+    assert figures[1].endswith("of up to 32,000")
     assert figures[2] == "jobs   2 running; 1 line rejected"
     assert " tokens/step" in figures[3]  # with the share of chains, if any
     assert figures[4].startswith("safety checkpoint ")
@@ -95,7 +95,7 @@ def test_80_columns_show_the_run_its_workers_and_their_jobs(seen: Seen) -> None:
     assert figures[6].startswith("  first ")
     assert figures[7].startswith("  the\\x1b[2Jsecond\\n")
     assert "…" in figures[7]
-    assert all(line.endswith("of up to 5,000") for line in figures[6:8])
+    assert all(line.endswith("of up to 16,000") for line in figures[6:8])
     assert not any(figures[8:])
 
 

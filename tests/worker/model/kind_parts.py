@@ -339,7 +339,9 @@ GGUF = """\
 
 ## GGUF files
 
-`--model path/to/model.gguf` runs a file of llama.cpp; of a model in several files, name the first. The architectures:
+`--model path/to/model.gguf` runs a file of llama.cpp; of a model in several files, name the first. `--model
+org/repo:FILE.gguf` (or `hf:org/repo:FILE.gguf`, `org/repo@REVISION:FILE.gguf`) takes one file of a hub repository. A
+folder with one GGUF file and no `config.json` means that file; with several, `submit` names them. The architectures:
 GGUF_ARCHITECTURES.
 The types of tensors:
 GGUF_TYPES.

@@ -123,12 +123,12 @@ def test_verification_reads_calls_again(tmp_path: Path, model: Path) -> None:
     run = finished(tmp_path / "run", model, *jobs)
     found = verify_run(run, 1.0, 0)
     assert (found.verdict, found.findings, found.num_jobs) == ("exact", (), 2)
-    assert checked(body(run, jobs[0])["choices"][0], "weather")
+    assert checked(body(run, next(run.records()))["choices"][0], "weather")
 
 
 def test_a_changed_call_is_found(tmp_path: Path, model: Path) -> None:
-    job = chat("a", must_call=True, function="weather")
-    run = finished(tmp_path / "run", model, job)
+    run = finished(tmp_path / "run", model, chat("a", must_call=True, function="weather"))
+    job = next(run.records())
     line = run.result(job.job_id) or {}
     line["response"]["body"]["choices"][0]["message"]["tool_calls"][0]["function"]["name"] = "traffic"
     run.store.delete_folder("results")
