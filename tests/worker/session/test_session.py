@@ -235,7 +235,7 @@ def test_a_long_job_costs_a_write_an_interval_beside_its_states(
     until(worker, jobs[0], 80, *assignments)
     worker._checkpointing._writer.flush(60.0)
     num_written = asked.count(("write", "workers"))
-    assert set(asked) == {("write", "workers"), ("delete", "workers")}
+    assert set(asked) <= {("write", "workers"), ("delete", "workers")}  # a second write deletes the first one
     assert 1 <= num_written <= 3 * 3  # every 32 tokens of the first one, for all three
 
 
