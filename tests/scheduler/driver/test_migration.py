@@ -23,7 +23,7 @@ def test_an_idle_worker_takes_a_job_over_from_one_that_holds_several(
 ) -> None:
     monkeypatch.setattr(dispatch, "MIN_MOVE_SECONDS", 0.1)
     # long enough to still run when a busy machine's last worker starts
-    jobs = {"unlogged-1": 2400, "unlogged-2": 2360, "unlogged-3": 2320, "unlogged-4": 2280, "a": 50, "b": 40}
+    jobs = {"unlogged-1": 3900, "unlogged-2": 3860, "unlogged-3": 3820, "unlogged-4": 3780, "a": 50, "b": 40}
     run, display, counters = make_run(tmp_path / "run", jobs), RecordingDisplay(), DriverCounters()
     driver = make_driver(run, cluster, display, workers=3, slots=2, attempts=1, counters=counters)
     assert driver.run() == "finished"
