@@ -89,7 +89,7 @@ Jobs = Path | Sequence[Path] | Iterable[Mapping[str, Any]]
 def submit(jobs: Jobs, run: Path | None = None, **options: Unpack[SubmitOptions]) -> RunHandle:
     """Start a run of jobs in a process of its own, and return it while it works.
 
-    `jobs` are a file, several files, dicts of a list or generator, or a table of pandas, Arrow, polars or DuckDB with a
+    `jobs` are a file, several files, dicts of a list or generator, or a table of pandas, Arrow or DuckDB with a
     row for each job. `run` is the run's folder; for one file it is `jobs.run` beside it by default. The same call goes
     on with a run that was stopped. Raises UserError with the words of the command `submit`.
     """

@@ -60,7 +60,7 @@ class Mismatch(Frozen):
 
 
 class VerificationReport(Frozen):
-    """What a verification compared and found; `sample_seed` chooses the same spans again."""
+    """Result of a verification; `sample_seed` chooses the same spans again."""
 
     run_id: str
     system_fingerprint: str

@@ -13,7 +13,7 @@ UNKNOWN = re.compile(r'found ((?:"[^"]+"(?:, )?)+), not supported')
 UNHELD = re.compile(r"found (oneOf|minProperties|multipleOf|pattern|\$ref)\b")
 
 IsUnheld = Callable[[dict[str, Any]], bool]
-"""Whether a schema with one keyword, or two, is refused for that keyword."""
+"""Tests that a schema with one keyword, or two, is refused for that keyword."""
 
 
 def named_keywords(reason: str) -> set[str]:

@@ -22,7 +22,7 @@ from swiftbatch.worker.model.attention_needs import FULL, LayerNeeds, Span
 
 @dataclass(frozen=True)
 class Seen:
-    """What rows see: the prefix from `start` to the group's boundary, and tails gathered per row."""
+    """Keys that rows see: the prefix from `start` to the group's boundary, and tails gathered per row."""
 
     start: int
     tail_mask: torch.Tensor  # [num_rows, 1, 1, BLOCK]

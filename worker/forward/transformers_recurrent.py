@@ -24,7 +24,7 @@ from swiftbatch.worker.model.causal_lm import decoder_of
 
 @dataclass(frozen=True)
 class Projected:
-    """What a recurrent layer computes per row before its state."""
+    """Values that a recurrent layer computes per row before its state."""
 
     inputs: Tensor  # [num_rows, num_channels] of the convolution
     gates: Tensor  # [num_rows, ...] of the output

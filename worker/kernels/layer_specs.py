@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class NormForm(IntEnum):
-    """How a norm applies and rounds its weights: `norm_form` of source/api.h. In float32 the first two are equal."""
+    """Ways to apply and round a norm's weights: `norm_form` of source/api.h. In float32 the first two are equal."""
 
     TWICE = 0  # rounded before and after the weight, as in Llama
     ONCE = 1  # rounded only after the weight

@@ -1,4 +1,4 @@
-"""Which code runs a text model on a device, by its config, and why it is slow if it is. Without torch.
+"""The code that runs a text model on a device, by its config, and the reason if it is slow. Without torch.
 
 Of rotary types that change with a text's length, only longrope is supported, and only by our kernels. There each job's
 own length selects the frequencies, so a row's bits do not depend on other texts.

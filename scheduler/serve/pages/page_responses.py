@@ -1,4 +1,4 @@
-"""What all pages share: their visitor, their form tokens, strict headers, and templates.
+"""Shared parts of all pages: their visitor, their form tokens, strict headers, and templates.
 
 Templates escape all texts, direction marks included.
 """

@@ -1,4 +1,4 @@
-"""What all routes share: a request's service and owner, and responses in the form of OpenAI's API."""
+"""Shared parts of all routes: a request's service and owner, and responses in the form of OpenAI's API."""
 
 from __future__ import annotations
 

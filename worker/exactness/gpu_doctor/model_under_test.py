@@ -33,7 +33,7 @@ NUM_SPLITS_ELSEWHERE = 3  # used on devices without multiprocessors
 
 @dataclass(frozen=True)
 class Extent:
-    """How much to test, which is enough for an unknown GPU; Triton's interpreter takes a second per forward."""
+    """Amounts to test, enough for an unknown GPU; Triton's interpreter takes a second per forward."""
 
     num_tries: int = 20  # tries per index of a row in a matrix product
     lengths: tuple[int, ...] = (0, 1, 63, 64, 1000, 4096, 32_768, 102_400)

@@ -1,4 +1,4 @@
-"""How an architecture stores experts: their layers, tensors and sizes. Without torch."""
+"""Experts of each architecture: their layers, tensors and sizes. Without torch."""
 
 from __future__ import annotations
 
