@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,18 @@ def test_forks_draw_what_verification_draws_again(run: Run, tiny_model: Path) ->
     assert len(set(texts)) == 4
     beginnings = {text[: texts[1].index(" the quick") + 10] for text in texts[1:]}
     assert len(beginnings) == 1
+
+
+def test_given_tokens_that_the_output_does_not_begin_with_are_found(run: Run, tmp_path: Path, tiny_model: Path) -> None:
+    [made] = _forks(run, num_seeds=1)
+    run.add_jobs([made])
+    to_the_end(session(run, tiny_model), claimed(run, made))
+    other = Run.planned(str(tmp_path / "other"), run.manifest).made()
+    changed = (9, *(made.job.begun_ids or ())[1:])
+    other.add_jobs([replace(made, job=made.job.model_copy(update={"begun_ids": changed}))])
+    for folder in ("results", "tokens"):
+        shutil.copytree(tmp_path / "run" / folder, tmp_path / "other" / folder)
+    assert [each.what for each in verify_run(Run.open(other.store.uri), 1.0, 0).findings] == ["job", "log"]
 
 
 def test_what_cannot_be_forked_is_refused_in_one_line(run: Run, tmp_path: Path, tiny_model: Path) -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.checkpoints.token_log import TokenLog
+from swiftbatch.jobs.job import packed
 from swiftbatch.jobs.run.output_line import tokens_sha256
 from swiftbatch.jobs.run.result_files import ResultSegment
 from swiftbatch.jobs.run.run import Run
@@ -151,6 +152,16 @@ def test_another_prompt_is_found(tmp_path: Path, tiny_model: Path, text: str) ->
     for folder in ("results", "tokens"):
         shutil.copytree(tmp_path / "run" / folder, tmp_path / "other" / folder)
     assert [each.what for each in _verified(Run.open(other.store.uri)).findings] == ["job"]
+
+
+def test_tokens_of_another_prompt_are_found(tmp_path: Path, tiny_model: Path) -> None:
+    run = finished(tmp_path / "run", tiny_model, record("long", LONG))
+    job = next(run.records())
+    other = Run.planned(str(tmp_path / "other"), run.manifest).made()
+    other.add_jobs([replace(job, prompt_token_ids=packed([9] * job.num_prompt_tokens))])
+    for folder in ("results", "tokens"):
+        shutil.copytree(tmp_path / "run" / folder, tmp_path / "other" / folder)
+    assert "job" in [each.what for each in _verified(Run.open(other.store.uri)).findings]
 
 
 @pytest.mark.parametrize(
