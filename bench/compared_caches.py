@@ -1,8 +1,4 @@
-"""The partial caches of the papers' tables; users' engines have the summarised one.
-
-By importance (TokenSwift 3.3), by chunks (TriForce 4.1), the newest positions (StreamingLLM), those with most attention
-so far (H2O).
-"""
+"""The partial caches that the papers compare theirs with: the newest positions, most attention so far, few bits."""
 
 from __future__ import annotations
 
@@ -13,9 +9,9 @@ import torch
 
 from swiftbatch.worker.kv.cache_rows import CacheShape
 from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.kv.importance_cache import ImportanceKVCache, RetrievalKVCache
 from swiftbatch.worker.kv.sparse_cache import (
     NUM_PINNED,
-    ChunkMeans,
     Entries,
     NewEntries,
     Queries,
@@ -26,119 +22,7 @@ from swiftbatch.worker.kv.sparse_cache import (
 )
 from swiftbatch.worker.sampling.sequence import Sequence
 
-
-class ImportanceKVCache(SparseCache):
-    """At most `budget` positions per layer and head."""
-
-    def __init__(
-        self,
-        shape: CacheShape,
-        budget: int,
-        sequence: Sequence,
-        new_entries: NewEntries = Entries,
-        /,
-        is_static: bool = False,
-        period: int | None = None,
-    ) -> None:
-        """Choose at the prompt's end or a full budget, then every `period` positions.
-
-        A static cache never includes the output. Without a period, it is rebuilt when all chosen positions are
-        overwritten.
-        """
-        self._budget = max(budget, NUM_PINNED + 1)
-        super().__init__(shape, self._budget, new_entries)
-        first_build = sequence.num_prompt_tokens - 1
-        self._period = min(period or self._budget, self._budget - NUM_PINNED)
-        self._first_build = max(first_build, self._budget)
-        self._last_fed = first_build if is_static else None
-        self._built_at: int | None = None
-        self._first_new = 0  # position that overwrites the last entry
-        self._num_fed = 0  # positions seen
-        self.positions = torch.full((shape.num_layers, shape.num_kv_heads, self._budget), -1, device=shape.device)
-
-    def _take_in(self, full: FullKVCache, queries: Queries) -> None:
-        end = full.length if self._last_fed is None else min(full.length, self._last_fed)
-        if end < self._first_build:
-            self._take_all(full, end)
-        else:
-            built_at = self._first_build + (end - self._first_build) // self._period * self._period
-            if built_at != self._built_at:
-                self._build(full, built_at, queries)
-            self._replace(full, end)
-        self._num_sequence_entries = min(self._num_fed, self._budget)
-
-    def _choose(self, full: FullKVCache, length: int, queries: Queries) -> tuple[torch.Tensor, int]:
-        """Return positions `[num_layers, num_kv_heads, budget - NUM_PINNED]` by importance, and how many were
-        considered.
-        """
-        importances = [
-            importance(self._keys(full, layer, slice(NUM_PINNED, length)), query)
-            for layer, query in enumerate(queries(length))
-        ]
-        return NUM_PINNED + torch.stack(importances).topk(self._budget - NUM_PINNED, dim=-1).indices, length
-
-    def _take_all(self, full: FullKVCache, end: int) -> None:
-        self.entries.copy(full, slice(self._num_fed, end), self._num_fed)
-        self.positions[:, :, self._num_fed : end] = torch.arange(self._num_fed, end, device=self.shape.device)
-        self._num_fed = end
-
-    def _build(self, full: FullKVCache, built_at: int, queries: Queries) -> None:
-        chosen, num_seen = self._choose(full, built_at, queries)
-        self.positions[:, :, :NUM_PINNED] = torch.arange(NUM_PINNED, device=self.shape.device)
-        self.positions[:, :, NUM_PINNED:] = chosen
-        self.entries.gather(full, self.positions, 0)
-        self._built_at = built_at
-        self._first_new = self._num_fed = num_seen
-
-    def _replace(self, full: FullKVCache, end: int) -> None:
-        """Overwrite the least important entries."""
-        if end == self._num_fed:
-            return
-        new = torch.arange(self._num_fed, end, device=self.shape.device)
-        entries = self._budget - 1 - (new - self._first_new)
-        self.entries.replace(full, slice(self._num_fed, end), entries)
-        self.positions[:, :, entries] = new
-        self._num_fed = end
-
-
-def importance(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """Return q . k summed over the query heads of a key-value head (equation 2).
-
-    `keys [num_kv_heads, num_positions, head_dim]`, `queries [num_kv_heads, group, head_dim]`, result `[num_kv_heads,
-    num_positions] float32`.
-    """
-    return (keys @ queries.transpose(1, 2)).float().sum(dim=-1)
-
-
-CHUNK_SIZE = 8
-STRIDE = 256  # positions between two builds
 OBSERVED_EVERY = 64  # positions between two queries in H2O's sums
-
-
-class RetrievalKVCache(ImportanceKVCache):
-    """Whole chunks, best first; omitted ones may return at the next build."""
-
-    def __init__(
-        self,
-        shape: CacheShape,
-        budget: int,
-        sequence: Sequence,
-        new_entries: NewEntries = Entries,
-        /,
-        chunk_size: int = CHUNK_SIZE,
-    ) -> None:
-        self._num_chosen = max(1, -(-(budget - NUM_PINNED) // chunk_size))  # chunks
-        super().__init__(shape, NUM_PINNED + self._num_chosen * chunk_size, sequence, new_entries, period=STRIDE)
-        self._chunk_size = chunk_size
-        self._means = ChunkMeans(self.entries, sequence.max_length, chunk_size, "keys")
-
-    def _choose(self, full: FullKVCache, length: int, queries: Queries) -> tuple[torch.Tensor, int]:
-        num_chunks = (length - NUM_PINNED) // self._chunk_size
-        scores = chunk_scores(self._means.extend(full, num_chunks), queries(length))
-        best = scores.topk(self._num_chosen, dim=-1).indices
-        inside = torch.arange(self._chunk_size, device=self.shape.device)
-        positions = NUM_PINNED + best[..., None] * self._chunk_size + inside
-        return positions.flatten(-2), NUM_PINNED + num_chunks * self._chunk_size
 
 
 class StreamingKVCache(ImportanceKVCache):
@@ -239,8 +123,7 @@ PARTIAL_CACHES: dict[str, SparseCacheFactory] = {
 }
 
 
-def with_cache(options: dict[str, Any]) -> dict[str, Any]:
-    if "chunk_size" in options:
-        cache = functools.partial(RetrievalKVCache, chunk_size=options["chunk_size"])
-        return {name: value for name, value in options.items() if name != "chunk_size"} | {"cache": cache}
-    return options | {"cache": PARTIAL_CACHES[options["cache"]]} if "cache" in options else options
+def without_cache(changes: dict[str, Any]) -> tuple[dict[str, Any], SparseCacheFactory | None]:
+    """Return changes of an engine's options, and the partial cache among them; None: as the options say."""
+    others = {name: value for name, value in changes.items() if name != "cache"}
+    return others, PARTIAL_CACHES[changes["cache"]] if "cache" in changes else None

@@ -15,7 +15,6 @@ from transformers import AutoConfig, PreTrainedConfig
 from bench.options import one_of
 from bench.prompt_arms import Prompt, PromptArms, num_plain_tokens, read_prompt
 from bench.tables import Record, only, pivot
-from bench.variants import GRIFFIN_PAPER as PAPER
 from swiftbatch.scheduler.commands.options.option_types import say
 from swiftbatch.worker.decode_bench import (
     BenchError,
@@ -27,7 +26,8 @@ from swiftbatch.worker.decode_bench import (
     encode,
     read_text,
 )
-from swiftbatch.worker.drafters.griffin.griffin import GriffinOptions, griffin
+from swiftbatch.worker.drafters.engine_options import GRIFFIN_PAPER, GriffinOptions
+from swiftbatch.worker.drafters.griffin.griffin import griffin
 from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig
 from swiftbatch.worker.forward.step_costs import step_costs_of
 from swiftbatch.worker.forward.target_model import TargetModel
@@ -304,7 +304,7 @@ def recipe_of(variant: Variant, base: GriffinRecipe, seed: int, target: PreTrain
     return replace(base, seed=seed, **changes)
 
 
-OPTIONS: dict[Plan, GriffinOptions] = {"own": GriffinOptions(), "paper": PAPER}
+OPTIONS: dict[Plan, GriffinOptions] = {"own": GriffinOptions(), "paper": GRIFFIN_PAPER}
 
 
 class Options(BenchOptions):

@@ -16,7 +16,6 @@ import numpy as np
 
 from bench.options import TextOptions
 from bench.tables import Record, only
-from bench.variants import TOKENSWIFT_PAPER as PAPER
 from bench.variants import create_bench_drafter
 from swiftbatch.jobs import sampling_params
 from swiftbatch.jobs.sampling_params import SamplingParams
@@ -31,10 +30,10 @@ from swiftbatch.worker.decode_bench import (
     text_tokens,
 )
 from swiftbatch.worker.drafters.drafter_interface import AutoregressiveDrafter, Drafter
+from swiftbatch.worker.drafters.engine_options import TOKENSWIFT_PAPER, TokenSwiftOptions
 from swiftbatch.worker.drafters.self_speculation import Chain
 from swiftbatch.worker.drafters.tokenswift.tokenswift import (
     Sources,
-    TokenSwiftOptions,
     TokenSwiftProposer,
     by_token,
     tokenswift,
@@ -42,6 +41,7 @@ from swiftbatch.worker.drafters.tokenswift.tokenswift import (
 from swiftbatch.worker.forward.step_costs import Costs, step_costs_of
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.kv.sparse_cache import SparseCacheFactory
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.draft_tree import DraftTree, Verification
 from swiftbatch.worker.sampling.sequence import Sequence
@@ -53,7 +53,7 @@ COLUMNS = (
     *("num_tokens", "total.seconds", "total.plain_seconds", *(f"total.{rate}" for rate in RATES)),
     *("window.ms_per_token", "window.plain_ms_per_token", *(f"window.{rate}" for rate in RATES), "same_tokens"),
 )
-METERED = {"tokenswift-paper": PAPER, "tokenswift": TokenSwiftOptions()}
+METERED = {"tokenswift-paper": TOKENSWIFT_PAPER, "tokenswift": TokenSwiftOptions()}
 NOTHING = Sources([], [])
 
 
@@ -104,14 +104,19 @@ def by_ngrams_alone(path: tuple[int, ...], sources: Sources) -> list[bool]:
 
 
 def metered_drafter(
-    engine: str, target: TargetModel, costs: Costs, parts_folder: Path | None, options: TokenSwiftOptions | None = None
+    engine: str,
+    target: TargetModel,
+    costs: Costs,
+    parts_folder: Path | None,
+    options: TokenSwiftOptions | None = None,
+    new_cache: SparseCacheFactory | None = None,
 ) -> tuple[Drafter, ReuseTally | None]:
     """Make an engine's drafter and the tally of its n-grams, if any. Raises ModelError."""
     if engine not in METERED:
         return create_bench_drafter(engine, target, costs, parts_folder), None
     tally = ReuseTally()
     new_proposer = partial(MeteredProposer, tally)
-    return tokenswift(target, costs, parts_folder, options or METERED[engine], new_proposer), tally
+    return tokenswift(target, costs, parts_folder, options or METERED[engine], new_cache, new_proposer), tally
 
 
 @dataclass

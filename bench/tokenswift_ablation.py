@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from bench import long
-from bench.compared_caches import with_cache
+from bench.compared_caches import without_cache
 from bench.long import METERED, generated, metered_drafter
 from bench.options import one_of
 from bench.tables import Record, pivot
 from swiftbatch.worker.decode_bench import BenchOptions, bench_slots, check_length
-from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions
+from swiftbatch.worker.drafters.engine_options import TokenSwiftOptions, changed
 from swiftbatch.worker.forward.step_costs import step_costs_of
+from swiftbatch.worker.kv.sparse_cache import SparseCacheFactory
 from swiftbatch.worker.model.model_files import locate_model
 
 PAPER_SAMPLING = {"temperature": 1.0, "min_p": 0.1, "repetition_penalty": 1.2, "penalty_window": 1024}
@@ -32,7 +33,7 @@ Layout = Literal["by_length", "by_arm", "at_end"]
 
 @dataclass(frozen=True)
 class AblationArm:
-    """One generation with its changes of `TokenSwiftOptions` and sampling."""
+    """One generation with its changes of `TokenSwiftOptions`, the cache by name, and of sampling."""
 
     label: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -99,7 +100,7 @@ ABLATIONS: dict[str, Ablation] = {
         (View("Table 6: contextual penalty and sampling methods", "at_end", (*DIVERSITY, "speedup")),),
     ),
     "7": Ablation(
-        tuple(AblationArm(str(list(digits)), NO_REUSE | {"digits": digits}) for digits in DIGITS),
+        tuple(AblationArm(str(list(digits)), NO_REUSE | {"tree": digits}) for digits in DIGITS),
         (View("Table 7: tree configurations, at most 127 nodes, k = 0", "by_length", RATES),),
     ),
     "8": Ablation(
@@ -155,8 +156,9 @@ class Options(BenchOptions):
         own = PAPER_SAMPLING | arm.sampling | {"num_tokens": every * NUM_LENGTHS, "prefill": arm.prefill}
         return long.Options(every=every, plain_every=min(PLAIN_EVERY, every), **shared | own)
 
-    def tokenswift_options(self, arm: AblationArm) -> TokenSwiftOptions:
-        return replace(one_of(METERED, self.engine), **with_cache(arm.options))
+    def drafting(self, arm: AblationArm) -> tuple[TokenSwiftOptions, SparseCacheFactory | None]:
+        changes, new_cache = without_cache(arm.options)
+        return changed(one_of(METERED, self.engine), changes), new_cache
 
 
 def run(options: Options) -> Iterator[Record]:
@@ -172,8 +174,8 @@ def run(options: Options) -> Iterator[Record]:
     target = options.load(files, bench_slots([options.engine], longest))
     costs = step_costs_of(target)
     for arm in arms:
-        asked, changed = options.arm_options(arm), options.tokenswift_options(arm)
-        metered = metered_drafter(options.engine, target, costs, options.draft_model, changed)
+        asked = options.arm_options(arm)
+        metered = metered_drafter(options.engine, target, costs, options.draft_model, *options.drafting(arm))
         for length, record in zip(asked.record_stops(), generated(asked, target, *metered), strict=True):
             yield {"table": options.table, "arm": arm.label, "tokens": length} | _measures(record) | record
 

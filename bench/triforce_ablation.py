@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from bench.compared_caches import StreamingKVCache, with_cache
+from bench.compared_caches import StreamingKVCache, without_cache
 from bench.options import one_of
 from bench.prompt_arms import (
     NEEDLE,
@@ -22,17 +22,17 @@ from bench.prompt_arms import (
     read_prompt,
 )
 from bench.tables import Record, only
-from bench.variants import TRIFORCE_PAPER as PAPER
 from swiftbatch.worker.decode_bench import BenchError, BenchOptions, bench_slots, check_length, encode, text_tokens
 from swiftbatch.worker.drafters.catalogue import check_parts
 from swiftbatch.worker.drafters.drafter_interface import Drafter
+from swiftbatch.worker.drafters.engine_options import TRIFORCE_PAPER, TriForceOptions, changed
 from swiftbatch.worker.drafters.self_speculation import RoundPlan, SelfSpeculationDrafter
-from swiftbatch.worker.drafters.triforce import DraftModel, DraftModelProposer, TriForceOptions, triforce
+from swiftbatch.worker.drafters.triforce import DraftModel, DraftModelProposer, triforce
 from swiftbatch.worker.forward.step_costs import Costs, step_costs_of
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.kv.kv_capacity import check_folder
-from swiftbatch.worker.kv.sparse_cache import NUM_PINNED
+from swiftbatch.worker.kv.sparse_cache import NUM_PINNED, SparseCacheFactory
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 
 COLUMNS = (
@@ -108,9 +108,12 @@ def budget_for(prefill: int, most: int) -> int:
     return min(most, prefill // MAX_BUDGET_SHARE)
 
 
+WITHOUT_HIERARCHY = {"gamma_1": 0, "gamma_2": 6, "at_every_step": True}
+
+
 def _table_1(prefill: int, model: str) -> PromptTable:
     def arms(cache: str) -> dict[str, PromptArm]:
-        options = {"cache": cache, "gammas": (0, 6), "budget": budget_for(prefill, BUDGET)}
+        options = WITHOUT_HIERARCHY | {"cache": cache, "budget": budget_for(prefill, BUDGET)}
         return {kind: PromptArm(options, 0.0, prompts=Prompts(kind)) for kind in ("books", "needle")}
 
     return PromptTable(
@@ -136,7 +139,7 @@ def _table_2(prefill: int, model: str) -> PromptTable:
     others = {
         "TriForce, retrieval cache": PromptArm(budget | {"cache": "retrieval"}),
         "the same, gammas 2 and 6": PromptArm(budget, plan="paper"),
-        "retrieval w/o hierarchy": PromptArm(budget | {"cache": "retrieval", "gammas": (0, 6)}),
+        "retrieval w/o hierarchy": PromptArm(budget | WITHOUT_HIERARCHY | {"cache": "retrieval"}),
         "StreamingLLM w/ hierarchy": PromptArm(budget | {"cache": "streaming"}),
     }
     return PromptTable(
@@ -300,14 +303,16 @@ def new_drafter(target: TargetModel, costs: Costs, arm: PromptArm, parts_folder:
     """Raises ModelError if no draft model fits."""
     if arm.plan == "naive":
         return _naive_policy(target, parts_folder)
-    return triforce(target, costs, parts_folder, triforce_options(arm))
+    return triforce(target, costs, parts_folder, *drafting(arm))
 
 
-def triforce_options(arm: PromptArm) -> TriForceOptions:
-    return replace(PAPER if arm.plan == "paper" else TriForceOptions(), **with_cache(arm.options))
+def drafting(arm: PromptArm) -> tuple[TriForceOptions, SparseCacheFactory | None]:
+    changes, new_cache = without_cache(arm.options)
+    return changed(TRIFORCE_PAPER if arm.plan == "paper" else TriForceOptions(), changes), new_cache
 
 
 def _naive_policy(target: TargetModel, parts_folder: Path | None) -> Drafter:
-    proposer = DraftModelProposer(DraftModel.load(parts_folder, target), target.forwards.new_batch_sampler())
+    draft_model = DraftModel.load(parts_folder, target, TriForceOptions())
+    proposer = DraftModelProposer(draft_model, target.forwards.new_batch_sampler())
     # no round ever uses the cache
     return SelfSpeculationDrafter(target, proposer, StreamingKVCache, NUM_PINNED, NAIVE)

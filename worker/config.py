@@ -31,6 +31,7 @@ class Computation:
 
     model: str = "embedded"
     engine: str = DEFAULT_ENGINE
+    engine_options: tuple[str, ...] = ()  # NAME=VALUE; they change drafts alone
     draft_model: str | None = None  # a folder with the engine's trained parts; None: the model's own
     kv_offload: str | None = None  # a folder for key-value caches; None: they are on the device
     dtype: Dtype = "bfloat16"

@@ -8,6 +8,7 @@ import os
 import platform
 import statistics
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +26,15 @@ from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.metrics.counters import EngineCounters
 from swiftbatch.worker.config import Computation
-from swiftbatch.worker.drafters.catalogue import CHECKPOINT_ENGINES, DEFAULT_ENGINE, ENGINES, DrafterFactory, with_tried
+from swiftbatch.worker.drafters.catalogue import (
+    CHECKPOINT_ENGINES,
+    DEFAULT_ENGINE,
+    ENGINES,
+    PAPER_ENGINES,
+    DrafterFactory,
+    engine_entry,
+    with_tried,
+)
 from swiftbatch.worker.drafters.drafter_interface import Drafter
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.prefill import prefill_tile
@@ -43,7 +52,9 @@ from swiftbatch.worker.text.tokenizer import TextCodec
 BASELINE = "autoregressive"
 NUM_ROUNDS = 5  # engines take turns, so that other load on the machine affects all
 NUM_WARMUP_TOKENS = 16_384  # tokens of another job, for drafters that learn across jobs
-BY_NAME: dict[str, DrafterFactory] = {name: entry.factory() for name, entry in (ENGINES | CHECKPOINT_ENGINES).items()}
+BY_NAME: dict[str, DrafterFactory] = {
+    name: entry.factory() for name, entry in (ENGINES | PAPER_ENGINES | CHECKPOINT_ENGINES).items()
+}
 """Engines by name, also those whose checkpoint not all models have; `bench/` adds variants."""
 PROMPT = (
     "The mill stood where the river bent, and the miller's daughter kept its accounts. Every evening she wrote down "
@@ -96,6 +107,7 @@ class DecodeBenchOptions(BenchOptions):
 
     draft_model: Path | None = None
     engines: tuple[str, ...]
+    engine_options: tuple[str, ...] = ()  # NAME=VALUE, for all engines that have the option
     positions: tuple[int, ...]
     num_tokens: int = Field(ge=NUM_ROUNDS)
     temperature: float = Field(ge=0.0, le=100.0)
@@ -118,6 +130,14 @@ class DecodeBenchOptions(BenchOptions):
         if not positions or min(positions) < 1:
             raise ValueError(f"got {list(positions)}; expected at least one position, each 1 or more")
         return tuple(sorted(set(positions)))
+
+    @model_validator(mode="after")
+    def _known_options(self) -> DecodeBenchOptions:
+        known = sorted({name for engine in self.engines for name in option_names(engine)})
+        for text in self.engine_options:
+            if option_name(text) not in known:
+                raise ValueError(f"--engine-option {text}: expected one of: {', '.join(known) or 'none'}")
+        return self
 
     @model_validator(mode="after")
     def _greedy_against_transformers(self) -> DecodeBenchOptions:
@@ -146,10 +166,11 @@ def bench_slots(
     engines: Iterable[str], longest: int, num_jobs: int = 1, files: ModelFiles | None = None
 ) -> SlotsWanted:
     """Return slots for jobs of `longest` positions, and one for probes."""
-    entries = [ENGINES[name] for name in engines if name in ENGINES]
-    budget = max((entry.partial_budget for entry in entries), default=0)
-    num_best = max((entry.scanned_best for entry in entries), default=0)
-    wanted = SlotsWanted(longest, budget, num_jobs + 1, num_best)
+    known = ENGINES | PAPER_ENGINES
+    entries = [known[name] for name in engines if name in known]
+    slots = [entry.slots(longest, num_jobs + 1) for entry in entries] or [SlotsWanted(longest, num_slots=num_jobs + 1)]
+    largest = max(slots, key=lambda each: each.partial_budget)
+    wanted = replace(largest, scanned_best=max(each.scanned_best for each in slots))
     tried = [entry.tries for entry in entries if entry.tries is not None and files is not None]
     return with_tried(wanted, tried[0], files, None) if tried and files else wanted
 
@@ -254,7 +275,7 @@ def decode_records(target: TargetModel, options: DecodeBenchOptions, report: Cal
     highest, costs = options.positions[-1], step_costs_of(target)
     report(f"text of {highest} tokens: {options.text or 'the model goes on from a built-in prompt'}")
     text = text_tokens(options.text, target.files, highest) if options.text else own_tokens(target, highest)
-    drafters = warm_drafters(target, costs, options.engines, options.draft_model)
+    drafters = warm_drafters(target, costs, options.engines, options.draft_model, options.engine_options)
     cache = target.new_cache(highest + options.num_tokens)
     for position in options.positions:
         report(f"position {position}: reading the text, then {options.num_tokens} tokens with each engine")
@@ -280,7 +301,7 @@ def _contestants(
     sampling = SamplingParams(max_tokens=options.num_tokens, ignore_eos=True, **sampled)
     for name in options.engines:
         sequence = Sequence(name, text, sampling, target.vocab_size, target.device)
-        drafter, own = BY_NAME[name](target, costs, options.draft_model), cache
+        drafter, own = drafter_factory(name, options.engine_options)(target, costs, options.draft_model), cache
         if not cache.is_by_position:
             own = target.new_cache(len(text) + options.num_tokens)
             if end := cache.copyable_end(cache.length):
@@ -295,9 +316,29 @@ def _contestants(
         yield Contestant("transformers", TransformersEngine(target), [sequence], [cache])
 
 
-def warm_drafters(target: TargetModel, costs: Costs, engines: Iterable[str], parts: Path | None) -> dict[str, Drafter]:
+def drafter_factory(name: str, given: tuple[str, ...] = ()) -> DrafterFactory:
+    """Return an engine's factory, with those of the given options NAME=VALUE that the engine has.
+
+    Raises ModelError for values out of range.
+    """
+    own = tuple(text for text in given if option_name(text) in option_names(name))
+    return engine_entry(name, own).factory() if own else BY_NAME[name]
+
+
+def option_name(text: str) -> str:
+    return text.partition("=")[0]
+
+
+def option_names(engine: str) -> list[str]:
+    entry = (ENGINES | PAPER_ENGINES).get(engine)
+    return [] if entry is None or entry.options is None else list(type(entry.options).model_fields)
+
+
+def warm_drafters(
+    target: TargetModel, costs: Costs, engines: Iterable[str], parts: Path | None, given: tuple[str, ...] = ()
+) -> dict[str, Drafter]:
     """Return drafters that have seen another job: the model's own text."""
-    drafters = {name: BY_NAME[name](target, costs, parts) for name in engines}
+    drafters = {name: drafter_factory(name, given)(target, costs, parts) for name in engines}
     if any(drafter.needs_top_k for drafter in drafters.values()):  # other drafters learn only from the text
         num_tokens = min(NUM_WARMUP_TOKENS, target.files.max_positions // 2)
         read_tokens(target, target.new_cache(num_tokens), own_tokens(target, num_tokens), list(drafters.values()))

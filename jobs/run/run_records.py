@@ -66,6 +66,7 @@ class RunManifest(Frozen):
     model_files: dict[str, str]  # SHA-256 of each file, by path
     model_commit: str | None = None  # commit of a hub model; None for others
     engine: str
+    engine_options: tuple[str, ...] = ()  # NAME=VALUE; they change drafts alone
     draft_model: str | None = None  # folder of the engine's trained parts; None: the model's own
     kv_offload: str | None = None  # folder for key-value caches; None: on the device
     dtype: Dtype

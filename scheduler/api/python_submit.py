@@ -59,6 +59,7 @@ class SubmitOptions(TypedDict, total=False):
     thinking_markers: Sequence[str] | None
     clock: str | None
     engine: str | None
+    engine_option: Mapping[str, object] | None  # values by name
     takeover: bool
     workers: int
     slots: int | Literal["auto"]

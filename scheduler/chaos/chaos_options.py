@@ -11,6 +11,7 @@ from typing import Any
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.scheduler.demo.prompts import PROMPTS
+from swiftbatch.worker.drafters.catalogue import DEFAULT_ENGINE
 
 WORKER_TIMEOUT = 10  # seconds; a stopped worker should be noticed soon
 STORE_RETRIES = Retries(120.0)  # chaos' own reads of a run
@@ -37,6 +38,8 @@ class ChaosOptions:
     model: str
     checkpoint_tokens: int
     run_uri: str  # parent of both runs
+    engine: str = DEFAULT_ENGINE
+    engine_options: tuple[str, ...] = ()
     address: str | None = None  # the user's cluster; None starts one
     num_nodes: int | None = None  # nodes of a started cluster, each with its own network; None: without
 
@@ -51,6 +54,7 @@ class ChaosOptions:
 
     def submit_args(self, jobs_file: Path, run_uri: str, address: str) -> list[str]:
         args = ["submit", str(jobs_file), "--run", run_uri, "--model", self.model, "--seed", str(self.seed)]
+        args += ["--engine", self.engine, *(f"--engine-option={text}" for text in self.engine_options)]
         return args + self._launch_args(address)
 
     def resume_args(self, run_uri: str, address: str) -> list[str]:

@@ -56,6 +56,13 @@ def bench() -> None:
 @click.option(
     "--engines", default=f"autoregressive,{Computation.engine}", callback=split, help="Engines, comma-separated."
 )
+@click.option(
+    "--engine-option",
+    "engine_options",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="For all of them that have it. Repeatable.",
+)
 @POSITIONS
 @click.option("--tokens", "num_tokens", type=ANY_WHOLE_NUMBER, default=256, help="Tokens to generate at each position.")
 @TEMPERATURE

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from swiftbatch.scheduler.commands.options.option_types import MODEL, WholeNumber
+from swiftbatch.worker.drafters.catalogue import DEFAULT_ENGINE, ENGINES, PAPER_ENGINES
 
 NOT_PASSED = 1
 
@@ -21,6 +22,8 @@ NOT_PASSED = 1
 @click.option("--workers", "num_workers", type=WholeNumber(1), default=2)
 @click.option("--slots", "num_slots", type=WholeNumber(1), default=2, help="Jobs per worker.")
 @MODEL
+@click.option("--engine", type=click.Choice(list(ENGINES | PAPER_ENGINES)), default=DEFAULT_ENGINE, metavar="ENGINE")
+@click.option("--engine-option", "engine_options", multiple=True, metavar="NAME=VALUE", help="Repeatable.")
 @click.option("--checkpoint-tokens", type=WholeNumber(1), default=128)
 @click.option("--run", "run_uri", help="New folder for both runs: a path, s3:// or gs://. [default: chaos-TIME]")
 @click.option("--address", help="HOST:PORT of a running Ray cluster, whose nodes stay. [default: start one]")

@@ -39,7 +39,7 @@ from swiftbatch.scheduler.commands.options.option_types import (
     utf8,
 )
 from swiftbatch.worker.config import Computation
-from swiftbatch.worker.drafters.catalogue import ENGINES
+from swiftbatch.worker.drafters.catalogue import ENGINES, PAPER_ENGINES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -49,7 +49,12 @@ if TYPE_CHECKING:
     from swiftbatch.jobs.run.shards import ShardSettings
     from swiftbatch.scheduler.display.display import Display
 
-ENGINE_LINES = (f"  {name:<16} {entry.drafts_from}" for name, entry in ENGINES.items())
+ENGINE_LINES, PAPER_LINES = (
+    [f"  {name:<21} {entry.drafts_from}" for name, entry in group.items()] for group in (ENGINES, PAPER_ENGINES)
+)
+EPILOG = "\n".join(
+    ["\b", "Engines draft from:", *ENGINE_LINES, "", "\b", "Engines as their papers describe them:", *PAPER_LINES]
+)
 
 
 def _markers(_ctx: click.Context, _param: click.Parameter, value: tuple[str, str] | None) -> tuple[str, str] | None:
@@ -92,7 +97,7 @@ def _clock(_ctx: click.Context, _param: click.Parameter, value: str | None) -> s
 token_option = options_of("What decides the tokens; stored in the run")
 
 
-@click.command(cls=GroupedCommand, epilog="\n".join(["\b", "Engines draft from:", *ENGINE_LINES]))
+@click.command(cls=GroupedCommand, epilog=EPILOG)
 @click.argument("jobs", type=click.Path(), nargs=-1, required=True)
 @run_option(
     "--run",

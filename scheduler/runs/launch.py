@@ -159,7 +159,13 @@ def slow_on_gpu(model: str, num_gpus_per_worker: int) -> SlowOnGpu | None:
 def _engine_config(manifest: RunManifest, settings: Settings) -> EngineConfig:
     """Return the settings of the workers' engines. Raises ModelError, KVRoomError."""
     computation = computation_of(manifest, settings)
-    check_parts(computation.engine, manifest.stored_model, manifest.model_fingerprint, computation.draft_model)
+    check_parts(
+        computation.engine,
+        manifest.stored_model,
+        manifest.model_fingerprint,
+        computation.draft_model,
+        computation.engine_options,
+    )
     if settings.address is None:  # a cluster's workers check their own
         check_folder(computation.kv_offload)
     return EngineConfig(**asdict(with_absolute_folders(computation)), **asdict(settings.checkpoints))

@@ -32,6 +32,7 @@ from swiftbatch.worker.kv.model_sizes import read_sizes
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
 
+DRAFTING = ("engine", "engine_options")
 FOLDERS = ("draft_model", "kv_offload")
 
 
@@ -54,6 +55,11 @@ def _other_setting(name: str, kept: Any, found: Any, place: str) -> str:
             f"--engine {found}: `swiftbatch resume {place} --engine {found}` goes on with it; submit keeps the run's "
             f"engine, {kept}, so leave the option away to add jobs"
         )
+    if name == "engine_options":
+        return (
+            f"--engine-option {' '.join(found)}: `swiftbatch resume {place}` may change it; submit keeps the run's, "
+            f"{' '.join(kept) or 'none'}, so leave the option away to add jobs"
+        )
     shown = f"without {name}" if kept is False or kept in (None, ()) else f"with {name} {kept}"
     return f"the run at {place} was made {shown}, found {found}; leave the option away, or use another run folder"
 
@@ -61,7 +67,10 @@ def _other_setting(name: str, kept: Any, found: Any, place: str) -> str:
 def computation_of(manifest: RunManifest, settings: Settings) -> Computation:
     """Return the run's computation with these settings' engine and folders."""
     computation = Computation(**{field.name: getattr(manifest, field.name) for field in fields(Computation)})
-    return replace(computation, **{name: settings.said[name] for name in ("engine", *FOLDERS) if name in settings.said})
+    said = {name: settings.said[name] for name in (*DRAFTING, *FOLDERS) if name in settings.said}
+    if said.get("engine", computation.engine) != computation.engine:  # options belong to their engine
+        computation = replace(computation, engine_options=())
+    return replace(computation, **said)
 
 
 def with_absolute_folders(computation: Computation) -> Computation:
@@ -156,6 +165,7 @@ def _new_manifest(settings: Settings) -> RunManifest:
         "num_threads": settings.said.get("num_threads", shared_cores),
         "clock": computation.clock or datetime.now().astimezone().isoformat(timespec="seconds"),
     }
+    engine_entry(computation.engine, computation.engine_options)
     refuse_kernels(computation.cuda_kernels, str(resolved["device"]), computation.dtype, settings.address)
     refuse_kv_dtype(computation.kv_dtype, computation.cuda_kernels.attention)
     return RunManifest(

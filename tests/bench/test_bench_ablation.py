@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 
 from bench.__main__ import main
-from bench.compared_caches import PARTIAL_CACHES, ImportanceKVCache
+from bench.compared_caches import PARTIAL_CACHES
 from bench.tables import Record
 from bench.tokenswift_ablation import ABLATIONS, Options, run, shown
 from swiftbatch.worker.decode_bench import BenchError
@@ -61,10 +61,10 @@ def test_every_arm_is_a_generation_that_can_run(table: str) -> None:
         long = options.arm_options(arm)
         assert long.record_stops() == LENGTHS
         assert long.sampling.ignore_eos
-        drafter = options.tokenswift_options(arm)
-        assert drafter.draft_rounds == 1
-        assert drafter.cache is (PARTIAL_CACHES[arm.options["cache"]] if table == "5" else ImportanceKVCache)
-        assert options.model_copy(update={"engine": "tokenswift"}).tokenswift_options(arm).draft_rounds is None
+        drafting, new_cache = options.drafting(arm)
+        assert (drafting.rounds, drafting.cache) == (1, "importance")
+        assert new_cache is (PARTIAL_CACHES[arm.options["cache"]] if table == "5" else None)
+        assert options.model_copy(update={"engine": "tokenswift"}).drafting(arm)[0].rounds == 0
     labels = [arm.label for arm in ABLATIONS[table].arms]
     assert len(set(labels)) == len(labels) > 1
 
@@ -76,7 +76,7 @@ def test_arms_differ_in_what_the_table_is_about_and_in_nothing_else(table: str) 
     about = {
         "5": {"cache"},
         "6": {"min_p", "top_p", "eta", "repetition_penalty"},
-        "7": {"digits"},
+        "7": {"tree"},
         "8": {"repetition_penalty"},
         "12": {"min_p", "top_p", "eta"},
         "13": {"temperature"},
@@ -86,7 +86,8 @@ def test_arms_differ_in_what_the_table_is_about_and_in_nothing_else(table: str) 
         "fig4": {"num_ngrams"},
     }
     everything = [
-        vars(options.tokenswift_options(arm))
+        dict(options.drafting(arm)[0])
+        | {"cache": arm.options.get("cache")}
         | options.arm_options(arm).sampling.model_dump()
         | {"prefill": options.arm_options(arm).prefill}
         for arm in arms

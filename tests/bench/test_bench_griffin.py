@@ -12,11 +12,10 @@ from click.testing import CliRunner, Result
 from bench import griffin_ablation
 from bench.__main__ import main
 from bench.griffin_ablation import GRIFFIN_TABLES, OPTIONS, TEMPERATURES, Options, run
-from bench.variants import GRIFFIN_PAPER
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.decode_bench import BenchError, encode, read_text
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
-from swiftbatch.worker.drafters.griffin.griffin import GriffinOptions
+from swiftbatch.worker.drafters.engine_options import GRIFFIN_PAPER, GriffinOptions
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.draft_tree import DraftTree, Verification

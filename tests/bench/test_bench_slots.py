@@ -100,5 +100,5 @@ def test_tables_ask_for_their_longest_texts(
 
 
 def test_partial_caches_are_those_of_the_engine_that_keeps_most() -> None:
-    assert bench_slots(("suffix", "tokenswift-paper"), 90) == SlotsWanted(90, 0, 2)
+    assert bench_slots(("suffix", "tokenswift-paper"), 90) == SlotsWanted(90, 8192, 2, partial_chunk=0)
     assert bench_slots(("suffix", "tokenswift", "triforce"), 90, 3) == SlotsWanted(90, 2048, 4)

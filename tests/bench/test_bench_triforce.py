@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -9,13 +8,11 @@ import torch
 from click.testing import CliRunner, Result
 
 from bench.__main__ import main
-from bench.compared_caches import PARTIAL_CACHES, RetrievalKVCache
+from bench.compared_caches import PARTIAL_CACHES
 from bench.prompt_arms import NEEDLE, Prompts, make_prompts, num_plain_tokens
-from bench.triforce_ablation import PROMPT_TABLES, Options, run, shown, triforce_options
-from bench.variants import TRIFORCE_PAPER
+from bench.triforce_ablation import PROMPT_TABLES, Options, drafting, run, shown
 from swiftbatch.worker.decode_bench import encode
-from swiftbatch.worker.drafters.triforce import TriForceOptions
-from swiftbatch.worker.kv.sparse_cache import SummaryKVCache
+from swiftbatch.worker.drafters.engine_options import TRIFORCE_PAPER, TriForceOptions
 from swiftbatch.worker.model.model_files import locate_model
 
 PREFILL = 300
@@ -46,8 +43,8 @@ def test_every_arm_can_run_and_every_column_has_an_arm(table: str, prefill: int)
     for row in layout.rows:
         assert len(row.labels) == len(layout.label_headers)
         for arm in row.arms.values():
-            options = triforce_options(arm)
-            assert options.cache in PARTIAL_CACHES.values() or table == "6b"
+            options, new_cache = drafting(arm)
+            assert (new_cache is None) == ("cache" not in arm.options)
             assert options.budget < prefill or table == "4"
     for column in layout.columns:
         assert any(column.arm in row.arms for row in layout.rows)
@@ -57,7 +54,7 @@ def test_every_arm_can_run_and_every_column_has_an_arm(table: str, prefill: int)
     ("table", "about"),
     [
         ("1", {"cache", "prompts"}),
-        ("2", {"temperature", "plan", "cache", "gammas", "budget"}),
+        ("2", {"temperature", "plan", "cache", "gamma_1", "at_every_step", "budget"}),
         ("3", {"temperature"}),
         ("4", {"temperature", "plan", "prompts", "budget"}),
         ("6a", {"budget"}),
@@ -67,7 +64,7 @@ def test_every_arm_can_run_and_every_column_has_an_arm(table: str, prefill: int)
 def test_arms_differ_in_what_the_table_is_about_and_in_nothing_else(table: str, about: set[str]) -> None:
     layout = PROMPT_TABLES[table](100_000, "embedded")
     everything = [
-        asdict(TriForceOptions())
+        dict(TriForceOptions())
         | arm.options
         | {"temperature": arm.temperature, "plan": arm.plan, "prompts": arm.prompts}
         for row in layout.rows
@@ -77,15 +74,12 @@ def test_arms_differ_in_what_the_table_is_about_and_in_nothing_else(table: str, 
 
 
 def test_draft_caches_are_those_that_rows_are_named_after() -> None:
-    table_2 = {row.labels: triforce_options(row.arms["triforce"]) for row in PROMPT_TABLES["2"](32_768, "m").rows}
-    assert table_2["TriForce", "0.6"].cache is SummaryKVCache
-    assert table_2["TriForce, retrieval cache", "0.6"].cache is table_2["the same, gammas 2 and 6", "0.6"].cache
-    assert table_2["the same, gammas 2 and 6", "0.6"] == replace(TRIFORCE_PAPER, budget=4096)
-    sizes = [triforce_options(row.arms["triforce"]).cache for row in PROMPT_TABLES["6b"](32_768, "m").rows]
-    assert [(cache.func, cache.keywords["chunk_size"]) for cache in sizes[:2]] == [
-        (RetrievalKVCache, 1),
-        (RetrievalKVCache, 2),
-    ]  # type: ignore[attr-defined]
+    table_2 = {row.labels: drafting(row.arms["triforce"]) for row in PROMPT_TABLES["2"](32_768, "m").rows}
+    assert table_2["TriForce", "0.6"] == (TriForceOptions(), None)
+    assert table_2["TriForce, retrieval cache", "0.6"][1] is PARTIAL_CACHES["retrieval"]
+    assert table_2["the same, gammas 2 and 6", "0.6"] == (TRIFORCE_PAPER, None)
+    sizes = [drafting(row.arms["triforce"])[0] for row in PROMPT_TABLES["6b"](32_768, "m").rows]
+    assert [(options.cache, options.chunk_size) for options in sizes[:2]] == [("retrieval", 1), ("retrieval", 2)]
 
 
 def test_tables_have_the_rows_of_the_paper() -> None:

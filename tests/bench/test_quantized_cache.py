@@ -7,7 +7,7 @@ import torch
 
 from bench.compared_caches import GROUP, QuantizedKVCache, rounded
 from swiftbatch.worker.kv.full_cache import FullKVCache
-from tests.bench.partial_cache_parts import PROMPT, SHAPE, queries, random_cache, text
+from tests.worker.kv.partial_cache_parts import PROMPT, SHAPE, queries, random_cache, text
 
 
 def followed(full: FullKVCache, num_bits: int, *lengths: int) -> QuantizedKVCache:

@@ -21,6 +21,7 @@ from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.display.events import WorkerReady
 from swiftbatch.scheduler.display.progress_line import summary_line
 from swiftbatch.worker.decode_bench import DecodeBenchOptions
+from swiftbatch.worker.drafters.catalogue import PAPER_ENGINES
 from tests.jobs.run.run_parts import PROGRESS
 from tests.k8s.chart import OVERLAYS
 from tests.k8s.kubernetes_parts import render
@@ -88,14 +89,16 @@ def test_every_command_is_shown() -> None:
 
 
 def test_the_engines_of_submit_and_those_for_comparison_are_listed() -> None:
-    listed = table(README, "engine"), table(page("docs/engines.md"), "variant")
-    engines, variants = ({row[0].split("`")[1] for row in rows} for rows in listed)
+    pages = table(page("docs/engines.md"), "variant"), table(page("docs/engines.md"), "paper's engine")
+    listed = table(README, "engine"), *pages
+    engines, variants, of_papers = ({row[0].split("`")[1] for row in rows} for rows in listed)
     (option,) = [each for each in main.commands["submit"].params if each.name == "engine"]
     assert isinstance(option.type, click.Choice)
-    assert set(option.type.choices) - variants == engines
+    assert set(option.type.choices) == engines | of_papers
+    assert of_papers == PAPER_ENGINES.keys()
     assert len(engines) <= 8
     assert variants == VARIANTS.keys()
-    named = {"engines": tuple(engines | variants), "positions": (64,), "num_tokens": 5, "seed": 0}
+    named = {"engines": tuple(engines | variants | of_papers), "positions": (64,), "num_tokens": 5, "seed": 0}
     DecodeBenchOptions(**named, temperature=0.0, min_p=0.1, repetition_penalty=1.0)  # takes every name
 
 

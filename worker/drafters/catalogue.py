@@ -13,6 +13,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from safetensors import SafetensorError, safe_open
 
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.drafters.engine_options import (
+    GRIFFIN_PAPER,
+    TOKENSWIFT_PAPER,
+    TRIFORCE_PAPER,
+    EngineOptions,
+    GriffinOptions,
+    PartialCacheOptions,
+    RecyclingOptions,
+    TokenSwiftOptions,
+    TriForceOptions,
+    with_given,
+)
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.kv.kv_capacity import ITEM_SIZES
@@ -143,15 +155,22 @@ class EngineEntry:
     place: str  # module:function of its `DrafterFactory`; a leading dot means below `worker`
     drafts_from: str  # a line for users
     part: TrainedPart | None = None
-    partial_budget: int = 0  # partial cache entries per sequence
+    options: EngineOptions | None = None  # with their defaults; the factory takes them last
     scanned_best: int = 0  # keys that its draft queries read exactly in scanned texts
-    draft_length: int = 0  # positions per sequence in its draft model's cache
     reads_caches: bool = False  # as `Drafter.reads_caches`
     memory: str | None = None  # module:function of its further GPU memory
     tries: str | None = None  # an engine that it tries if the model has that engine's part
 
     def factory(self) -> DrafterFactory:
-        return _function(self.place)  # type: ignore[no-any-return]
+        make = _function(self.place)
+        return make if self.options is None else functools.partial(make, options=self.options)
+
+    def slots(self, longest_job: int, num_slots: int | None = None) -> SlotsWanted:
+        """Return the slots for jobs of up to `longest_job` positions, without the engine's part."""
+        wanted = SlotsWanted(longest_job, num_slots=num_slots, scanned_best=self.scanned_best)
+        if not isinstance(self.options, PartialCacheOptions):
+            return wanted
+        return replace(wanted, partial_budget=self.options.partial_budget, partial_chunk=self.options.partial_chunk)
 
     def memory_of(self, path: Path, files: ModelFiles) -> DraftMemoryOf | None:
         """Return the function that counts the engine's GPU memory beyond the part, or None if it takes none."""
@@ -163,6 +182,28 @@ def _function(place: str) -> Any:
     return getattr(importlib.import_module(module, package=__package__.rpartition(".")[0]), function)
 
 
+TOKENSWIFT = EngineEntry(
+    ".drafters.tokenswift.tokenswift:tokenswift",
+    "trained heads, reused n-grams: for long texts",
+    HEADS,
+    TokenSwiftOptions(),
+    reads_caches=True,
+)
+TRIFORCE = EngineEntry(
+    ".drafters.triforce:triforce",
+    "a small draft model: for long texts without trained heads",
+    DRAFT_MODEL,
+    TriForceOptions(),
+    reads_caches=True,
+)
+GRIFFIN_ENGINE = EngineEntry(
+    ".drafters.griffin.griffin:griffin",
+    "one trained layer over the target's features",
+    GRIFFIN,
+    GriffinOptions(),
+    reads_caches=True,
+    memory=".drafters.griffin.griffin_model:griffin_memory",
+)
 ENGINES = {
     "auto": EngineEntry(
         ".drafters.auto:auto",
@@ -181,29 +222,33 @@ ENGINES = {
         ".drafters.token_recycling:token_recycling",
         "the target's own candidates at rows that it verified before",
     ),
-    "tokenswift": EngineEntry(
-        ".drafters.tokenswift.tokenswift:tokenswift",
-        "trained heads, reused n-grams: for long texts",
-        HEADS,
-        partial_budget=2048,
-        reads_caches=True,
+    "tokenswift": TOKENSWIFT,
+    "triforce": TRIFORCE,
+    "griffin": GRIFFIN_ENGINE,
+}
+PAPER_ENGINES = {
+    "token-recycling-paper": EngineEntry(
+        ".drafters.static_recycling:token_recycling_paper",
+        "the paper's matrix, and its tree of 80 nodes at every step",
+        options=RecyclingOptions(),
     ),
-    "triforce": EngineEntry(
-        ".drafters.triforce:triforce",
-        "a small draft model: for long texts without trained heads",
-        DRAFT_MODEL,
-        partial_budget=1024,
-        draft_length=592,
-        reads_caches=True,
+    "tokenswift-paper": replace(
+        TOKENSWIFT,
+        drafts_from="whole trees of 39 nodes, which the paper's partial cache checks once",
+        options=TOKENSWIFT_PAPER,
     ),
-    "griffin": EngineEntry(
-        ".drafters.griffin.griffin:griffin",
-        "one trained layer over the target's features",
-        GRIFFIN,
-        reads_caches=True,
-        memory=".drafters.griffin.griffin_model:griffin_memory",
+    "triforce-paper": replace(
+        TRIFORCE,
+        drafts_from="chains of 2 and 6 tokens at every step, with the paper's retrieval cache",
+        options=TRIFORCE_PAPER,
+    ),
+    "griffin-paper": replace(
+        GRIFFIN_ENGINE,
+        drafts_from="dynamic trees of 60 nodes and depth 6 at every step",
+        options=GRIFFIN_PAPER,
     ),
 }
+"""Engines with the settings of their papers, which were chosen for one job on a GPU."""
 CHECKPOINT_ENGINES = {
     MTP.engine: EngineEntry(
         ".drafters.mtp.mtp:mtp",
@@ -216,30 +261,44 @@ CHECKPOINT_ENGINES = {
 DEFAULT_ENGINE, PLAIN_ENGINE = "auto", "autoregressive"  # the latter drafts nothing
 
 
-def engine_entry(name: str) -> EngineEntry:
-    """Look an engine up. Raises ModelError for an unknown one."""
-    entry = (ENGINES | CHECKPOINT_ENGINES).get(name)
+def engine_entry(name: str, given: tuple[str, ...] = ()) -> EngineEntry:
+    """Look an engine up; `given` changes its options by texts NAME=VALUE.
+
+    Raises ModelError for an unknown engine or option, or a value out of its range.
+    """
+    entry = (ENGINES | PAPER_ENGINES | CHECKPOINT_ENGINES).get(name)
     if entry is None:
+        known = ", ".join(ENGINES | PAPER_ENGINES)
         raise ModelError(
-            f"unknown engine {name!r}; expected one of: {', '.join(ENGINES)}; a run that was made with another goes on "
+            f"unknown engine {name!r}; expected one of: {known}; a run that was made with another goes on "
             f"with any of them, and gives the same output: `swiftbatch resume RUN --engine {DEFAULT_ENGINE}`"
         )
-    return entry
+    if given and entry.options is None:
+        raise ModelError(f"--engine-option {given[0]}: engine {name} has no options; see docs/engines.md")
+    return replace(entry, options=with_given(entry.options, name, given)) if given and entry.options else entry
 
 
-def check_parts(engine: str, model: str, model_fingerprint: str, parts_folder: str | Path | None) -> None:
-    """Raise ModelError for an unknown engine, or a part that is missing or does not fit the model."""
-    if part := engine_entry(engine).part:
+def check_parts(
+    engine: str, model: str, model_fingerprint: str, parts_folder: str | Path | None, options: tuple[str, ...] = ()
+) -> None:
+    """Raise ModelError for an unknown engine or option, or a part that is missing or does not fit the model."""
+    if part := engine_entry(engine, options).part:
         part.find(model, model_folder(model), model_fingerprint, None if parts_folder is None else Path(parts_folder))
 
 
-def create_drafter(name: str, target: TargetModel, costs: Costs, parts_folder: str | Path | None = None) -> Drafter:
+def create_drafter(
+    name: str,
+    target: TargetModel,
+    costs: Costs,
+    parts_folder: str | Path | None = None,
+    options: tuple[str, ...] = (),
+) -> Drafter:
     """Make an engine's drafter; `parts_folder` None means the target's own.
 
-    Raises ModelError for an unknown engine, a part that is missing or does not fit, or layers whose states the drafter
-    would need to read.
+    Raises ModelError for an unknown engine or option, a part that is missing or does not fit, or layers whose states
+    the drafter would need to read.
     """
-    entry = engine_entry(name)
+    entry = engine_entry(name, options)
     if entry.part is not None and entry.part.reads_cache and target.cache_shape.recurrent is not None:
         raise ModelError(
             f"engine {name}: its drafts read a part of the cache, and {target.files.name} has layers with a state in "
@@ -293,13 +352,20 @@ def _fits(found: torch.Size, shape: Shape) -> bool:
     return all(size > 0 if isinstance(wanted, str) else size == wanted for size, wanted in pairs)
 
 
-def slots_wanted(engine: str, files: ModelFiles, dtype: str, longest_job: int, parts: str | Path | None) -> SlotsWanted:
+def slots_wanted(
+    engine: str,
+    files: ModelFiles,
+    dtype: str,
+    longest_job: int,
+    parts: str | Path | None,
+    options: tuple[str, ...] = (),
+) -> SlotsWanted:
     """Return the slots for jobs of up to `longest_job` positions; `parts` is the folder of `--draft-model`.
 
     Raises ModelError as `check_parts` does.
     """
-    entry, folder = engine_entry(engine), None if parts is None else Path(parts)
-    wanted = SlotsWanted(longest_job, entry.partial_budget, scanned_best=entry.scanned_best)
+    entry, folder = engine_entry(engine, options), None if parts is None else Path(parts)
+    wanted = entry.slots(longest_job)
     if entry.tries is not None:
         return with_tried(wanted, entry.tries, files, folder)
     if entry.part is None:
@@ -323,6 +389,8 @@ def _with_part(wanted: SlotsWanted, entry: EngineEntry, path: Path, dtype: str, 
     if (engine := entry.memory_of(path, files)) is not None:
         return replace(wanted, engine=engine)
     if path.is_dir():
-        return replace(wanted, draft=read_sizes(locate_model(str(path)), dtype), draft_length=entry.draft_length)
+        assert isinstance(entry.options, TriForceOptions)
+        draft = read_sizes(locate_model(str(path)), dtype)
+        return replace(wanted, draft=draft, draft_length=entry.options.draft_length)
     logit_bytes = NUM_ROWS * files.vocab_size * 4  # logits of the heads
     return replace(wanted, part_bytes=num_parameters([path]) * ITEM_SIZES[dtype] + logit_bytes)

@@ -6,7 +6,9 @@ draws with the coupled noise, so the output has no bias.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -14,13 +16,15 @@ import torch
 
 from swiftbatch.metrics.counters import timed
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest, Learner, ReadRows
+from swiftbatch.worker.drafters.engine_options import CacheName, PartialCacheOptions
 from swiftbatch.worker.forward.forward_interface import DecodedChain, DrawChains, SparseRows, partial_rows, row_ahead
 from swiftbatch.worker.forward.step_costs import seconds_now
 from swiftbatch.worker.forward.target_model import RowOutputs, TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.kv.importance_cache import ImportanceKVCache, RetrievalKVCache
 from swiftbatch.worker.kv.kv_capacity import KVRoomError
-from swiftbatch.worker.kv.sparse_cache import SparseCache, SparseCacheFactory
+from swiftbatch.worker.kv.sparse_cache import SparseCache, SparseCacheFactory, SummaryKVCache
 from swiftbatch.worker.sampling.batch_sampler import Sampler
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree, Verification, Walk
 from swiftbatch.worker.sampling.sequence import Sequence
@@ -179,6 +183,21 @@ class _Tracked:
     proposed: ChainTree = field(default_factory=ChainTree)
 
 
+PARTIAL_CACHES: dict[CacheName, SparseCacheFactory] = {"summary": SummaryKVCache, "importance": ImportanceKVCache}
+
+
+def partial_cache(options: PartialCacheOptions) -> SparseCacheFactory:
+    """Return the factory of the partial cache that the options choose."""
+    if (known := PARTIAL_CACHES.get(options.cache)) is not None:
+        return known
+    return functools.partial(
+        RetrievalKVCache,
+        chunk_size=options.chunk_size,
+        stride=options.stride,
+        rebuild_below=options.rebuild_below,
+    )
+
+
 class SelfSpeculationDrafter(Drafter):
     """Drafts by `plan`, which the owner may change before any step."""
 
@@ -192,15 +211,16 @@ class SelfSpeculationDrafter(Drafter):
         new_cache: SparseCacheFactory,
         budget: int,
         plan: RoundPlan = NO_ROUNDS,
+        budget_of: Callable[[int], int] | None = None,
     ) -> None:
-        """Rounds see `budget` entries."""
+        """Rounds see `budget` entries, or as many as `budget_of` returns for a prompt's number of tokens, up to it."""
         self.plan = plan
         self.needs_top_k = proposer.needs_top_k
         self.needs_hidden = proposer.needs_hidden
         self._target = target
         self._batch_sampler = target.forwards.new_batch_sampler()
         self._proposer = proposer
-        self._new_cache, self.budget = new_cache, budget
+        self._new_cache, self.budget_of = new_cache, budget_of or (lambda num_prompt_tokens: budget)
         self._new_entries = target.forwards.room_for(new_cache, budget)
         self._draw_chains = None if self.needs_hidden else target.forwards.draw_chains
         self._tracked: dict[str, _Tracked] = {}
@@ -227,6 +247,9 @@ class SelfSpeculationDrafter(Drafter):
         tracked = self._tracked[sequence.sequence_id]
         tracked.hidden = None if verification.hidden is None else verification.hidden[-1]
         self._proposer.update(sequence, verification)
+        if tracked.partial is not None and (num_checked := tracked.proposed.chain_length):
+            num_accepted = min(num_checked, verification.num_accepted_tokens)
+            tracked.partial.observe(num_checked, num_accepted, tracked.cache.length)
         for round_ in tracked.proposed.rounds:
             self.counters.num_rounds += 1
             self.counters.num_checked_nodes += round_.num_nodes
@@ -248,10 +271,19 @@ class SelfSpeculationDrafter(Drafter):
         del self._tracked[sequence.sequence_id]
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
-        return self._proposer.state(sequence)
+        partial = self._tracked[sequence.sequence_id].partial
+        return self._proposer.state(sequence) | ({} if partial is None else partial.state())
 
     def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:
-        self._proposer.restore(sequence, state)
+        if (partial := self._tracked[sequence.sequence_id].partial) is None:
+            return self._proposer.restore(sequence, state)
+        before = partial.state()
+        partial.restore(state)
+        try:
+            self._proposer.restore(sequence, state)
+        except ValueError:
+            partial.restore(before)
+            raise
 
     def _open(self, request: DraftRequest) -> Chain:
         """Begin a chain, with an up-to-date partial cache if the plan has rounds."""
@@ -275,7 +307,7 @@ class SelfSpeculationDrafter(Drafter):
         )
 
     def _new_partial(self, sequence: Sequence) -> SparseCache | None:
-        budget = min(self.budget, sequence.max_length)
+        budget = min(self.budget_of(sequence.num_prompt_tokens), sequence.max_length)
         try:
             return self._new_cache(self._target.cache_shape, budget, sequence, self._new_entries)
         except KVRoomError:  # a draft less is no reason to refuse a job

@@ -108,6 +108,7 @@ class SlotsWanted:
     longest_job: int
     partial_budget: int = 0  # entries of a draft's partial cache per slot; 0: no such cache
     num_slots: int | None = None  # None: as many as fit
+    partial_chunk: int | None = None  # positions of the partial cache's chunks, as in `partial_positions`
     scanned_best: int = 0  # 0: texts are not scanned
     part_bytes: int = 0  # does not depend on slots
     draft: ModelSizes | None = None  # its caches have `draft_length` positions per slot

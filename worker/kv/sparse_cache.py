@@ -119,7 +119,8 @@ class KeysToScan(NamedTuple):
 class SparseCache(ABC):
     """Buffer of chosen entries, the same number in every layer and head.
 
-    The entries affect drafts and never the output. Their choice depends on tokens alone, so resumed jobs choose alike.
+    The entries affect drafts and never the output. Their choice depends on the tokens and `state`, so resumed jobs
+    choose alike.
     """
 
     comes_by_layer = False
@@ -154,6 +155,16 @@ class SparseCache(ABC):
     def catch_up(self, full: FullKVCache, num_chunks: int) -> bool:
         """Add some committed chunks now, so that `follow` has less to do; return whether no chunk is left."""
         return True
+
+    def observe(self, num_checked: int, num_accepted: int, length: int) -> None:  # noqa: B027 - most learn nothing
+        """Learn how many tokens of a chain, checked with this cache, the full cache of `length` positions accepted."""
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Return what the choice of entries depends on beside the tokens."""
+        return {}
+
+    def restore(self, state: dict[str, np.ndarray]) -> None:  # noqa: B027 - nor keep anything
+        """Restore a result of `state`. Raises ValueError for arrays that do not fit, and then changes nothing."""
 
     @abstractmethod
     def _take_in(self, full: FullKVCache, queries: Queries) -> None:
@@ -254,9 +265,14 @@ class SummaryKVCache(SparseCache):
         self.entries.gather_values(mean_values, others, whole.shape[2])
 
 
-def summary_positions(budget: int, max_length: int) -> int:
-    """Return a cache's device memory in positions of a full cache."""
-    return capacity_for(_num_entries(budget, max_length)) + max_length // CHUNK_SIZE
+def partial_positions(budget: int, max_length: int, chunk_size: int | None = None) -> int:
+    """Return a cache's device memory in positions of a full cache.
+
+    `chunk_size` None is a summarised cache; 0 one that chooses positions, not chunks.
+    """
+    if chunk_size is None:
+        return capacity_for(_num_entries(budget, max_length)) + max_length // CHUNK_SIZE
+    return capacity_for(min(budget, max_length) + chunk_size) + (max_length // chunk_size if chunk_size else 0)
 
 
 def _num_chosen(budget: int) -> int:

@@ -78,7 +78,7 @@ class WorkerSession:
         room = self._room = target.cache_room(num_unwritten(config))
         self.pool_size, self.num_state_positions, self.held_positions = room.pool, room.num_beside, room.held
         costs = step_costs_of(target)
-        drafter = create_drafter(config.engine, target, costs, config.draft_model)
+        drafter = create_drafter(config.engine, target, costs, config.draft_model, config.engine_options)
         self.engine = Engine(target, drafter, self._codec.output_text, counters, config.logprobs_mode)
         self._resumer = Resumer(self._checkpoints, costs, self.numerics)
         logs = WorkerLogs(PackedLogs.of(self._run), worker_id)
@@ -375,7 +375,7 @@ def _slots(config: EngineConfig, files: ModelFiles, run: Run) -> SlotsWanted | N
     longest_job = 0 if resolve_device(config.device).type == "cpu" else run.longest_job()
     if not longest_job:
         return None
-    wanted = slots_wanted(config.engine, files, config.dtype, longest_job, config.draft_model)
+    wanted = slots_wanted(config.engine, files, config.dtype, longest_job, config.draft_model, config.engine_options)
     return replace(wanted, num_unwritten=num_unwritten(config))
 
 

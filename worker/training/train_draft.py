@@ -17,7 +17,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.drafters.triforce import NUM_SINKS, WINDOW, window_of
+from swiftbatch.worker.drafters.engine_options import NUM_SINKS, WINDOW
+from swiftbatch.worker.drafters.triforce import window_of
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.sampling.noise import GumbelNoise

@@ -26,7 +26,7 @@ from swiftbatch.scheduler.driver.run_limits import Limits
 from swiftbatch.scheduler.driver.worker_fleet import STORE_SLACK_SECONDS, WORKER_TIMEOUT
 from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.worker.config import CheckpointKind, CheckpointSettings, Computation
-from swiftbatch.worker.drafters.catalogue import ENGINES
+from swiftbatch.worker.drafters.catalogue import ENGINES, PAPER_ENGINES
 from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS, ROW_CHOICES
 
 if TYPE_CHECKING:
@@ -142,11 +142,26 @@ class CountOrAuto(click.ParamType[int | None]):
 
 worker_option, checkpoint_option = map(options_of, ("Workers", "Checkpoints"))
 
-ENGINE = worker_option(
-    "--engine",
-    type=click.Choice(list(ENGINES)),
-    metavar="ENGINE",
-    help="Affects speed, never the output. [default: the run's, else auto]",
+
+def _or_none(_context: click.Context, _parameter: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...] | None:
+    return value or None
+
+
+ENGINE = all_of(
+    worker_option(
+        "--engine",
+        type=click.Choice(list(ENGINES | PAPER_ENGINES)),
+        metavar="ENGINE",
+        help="Affects speed, never the output. [default: the run's, else auto]",
+    ),
+    worker_option(
+        "--engine-option",
+        "engine_options",
+        multiple=True,
+        metavar="NAME=VALUE",
+        callback=_or_none,
+        help="Repeatable: see docs/engines.md. [default: the run's]",
+    ),
 )
 WORKERS = (
     worker_option(

@@ -8,7 +8,7 @@ import pytest
 
 from bench.sizing import MODELS, Options, gpu_memory, packed_models, run
 from bench.tables import tables
-from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions
+from swiftbatch.worker.drafters.engine_options import TokenSwiftOptions
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS, SLOT_LENGTHS
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kv.gpu_memory_plan import CAPACITY_BLOCK, GRAPH_RESERVE, one_slot
@@ -59,4 +59,4 @@ def test_the_words_around_it_are_those_of_the_code() -> None:
     assert f"whole blocks of {CAPACITY_BLOCK} positions" in PROSE
     assert f"{NUM_ROWS} rows of activations" in PROSE
     assert f"{GRAPH_RESERVE / 1e9:.1f} GB for graphs and workspaces" in PROSE
-    assert f"{TokenSwiftOptions.budget:,} entries and one for {CHUNK_SIZE} positions" in PROSE
+    assert f"{TokenSwiftOptions().budget:,} entries and one for {CHUNK_SIZE} positions" in PROSE

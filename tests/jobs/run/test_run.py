@@ -33,6 +33,7 @@ RUN_JSON = """{
   "model_files": {},
   "model_commit": null,
   "engine": "suffix",
+  "engine_options": [],
   "draft_model": null,
   "kv_offload": null,
   "dtype": "bfloat16",

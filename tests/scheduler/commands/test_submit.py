@@ -14,7 +14,7 @@ from swiftbatch.scheduler.driver.run_lease import RunLease
 from swiftbatch.scheduler.driver.waiting_jobs import Strikes
 from swiftbatch.scheduler.runs.launch import Outcome
 from swiftbatch.worker.config import Computation
-from swiftbatch.worker.drafters.catalogue import ENGINES
+from swiftbatch.worker.drafters.catalogue import ENGINES, PAPER_ENGINES
 from swiftbatch.worker.exactness.doctor import diagnose
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
@@ -98,8 +98,8 @@ def test_unknown_engine_names_the_known_ones(tmp_path: Path, jobs_file: str) -> 
 def test_help_and_the_pages_say_what_each_engine_drafts_from() -> None:
     page = invoke("submit", "--help").output
     assert len(ENGINES) <= 8
-    for name, entry in ENGINES.items():
-        assert f"    {name:<16} {entry.drafts_from}\n" in page
+    for name, entry in (ENGINES | PAPER_ENGINES).items():
+        assert f"    {name:<21} {entry.drafts_from}\n" in page
     pages = [path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
     [rows] = [table(text, "engine") for text in pages if "| engine |" in text]
     assert [row[0].split("`")[1] for row in rows] == list(ENGINES)

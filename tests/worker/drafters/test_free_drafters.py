@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from bench.variants import create_bench_drafter, static_tree
+from bench.variants import create_bench_drafter
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.drafter_interface import Drafter, ReadRows
+from swiftbatch.worker.drafters.static_recycling import measured_tree
 from swiftbatch.worker.drafters.token_recycling import PairTable, RecyclingMatrix
 from swiftbatch.worker.sampling.draft_tree import ROOT, TOP_K, DraftTree, Verification
 from swiftbatch.worker.sampling.sampler import TokenSampler
@@ -219,7 +220,7 @@ def test_what_followed_a_pair_counts_beside_what_followed_the_token() -> None:
 
 
 def test_the_static_tree_has_the_papers_size_and_depth() -> None:
-    shape = static_tree(79, 63)
+    shape = measured_tree(79, 5, TOP_K)
     assert len(shape) + 1 == 80
     assert max(depth for _, depth, _ in shape) + 1 == 6
     assert sum(parent == ROOT for parent, _, _ in shape) == TOP_K
@@ -230,7 +231,7 @@ def test_the_static_tree_has_the_papers_size_and_depth() -> None:
 def test_small_static_trees_are_parts_of_the_large_one(num_nodes: int) -> None:
     def paths(max_nodes: int) -> set[tuple[int, ...]]:
         found: dict[int, tuple[int, ...]] = {ROOT: ()}
-        for node, (parent, _, rank) in enumerate(static_tree(max_nodes, 5)):
+        for node, (parent, _, rank) in enumerate(measured_tree(max_nodes, 5, TOP_K)):
             found[node] = (*found[parent], rank)
         return set(found.values())
 

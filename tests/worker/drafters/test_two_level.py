@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,16 +12,16 @@ import pytest
 import torch
 
 from bench.compared_caches import PARTIAL_CACHES
-from bench.variants import TOKENSWIFT_PAPER
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drafters.choice.choosing_drafter import TREE
 from swiftbatch.worker.drafters.choice.policy import PLAIN, Policy
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
+from swiftbatch.worker.drafters.engine_options import TOKENSWIFT_PAPER, TokenSwiftOptions, TriForceOptions, changed
 from swiftbatch.worker.drafters.self_speculation import Chain, RoundPlan, SelfSpeculationDrafter
-from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
-from swiftbatch.worker.drafters.triforce import TriForceOptions, triforce
+from swiftbatch.worker.drafters.tokenswift.tokenswift import tokenswift
+from swiftbatch.worker.drafters.triforce import triforce
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.target_model import RowOutputs, TargetModel
 from swiftbatch.worker.kv import sparse_cache
@@ -80,25 +79,25 @@ def plain(target: TargetModel) -> dict[str, list[int]]:
 @pytest.mark.sample(3)
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("sampler", "cache", "draft_rounds"),
+    ("sampler", "cache", "rounds"),
     [
         *itertools.product(SAMPLERS, ["summary"], [2]),
-        *itertools.product(["T=1.2, eta, penalty"], ["summary", "dynamic", "full", "static"], [None]),
+        *itertools.product(["T=1.2, eta, penalty"], ["summary", "dynamic", "full", "static"], [0]),
         *(
             pytest.param(*entry, marks=pytest.mark.slow)
             for entry in (
-                *itertools.product(list(SAMPLERS)[:-1], ["summary"], [None]),
+                *itertools.product(list(SAMPLERS)[:-1], ["summary"], [0]),
                 *itertools.product(["T=1.2, eta, penalty"], ["dynamic", "full", "static"], [2]),
             )
         ),
     ],
 )
 def test_the_tokens_are_those_of_plain_decoding(
-    target: TargetModel, plain: dict[str, list[int]], sampler: str, cache: str, draft_rounds: int | None
+    target: TargetModel, plain: dict[str, list[int]], sampler: str, cache: str, rounds: int
 ) -> None:
-    options = TokenSwiftOptions(cache=PARTIAL_CACHES[cache], budget=SMALL_BUDGET, draft_rounds=draft_rounds)
+    options = TokenSwiftOptions(budget=SMALL_BUDGET, rounds=rounds)
     sequence = new_sequence(target, sampler, NUM_TOKENS)
-    run(target, tokenswift(target, free_rows, None, options), sequence)
+    run(target, tokenswift(target, free_rows, None, options, PARTIAL_CACHES[cache]), sequence)
     assert sequence.output_ids.tolist() == plain[sampler]
 
 
@@ -137,7 +136,7 @@ def test_rounds_begin_where_the_text_outgrows_the_partial_cache(
 
 def test_steps_are_plain_while_the_policy_says_so(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Policy, "choose", lambda *_: PLAIN)
-    drafter = triforce(target, free_rows, None)
+    drafter = triforce(target, free_rows, None, TriForceOptions())
     assert run(target, drafter, new_sequence(target, "T=0", NUM_TOKENS)).counters.num_draft_tokens == 0
 
 
@@ -145,8 +144,8 @@ def always(
     target: TargetModel, chain_length: int, cache: str, num_nodes: int | None = None, **changes: int
 ) -> SelfSpeculationDrafter:
     """Draft chains of a fixed length, with up to `num_nodes` below."""
-    options = TokenSwiftOptions(cache=PARTIAL_CACHES[cache], draft_rounds=1, **changes)  # type: ignore[arg-type]
-    drafter = tokenswift(target, free_rows, None, options)
+    options = TokenSwiftOptions(rounds=1, **changes)  # type: ignore[arg-type]
+    drafter = tokenswift(target, free_rows, None, options, PARTIAL_CACHES[cache])
     drafter.plan = RoundPlan(chain_length, 5, chain_length, num_nodes or chain_length)
     return drafter
 
@@ -301,8 +300,9 @@ import sys
 from swiftbatch.jobs.sampling_params import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
 from swiftbatch.worker.kv import sparse_cache
-from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
-from swiftbatch.worker.drafters.triforce import TriForceOptions, triforce
+from swiftbatch.worker.drafters.engine_options import TokenSwiftOptions, TriForceOptions
+from swiftbatch.worker.drafters.tokenswift.tokenswift import tokenswift
+from swiftbatch.worker.drafters.triforce import triforce
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.sequence import Sequence
@@ -311,8 +311,8 @@ from swiftbatch.worker.forward.target_model import TargetModel
 sparse_cache.NUM_RECENT, sparse_cache.PERIOD = 48, 32
 target = TargetModel.load(locate_model("embedded"), "bfloat16", "cpu")
 for drafter in (
-    triforce(target, free_rows, None, TriForceOptions(budget=64, gammas=(2, 6))),
-    tokenswift(target, free_rows, None, TokenSwiftOptions(budget=64, draft_rounds=2)),
+    triforce(target, free_rows, None, TriForceOptions(budget=64, at_every_step=True)),
+    tokenswift(target, free_rows, None, TokenSwiftOptions(budget=64, rounds=2)),
 ):
     sequence = Sequence("a", [7] * 250, SamplingParams(max_tokens=20, seed=1, ignore_eos=True), target.vocab_size)
     engine = Engine(target, drafter)
@@ -333,7 +333,7 @@ def test_rounds_on_the_kernels_load_no_second_copy_of_the_model() -> None:
 
 
 def first_tree(target: TargetModel) -> DraftTree:
-    drafter = tokenswift(target, free_rows, None, replace(TOKENSWIFT_PAPER, num_ngrams=0))
+    drafter = tokenswift(target, free_rows, None, changed(TOKENSWIFT_PAPER, {"num_ngrams": 0}))
     sequence = new_sequence(target, "T=0", 50)
     engine = Engine(target, drafter)
     engine.start(sequence)
@@ -352,4 +352,4 @@ def test_the_papers_step_is_one_row_then_one_tree(target: TargetModel, monkeypat
 
 def test_more_digits_than_heads_are_refused(target: TargetModel) -> None:
     with pytest.raises(ModelError, match=r"tree 3,3,3,3: the heads in .* are 3, expected one"):
-        tokenswift(target, free_rows, None, TokenSwiftOptions(digits=(3, 3, 3, 3)))
+        tokenswift(target, free_rows, None, TokenSwiftOptions(tree=(3, 3, 3, 3)))

@@ -193,7 +193,8 @@ class PartialCacheWay(MeasuredWay):
         self._drawing, self._plan = drafter, plan
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
-        is_short = lengths_of(requests).max() <= self._drawing.budget
+        budgets = (self._drawing.budget_of(request.sequence.num_prompt_tokens) for request in requests)
+        is_short = all(length <= budget for length, budget in zip(lengths_of(requests), budgets, strict=True))
         self._drawing.plan = replace(self._plan, num_rounds=0) if is_short else self._plan
         return self._drawing.propose(requests)
 

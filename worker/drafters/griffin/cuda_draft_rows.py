@@ -11,6 +11,7 @@ import triton
 from numpy.typing import NDArray
 
 from swiftbatch.worker.drafters.griffin.draft_input import (
+    NUM_ENTRIES,
     SPREAD,
     Candidates,
     DraftRows,
@@ -84,8 +85,8 @@ class CudaRows:
         self._rank_into(triton.next_power_of_2(num_candidates))
         self._graph = forwards.capture(self._work, device)
 
-    def new_room(self, sequence: Sequence) -> Room:
-        return CudaRoom.of(sequence, self._arena.new_cache(self._arena.longest_job), self._features)
+    def new_room(self, sequence: Sequence, num_entries: int = NUM_ENTRIES) -> Room:
+        return CudaRoom.of(sequence, self._arena.new_cache(min(num_entries, self._arena.longest_job)), self._features)
 
     @torch.inference_mode()
     def run(self, parts: list[DraftRows]) -> list[list[Candidates]]:

@@ -163,13 +163,16 @@ class DraftForwards(Protocol):
 
 
 class GriffinForwards:
-    def __init__(self, rows: GriffinRows, target: TargetModel) -> None:
+    def __init__(self, rows: GriffinRows, target: TargetModel, sees_all: bool = False) -> None:
+        """`sees_all`: the draft model sees the whole text, not its first tokens and a window."""
         self._rows = rows
         self._target = target
+        self._sees_all = sees_all
         self._contexts: dict[str, _Context] = {}
 
     def start(self, sequence: Sequence, target_cache: FullKVCache) -> None:
-        self._contexts[sequence.sequence_id] = _Context(target_cache, self._rows.new_room(sequence))
+        room = self._rows.new_room(sequence, sequence.max_length if self._sees_all else NUM_ENTRIES)
+        self._contexts[sequence.sequence_id] = _Context(target_cache, room)
 
     def stop(self, sequence_id: str) -> None:
         del self._contexts[sequence_id]
@@ -193,7 +196,8 @@ class GriffinForwards:
         return self._rows.run([self._level_rows(level) for level in levels])
 
     def level_seconds(self) -> float:
-        room = self._rows.new_room(Sequence("probe", [0], PROBE_PARAMS, self._target.vocab_size, self._target.device))
+        probe = Sequence("probe", [0], PROBE_PARAMS, self._target.vocab_size, self._target.device)
+        room = self._rows.new_room(probe)
         room.cache.clear()
         room.cache.advance(NUM_SINKS + WINDOW)
         rows = tree_rows(room.cache, 0, DraftTree([0] * PROBE_NODES, [ROOT] * PROBE_NODES)).part(1, 1 + PROBE_NODES)
@@ -202,7 +206,7 @@ class GriffinForwards:
         return statistics.median(seconds_of(self._target, forward) for _ in range(PROBE_REPEATS))
 
     def _open_window(self, context: _Context, num_committed: int) -> None:
-        start = window_start(num_committed)
+        start = NUM_SINKS if self._sees_all else window_start(num_committed)
         if start != context.start:
             context.start = start
             context.room.cache.roll_back(min(context.room.cache.length, NUM_SINKS))
@@ -224,7 +228,8 @@ class GriffinForwards:
         start, end = max(0, position - 1), position - 1 + len(rows)
         if not features.holds(start, end):
             last = min(NUM_SINKS, len(sequence)) - 1 if position < NUM_SINKS else len(sequence) - 1
-            features.put(start, self._replay(sequence, context.target_cache, start, last))
+            end_of_replay = min(last, start + NUM_ENTRIES)  # features keep no more
+            features.put(start, self._replay(sequence, context.target_cache, start, end_of_replay))
         return [NOTHING] * (position == 0) + features.places(start, end)
 
     def _replay(self, sequence: Sequence, cache: FullKVCache, start: int, end: int) -> torch.Tensor:
@@ -257,7 +262,7 @@ def _paths(tree: DraftTree) -> list[list[int]]:
 class GriffinRows(Protocol):
     """A draft model for one target; a row's bits do not depend on what shares its forward."""
 
-    def new_room(self, sequence: Sequence) -> Room:
+    def new_room(self, sequence: Sequence, num_entries: int = NUM_ENTRIES) -> Room:
         """Make room for one sequence. Raises KVRoomError if the target's slots are used up."""
 
     def run(self, parts: list[DraftRows]) -> list[list[Candidates]]:
@@ -293,9 +298,9 @@ class NativeRows:
         self._num_candidates = num_candidates
         self._cache_shape = cache_shape_of(model.config, forwards)
 
-    def new_room(self, sequence: Sequence) -> Room:
+    def new_room(self, sequence: Sequence, num_entries: int = NUM_ENTRIES) -> Room:
         hidden = torch.empty(self._forwards.hidden_size, dtype=self._forwards.dtype)
-        return TorchRoom.of(sequence, FullKVCache(self._cache_shape, NUM_ENTRIES), hidden)
+        return TorchRoom.of(sequence, FullKVCache(self._cache_shape, num_entries), hidden)
 
     @torch.inference_mode()
     def run(self, parts: list[DraftRows]) -> list[list[Candidates]]:
@@ -317,9 +322,9 @@ class TiledRows:
         self._num_candidates = num_candidates
         self._cache_shape = cache_shape_of(model.config, target.forwards)
 
-    def new_room(self, sequence: Sequence) -> Room:
+    def new_room(self, sequence: Sequence, num_entries: int = NUM_ENTRIES) -> Room:
         hidden = torch.empty(self._target.hidden_size, dtype=self._target.dtype, device=self._target.device)
-        return TorchRoom.of(sequence, FullKVCache(self._cache_shape, NUM_ENTRIES), hidden)
+        return TorchRoom.of(sequence, FullKVCache(self._cache_shape, num_entries), hidden)
 
     @torch.inference_mode()
     def run(self, parts: list[DraftRows]) -> list[list[Candidates]]:

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.metrics.counters import timed
 from swiftbatch.worker.drafters.choice.choosing_drafter import with_measured
 from swiftbatch.worker.drafters.choice.tree_sizes import LEARNING_RATE, PRIOR_STEPS
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
+from swiftbatch.worker.drafters.engine_options import GriffinOptions
 from swiftbatch.worker.drafters.griffin.draft_forwards import DraftForwards, GriffinForwards, Level, rows_of
 from swiftbatch.worker.drafters.griffin.draft_input import Candidates
 from swiftbatch.worker.drafters.griffin.griffin_model import load_griffin
@@ -146,22 +148,6 @@ class PricePlanner:
         self._means, self._num_steps = found[:4].copy(), int(found[4])
 
 
-# GRIFFIN (Hu et al. 2025): a trained draft model over the target's features, with dynamic trees.
-
-
-@dataclass(frozen=True)
-class GriffinOptions:
-    """Limits of a tree (appendix C.2)."""
-
-    max_depth: int = 6
-    max_nodes: int = 60
-    num_expanded: int = 10  # nodes of a level, and candidates below each
-    is_full: bool = False  # False: as many nodes and levels as pay, in steps where drafts pay
-
-
-DEFAULTS = GriffinOptions()
-
-
 @dataclass
 class _Tracked:
     cache: FullKVCache
@@ -169,15 +155,16 @@ class _Tracked:
     num_expected: float = 0.0  # nodes expected to be accepted
 
 
-def griffin(
-    target: TargetModel, costs: Costs, parts_folder: Path | None, options: GriffinOptions = DEFAULTS
-) -> Drafter:
+def griffin(target: TargetModel, costs: Costs, parts_folder: Path | None, options: GriffinOptions) -> Drafter:
     """Make GRIFFIN's drafter. Raises ModelError without a draft model for this target."""
-    rows = rows_of(load_griffin(parts_folder, target), target, options.num_expanded)
-    forwards = GriffinForwards(rows, target)
-    planner = None if options.is_full else PricePlanner(costs(), forwards.level_seconds())
+    sees_all = options.context == "whole"
+    if sees_all and target.forwards.arena is not None:
+        raise ModelError("engine griffin: context=whole needs layers on a CPU; a GPU keeps a window of the draft layer")
+    rows = rows_of(load_griffin(parts_folder, target), target, options.breadth)
+    forwards = GriffinForwards(rows, target, sees_all)
+    planner = None if options.at_every_step else PricePlanner(costs(), forwards.level_seconds())
     drafter = GriffinDrafter(forwards, planner, options)
-    return drafter if options.is_full else with_measured(drafter, costs)
+    return drafter if options.at_every_step else with_measured(drafter, costs)
 
 
 class GriffinDrafter(Drafter):
@@ -237,7 +224,7 @@ class GriffinDrafter(Drafter):
         tracked = self._tracked[request.sequence.sequence_id]
         depth = min(request.max_depth, self._options.max_depth, 1 + max_tree_depth(tracked.cache.length))
         prices = self._planner.prices(tracked.cache.length, num_sequences) if self._planner else EVERYTHING_PAYS
-        return GrowingTree(request.sequence, depth, self._options.num_expanded, prices)
+        return GrowingTree(request.sequence, depth, self._options.breadth, prices)
 
     def _grow(self, trees: list[GrowingTree]) -> None:
         levels = [(tree, level) for tree in trees if (level := tree.next_level()) is not None]

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.drafters.engine_options import GriffinOptions
 from swiftbatch.worker.drafters.griffin.draft_forwards import PROBE_PARAMS, PROBE_REPEATS, GriffinRows, Level
 from swiftbatch.worker.drafters.griffin.draft_input import (
     Candidates,
@@ -24,7 +25,7 @@ from swiftbatch.worker.drafters.griffin.draft_input import (
     keep_and_rank,
     wanted_rows,
 )
-from swiftbatch.worker.drafters.griffin.griffin import GriffinDrafter, GriffinOptions, PricePlanner
+from swiftbatch.worker.drafters.griffin.griffin import GriffinDrafter, PricePlanner
 from swiftbatch.worker.drafters.mtp.predictor import (
     MOST_AT_ONCE,
     NUM_ENTRIES,
@@ -107,7 +108,7 @@ class MTPForwards:
 
 
 NUM_CANDIDATES = 4  # alternatives at each depth; the chain goes on from the best one
-OPTIONS = GriffinOptions(max_depth=4, max_nodes=4 * NUM_CANDIDATES, num_expanded=1)
+OPTIONS = GriffinOptions(max_depth=4, max_nodes=4 * NUM_CANDIDATES, breadth=1)
 
 
 def mtp(target: TargetModel, costs: Costs, parts_folder: Path | None) -> MTPDrafter:
@@ -141,9 +142,9 @@ class NativePredictorRows:
         self._layer = NativeLayers(weights.sizes, [weights.layer], weights.rotary, team)
         self._cache_shape = weights.cache_shape(forwards.device)
 
-    def new_room(self, sequence: Sequence) -> Room:
+    def new_room(self, sequence: Sequence, num_entries: int = NUM_ENTRIES) -> Room:
         hidden = torch.empty(self._forwards.hidden_size, dtype=self._forwards.dtype)
-        return TorchRoom.of(sequence, FullKVCache(self._cache_shape, NUM_ENTRIES), hidden, NUM_PLACES)
+        return TorchRoom.of(sequence, FullKVCache(self._cache_shape, num_entries), hidden, NUM_PLACES)
 
     @torch.inference_mode()
     def run(self, parts: list[DraftRows]) -> list[list[Candidates]]:

@@ -8,7 +8,6 @@ import math
 import operator
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,17 +15,23 @@ import numpy as np
 import torch
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drafters.choice.choosing_drafter import with_rounds
 from swiftbatch.worker.drafters.drafter_interface import Drafter, ReadRows
+from swiftbatch.worker.drafters.engine_options import TokenSwiftOptions
 from swiftbatch.worker.drafters.ranking import CandidateRanker, grow_best_first
-from swiftbatch.worker.drafters.self_speculation import Chain, Proposer, RoundPlan, SelfSpeculationDrafter
+from swiftbatch.worker.drafters.self_speculation import (
+    Chain,
+    Proposer,
+    RoundPlan,
+    SelfSpeculationDrafter,
+    partial_cache,
+)
 from swiftbatch.worker.drafters.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.drafters.tokenswift.decoding_heads import DecodingHeads
 from swiftbatch.worker.forward.step_costs import Costs
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
-from swiftbatch.worker.kv.sparse_cache import SparseCacheFactory, SummaryKVCache
+from swiftbatch.worker.kv.sparse_cache import SparseCacheFactory
 from swiftbatch.worker.sampling.batch_sampler import penalised
 from swiftbatch.worker.sampling.draft_tree import DraftTree, Verification
 from swiftbatch.worker.sampling.logits_processors import adjusted
@@ -128,7 +133,6 @@ class NgramTable:
         return heapq.nlargest(k, reversed(counts.items()), key=operator.itemgetter(1))
 
 
-NGRAM_SIZE = 4
 TYPICAL_LOGIT = 10.0  # a likely token's logit; a penalty's cut from it decides whether an n-gram is held back
 
 
@@ -136,22 +140,16 @@ class TokenSwiftProposer(Proposer):
     needs_hidden = True
 
     def __init__(
-        self,
-        heads: DecodingHeads,
-        digits: tuple[int, ...],
-        num_ngrams: int,
-        recycling: TokenRecyclingDrafter | None,
+        self, heads: DecodingHeads, options: TokenSwiftOptions, recycling: TokenRecyclingDrafter | None
     ) -> None:
-        """`digits` are the numbers of candidates by depth, one per head; `recycling` None: not used."""
         self.needs_top_k = recycling is not None
         self._heads = heads
-        self._digits = digits
-        self._num_ngrams = num_ngrams
+        self._options = options
         self._recycling = recycling
         self._tables: dict[str, NgramTable] = {}
 
     def start(self, sequence: Sequence) -> None:
-        self._tables[sequence.sequence_id] = table = NgramTable(NGRAM_SIZE)
+        self._tables[sequence.sequence_id] = table = NgramTable(self._options.ngram_size)
         table.extend(sequence.output_ids.tolist())
 
     def propose(self, chains: list[Chain], limits: list[tuple[int, int]]) -> list[DraftTree]:
@@ -187,11 +185,12 @@ class TokenSwiftProposer(Proposer):
         return digit_tree(self.sources(chain), max_nodes, max_depth)
 
     def _levels(self, chain: Chain) -> list[Ranked]:
-        if not self._digits or chain.hidden is None:
+        if chain.hidden is None:
             return []
         logits = penalised(chain.sampler, self._heads.logits(chain.hidden))  # [num_heads, vocab]
-        ranked = CandidateRanker(chain.sequence).rank_logits(logits, range(1, len(logits) + 1), max(self._digits))
-        return [level[:digit] for level, digit in zip(ranked, self._digits, strict=False)]
+        digits = self._options.tree
+        ranked = CandidateRanker(chain.sequence).rank_logits(logits, range(1, len(logits) + 1), max(digits))
+        return [level[:digit] for level, digit in zip(ranked, digits, strict=False)]
 
     def _recycled(self, chain: Chain, recycling: TokenRecyclingDrafter) -> Recycled:
         """Return a ranking of the candidates that the target earlier had after the same tokens."""
@@ -207,7 +206,7 @@ class TokenSwiftProposer(Proposer):
     def _ngrams(self, chain: Chain) -> list[Ranked]:
         """Return the n-grams that most often followed the newest token, with the confidence of each of their tokens."""
         table = self._tables[chain.sequence.sequence_id]
-        found = table.most_frequent(chain.newest, self._num_ngrams)
+        found = table.most_frequent(chain.newest, self._options.num_ngrams)
         followers: dict[tuple[int, ...], dict[int, int]] = {}
         for tokens, count in found:
             for depth, token_id in enumerate(tokens):
@@ -252,19 +251,6 @@ def _confident(tokens: tuple[int, ...], confidences: dict[tuple[int, ...], float
         yield confidence, token_id
 
 
-@dataclass(frozen=True)
-class TokenSwiftOptions:
-    """The paper's parameters, with the fastest values as defaults; the paper's own are in `bench/variants.py`."""
-
-    digits: tuple[int, ...] = (3, 3, 3)  # candidates by depth, one number per head
-    num_ngrams: int = 20  # k
-    cache: SparseCacheFactory = SummaryKVCache  # the rounds' cache
-    budget: int = ENGINES["tokenswift"].partial_budget
-    draft_rounds: int | None = None  # K, at every step; None: chains by `CHAINS`, in steps where they pay
-    recycles: bool = True  # adds token recycling as a source
-
-
-DEFAULTS = TokenSwiftOptions()
 CHAINS = RoundPlan(num_rounds=7, num_round_nodes=5, chain_length=7, num_nodes=7)
 
 
@@ -272,20 +258,25 @@ def tokenswift(
     target: TargetModel,
     costs: Costs,
     parts_folder: Path | None,
-    options: TokenSwiftOptions = DEFAULTS,
+    options: TokenSwiftOptions,
+    new_cache: SparseCacheFactory | None = None,
     new_proposer: Callable[..., TokenSwiftProposer] = TokenSwiftProposer,
 ) -> Drafter:
-    """Make TokenSwift's drafter. Raises ModelError if heads for this target are missing or too few."""
+    """Make TokenSwift's drafter; `new_cache` None means the options' cache.
+
+    Raises ModelError if heads for this target are missing or too few.
+    """
     heads = DecodingHeads.load(parts_folder, target)
-    if len(options.digits) > heads.num_heads:
-        digits = ",".join(map(str, options.digits))
+    if len(options.tree) > heads.num_heads:
+        digits = ",".join(map(str, options.tree))
         folder = parts_folder or target.files.path
         raise ModelError(f"tree {digits}: the heads in {folder} are {heads.num_heads}, expected one for each number")
     recycling = TokenRecyclingDrafter(target) if options.recycles else None
-    proposer = new_proposer(heads, options.digits, options.num_ngrams, recycling)
-    plan = CHAINS if options.draft_rounds is None else whole_trees(options.draft_rounds)
-    drafter = SelfSpeculationDrafter(target, proposer, options.cache, options.budget, plan)
-    return with_rounds(drafter, plan, costs) if options.draft_rounds is None else drafter
+    proposer = new_proposer(heads, options, recycling)
+    plan = whole_trees(options.rounds) if options.rounds else CHAINS
+    cache = new_cache or partial_cache(options)
+    drafter = SelfSpeculationDrafter(target, proposer, cache, options.partial_budget, plan, options.budget_of)
+    return drafter if options.rounds else with_rounds(drafter, plan, costs)
 
 
 def whole_trees(num_rounds: int) -> RoundPlan:

@@ -45,7 +45,7 @@ from swiftbatch.worker.kv.kv_offload import OffloadedArena, Streams
 from swiftbatch.worker.kv.model_sizes import ModelSizes, read_sizes
 from swiftbatch.worker.kv.slot_arena import KVArena
 from swiftbatch.worker.kv.sparse_arena import scan_memory
-from swiftbatch.worker.kv.sparse_cache import CHUNK_SIZE, summary_positions
+from swiftbatch.worker.kv.sparse_cache import CHUNK_SIZE, partial_positions
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import ModelFiles
 
@@ -204,8 +204,12 @@ def drafts_of(wanted: SlotsWanted, sizes: ModelSizes, num_rows: int = NUM_ROWS) 
     part_bytes, slot_bytes = wanted.part_bytes + drafts.part_bytes, drafts.slot_bytes
     if wanted.partial_budget:
         longest = slot_capacity(wanted.longest_job) - MAX_TREE_NODES  # the longest sequence that fits in a slot
-        slot_bytes += summary_positions(wanted.partial_budget, longest) * sizes.bytes_per_position
-        part_bytes += longest // CHUNK_SIZE * sizes.bytes_per_position // 2  # has one job's mean keys, contiguous
+        chunk = wanted.partial_chunk
+        slot_bytes += partial_positions(wanted.partial_budget, longest, chunk) * sizes.bytes_per_position
+        if chunk == 0:  # a build reads a layer's keys and values
+            part_bytes += longest * 2 * sizes.num_kv_heads * sizes.head_dim * sizes.item_size
+        else:  # has one job's mean keys, contiguous
+            part_bytes += longest // (chunk or CHUNK_SIZE) * sizes.bytes_per_position // 2
     if wanted.draft is not None:
         model = draft_model_memory(wanted.draft, wanted.draft_length, num_rows)
         part_bytes, slot_bytes = part_bytes + model.part_bytes, slot_bytes + model.slot_bytes

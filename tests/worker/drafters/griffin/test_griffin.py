@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.variants import GRIFFIN_PAPER
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.drafter_interface import DraftRequest
+from swiftbatch.worker.drafters.engine_options import GRIFFIN_PAPER, GriffinOptions
 from swiftbatch.worker.drafters.griffin.draft_forwards import GriffinForwards, Level
 from swiftbatch.worker.drafters.griffin.draft_input import entry_of, regressed_place, window_start
-from swiftbatch.worker.drafters.griffin.griffin import GriffinDrafter, GriffinOptions
+from swiftbatch.worker.drafters.griffin.griffin import GriffinDrafter
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
@@ -50,7 +50,7 @@ def way(request: pytest.FixtureRequest) -> Way:
 
 
 def new_drafter(way: Way, target: TargetModel, options: GriffinOptions = GRIFFIN_PAPER) -> GriffinDrafter:
-    rows = way(random_draft_model(target), target, options.num_expanded)
+    rows = way(random_draft_model(target), target, options.breadth)
     return GriffinDrafter(GriffinForwards(rows, target), None, options)
 
 
@@ -111,7 +111,7 @@ def test_the_window_begins_anew_and_entries_agree_with_blocks() -> None:
 def test_a_resumed_sequence_has_the_very_same_drafts(
     way: Way, target_model: TargetModel, length: int, num_tokens: int
 ) -> None:
-    options = GriffinOptions(max_depth=2, max_nodes=6, num_expanded=3, is_full=True)
+    options = GriffinOptions(max_depth=2, max_nodes=6, breadth=3, at_every_step=True)
     drafter = new_drafter(way, target_model, options)
     sequence, cache = read_sequence(target_model, random_tokens(target_model, length), PARAMS)
     engine = Engine(target_model, drafter)
@@ -133,7 +133,7 @@ def test_a_resumed_sequence_has_the_very_same_drafts(
 def test_the_target_runs_the_window_once_and_then_gives_its_features_with_every_step(
     way: Way, target_model: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter = new_drafter(way, target_model, GriffinOptions(max_depth=2, max_nodes=6, num_expanded=3, is_full=True))
+    drafter = new_drafter(way, target_model, GriffinOptions(max_depth=2, max_nodes=6, breadth=3, at_every_step=True))
     sequence, cache = read_sequence(target_model, random_tokens(target_model, 700), PARAMS)
     engine = Engine(target_model, drafter)
     engine.start(sequence, cache)
@@ -163,7 +163,7 @@ def test_sequences_of_a_batch_have_the_drafts_they_have_alone(way: Way, target_m
 def test_one_forward_serves_a_level_of_all_sequences(
     way: Way, target_model: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter = new_drafter(way, target_model, GriffinOptions(num_expanded=3, is_full=True))
+    drafter = new_drafter(way, target_model, GriffinOptions(breadth=3, at_every_step=True))
     requests = []
     for name in "abc":
         sequence, cache = read_sequence(target_model, random_tokens(target_model, 20), PARAMS, name)

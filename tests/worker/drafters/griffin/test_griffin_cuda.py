@@ -16,11 +16,11 @@ import torch
 import tests.worker.interpreter  # noqa: F401
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.catalogue import ENGINES
+from swiftbatch.worker.drafters.engine_options import GriffinOptions
 from swiftbatch.worker.drafters.griffin.cuda_draft_rows import CudaRows
 from swiftbatch.worker.drafters.griffin.cuda_griffin import cuda_rows
 from swiftbatch.worker.drafters.griffin.draft_forwards import TiledRows, rows_of
 from swiftbatch.worker.drafters.griffin.draft_input import SPREAD, Candidates, DraftRows, features_of
-from swiftbatch.worker.drafters.griffin.griffin import GriffinOptions
 from swiftbatch.worker.drafters.griffin.griffin_model import (
     SECOND_FUSIONS,
     GriffinConfig,
@@ -209,7 +209,7 @@ def test_what_is_held_on_the_device_is_planned_for(target: TargetModel, one_laye
     assert sizes is not None
     needs = ENGINES["griffin"].memory_of(files.path / PARTS_FOLDER / GRIFFIN_FILE, files)
     drafts = drafts_of(SlotsWanted(100, engine=needs), sizes)
-    rows = rows_of(load_griffin(None, target), target, GriffinOptions().num_expanded)
+    rows = rows_of(load_griffin(None, target), target, GriffinOptions().breadth)
     assert isinstance(rows, CudaRows)
     bytes_held(target.forwards.surroundings, known := set[int]())  # type: ignore[attr-defined]
     held = bytes_held(rows, known)

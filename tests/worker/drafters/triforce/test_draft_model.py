@@ -11,9 +11,9 @@ import torch
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.drafters.catalogue import ENGINES
+from swiftbatch.worker.drafters.engine_options import NUM_SINKS, WINDOW, TriForceOptions
 from swiftbatch.worker.drafters.self_speculation import Chain, RoundPlan
-from swiftbatch.worker.drafters.triforce import NUM_SINKS, WINDOW, DraftModel, DraftModelProposer, window_of
+from swiftbatch.worker.drafters.triforce import DraftModel, DraftModelProposer, window_of
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.model.model_files import DRAFT_FOLDER, PARTS_FOLDER, locate_model
@@ -52,14 +52,14 @@ def plain_chain(model: TargetModel, sequence: Sequence, length: int) -> list[int
     sampler, token_ids = TokenSampler(sequence, VOCAB), sequence.token_ids.copy()
     for _ in range(length):
         window = window_of(token_ids, len(sequence))
-        fresh = DraftModel(model)
+        fresh = DraftModel(model, TriForceOptions())
         fresh.start("x")
         token_ids = np.append(token_ids, sampler.draw(fresh.logits({"x": window})[0]))
     return token_ids[len(sequence) :].tolist()
 
 
 def proposer_of(model: TargetModel) -> DraftModelProposer:
-    return DraftModelProposer(DraftModel(model), create_batch_sampler(VOCAB, torch.device("cpu")))
+    return DraftModelProposer(DraftModel(model, TriForceOptions()), create_batch_sampler(VOCAB, torch.device("cpu")))
 
 
 def propose(proposer: DraftModelProposer, sequence: Sequence, num_nodes: int = 6) -> DraftTree:
@@ -147,8 +147,8 @@ def test_a_model_with_too_few_positions_is_refused(tiny_model: Path, target: Tar
         config.replace('"max_position_embeddings": 4096', '"max_position_embeddings": 99')
     )
     with pytest.raises(ModelError, match="it has 99 positions; 592 are needed"):
-        DraftModel.load(short, target)
+        DraftModel.load(short, target, TriForceOptions())
 
 
 def test_its_cache_has_room_for_a_window_and_a_draft() -> None:
-    assert ENGINES["triforce"].draft_length == NUM_SINKS + 2 * WINDOW + BLOCK
+    assert TriForceOptions().draft_length == NUM_SINKS + 2 * WINDOW + BLOCK

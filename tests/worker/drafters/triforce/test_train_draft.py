@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.scheduler.cli import main
-from swiftbatch.worker.drafters.triforce import NUM_SINKS
+from swiftbatch.worker.drafters.engine_options import NUM_SINKS
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import chain_rows
 from swiftbatch.worker.model.model_files import locate_model

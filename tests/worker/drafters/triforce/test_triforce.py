@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from pathlib import Path
 
 import pytest
 
-from bench import compared_caches as retrieval_cache
+from bench import compared_caches
 from bench.compared_caches import PARTIAL_CACHES
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drafters.drafter_interface import Drafter
+from swiftbatch.worker.drafters.engine_options import TriForceOptions
 from swiftbatch.worker.drafters.self_speculation import SelfSpeculationDrafter
-from swiftbatch.worker.drafters.triforce import TriForceOptions, triforce
+from swiftbatch.worker.drafters.triforce import triforce
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.kv.importance_cache import RetrievalKVCache
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.text.tokenizer import TextCodec
@@ -42,8 +45,7 @@ def target(tiny_model: Path) -> TargetModel:
 
 @pytest.fixture(autouse=True)
 def small_periods(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retrieval_cache, "STRIDE", 24)
-    monkeypatch.setattr(retrieval_cache, "OBSERVED_EVERY", 8)
+    monkeypatch.setattr(compared_caches, "OBSERVED_EVERY", 8)
 
 
 def new_sequence(target: TargetModel, sampler: str, name: str = "a", seed: int = 5) -> Sequence:
@@ -53,8 +55,8 @@ def new_sequence(target: TargetModel, sampler: str, name: str = "a", seed: int =
 
 def hierarchical(target: TargetModel, cache: str = "retrieval") -> SelfSpeculationDrafter:
     """Draft two tokens per middle verification up to six; the text overflows the budget."""
-    options = TriForceOptions(cache=PARTIAL_CACHES[cache], budget=48, gammas=(2, 6))
-    return triforce(target, free_rows, None, options)
+    new_cache = functools.partial(RetrievalKVCache, stride=24) if cache == "retrieval" else PARTIAL_CACHES[cache]
+    return triforce(target, free_rows, None, TriForceOptions(budget=48, at_every_step=True), new_cache)
 
 
 def run(target: TargetModel, drafter: Drafter, *sequences: Sequence) -> Engine:

@@ -11,7 +11,7 @@ import torch
 
 from bench.variants import BENCH_ENGINES, create_bench_drafter
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.drafters.catalogue import ENGINES, create_drafter, slots_wanted
+from swiftbatch.worker.drafters.catalogue import ENGINES, create_drafter, engine_entry, slots_wanted
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward import step_costs
 from swiftbatch.worker.forward.cuda.cuda_loading import drafts_of
@@ -19,7 +19,6 @@ from swiftbatch.worker.forward.step_costs import ROW_COUNTS, Costs, StepCosts, s
 from swiftbatch.worker.forward.target_model import TargetModel, check_model
 from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kernels.cuda.cuda_graph import Download, Upload
-from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.kv.model_sizes import read_sizes
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.sampling.draft_tree import DraftTree
@@ -168,7 +167,7 @@ def test_drafts_are_planned_for_beside_the_slots(files: ModelFiles, engine_name:
     """A drafter's memory per sequence fits the GPU plan's reserve."""
     target, sizes = TargetModel.load(files, "float32", "cpu"), read_sizes(files, "float32")
     assert sizes is not None
-    planned = drafts_of(SlotsWanted(3000, ENGINES[engine_name].partial_budget), sizes).slot_bytes
+    planned = drafts_of(engine_entry(engine_name).slots(3000), sizes).slot_bytes
     drafter = create_drafter(engine_name, target, free_rows)
     drafter.start(Sequence("a", [1], SamplingParams(max_tokens=2999), target.vocab_size), target.new_cache(3000))
     drafting = getattr(getattr(drafter, "_counted", None), "drafter", drafter)

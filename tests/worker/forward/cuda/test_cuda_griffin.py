@@ -7,9 +7,10 @@ import torch
 
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.drafter_interface import AutoregressiveDrafter
+from swiftbatch.worker.drafters.engine_options import GriffinOptions
 from swiftbatch.worker.drafters.griffin.cuda_draft_rows import CudaRows
 from swiftbatch.worker.drafters.griffin.draft_forwards import GriffinForwards, GriffinRows, TiledRows, rows_of
-from swiftbatch.worker.drafters.griffin.griffin import GriffinDrafter, GriffinOptions
+from swiftbatch.worker.drafters.griffin.griffin import GriffinDrafter
 from swiftbatch.worker.drafters.griffin.griffin_model import load_griffin
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.target_model import TargetModel
@@ -22,7 +23,7 @@ from tests.worker.forward.cuda.cuda_parts import cuda_target
 
 pytestmark = pytest.mark.long
 
-OPTIONS = GriffinOptions(max_depth=2, max_nodes=6, num_expanded=3, is_full=True)
+OPTIONS = GriffinOptions(max_depth=2, max_nodes=6, breadth=3, at_every_step=True)
 NUM_TOKENS = 3
 DRAWN = {"temperature": 0.9, "min_p": 0.02}
 PENALISED = DRAWN | {"repetition_penalty": 1.2, "penalty_window": 20}
@@ -43,7 +44,7 @@ def drafter_of(target: TargetModel, rows: GriffinRows) -> GriffinDrafter:
 
 
 def on_kernels(target: TargetModel) -> GriffinDrafter:
-    rows = rows_of(load_griffin(None, target), target, OPTIONS.num_expanded)
+    rows = rows_of(load_griffin(None, target), target, OPTIONS.breadth)
     assert isinstance(rows, CudaRows)
     rows._arena.buffer.fill_(float("nan"))
     rows._features.fill_(float("nan"))
@@ -53,7 +54,7 @@ def on_kernels(target: TargetModel) -> GriffinDrafter:
 def test_tokens_are_those_of_plain_decoding_and_trees_those_of_torch(files: ModelFiles) -> None:
     target, reference = cuda_target(files, torch.float32, linear="cublas"), TargetModel.load(files, "float32", "cpu")
     drafter = on_kernels(target)
-    torch_drafter = drafter_of(target, TiledRows(load_griffin(None, target), target, OPTIONS.num_expanded))
+    torch_drafter = drafter_of(target, TiledRows(load_griffin(None, target), target, OPTIONS.breadth))
     engine = Engine(target, drafter)
     sequences = [new_sequence(target, "a", 12, **DRAWN), new_sequence(target, "b", 5, **PENALISED)]
     for sequence in sequences:

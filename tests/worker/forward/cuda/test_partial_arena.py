@@ -7,9 +7,9 @@ import functools
 import pytest
 import torch
 
-from bench import compared_caches as retrieval_cache
 from bench.compared_caches import PARTIAL_CACHES
 from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.worker.kv import importance_cache as retrieval_cache
 from swiftbatch.worker.kv import sparse_cache
 from swiftbatch.worker.kv.cache_rows import CacheShape
 from swiftbatch.worker.kv.full_cache import FullKVCache

@@ -12,9 +12,10 @@ import torch
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters import triforce as draft_model
 from swiftbatch.worker.drafters.drafter_interface import AutoregressiveDrafter
+from swiftbatch.worker.drafters.engine_options import TokenSwiftOptions, TriForceOptions
 from swiftbatch.worker.drafters.self_speculation import RoundPlan, SelfSpeculationDrafter
-from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
-from swiftbatch.worker.drafters.triforce import TriForceOptions, triforce
+from swiftbatch.worker.drafters.tokenswift.tokenswift import tokenswift
+from swiftbatch.worker.drafters.triforce import triforce
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.forward.target_model import TargetModel
@@ -45,7 +46,6 @@ def small_periods(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_cache, "CHUNK_SIZE", 8)
     monkeypatch.setattr(sparse_cache, "NUM_RECENT", 8)
     monkeypatch.setattr(sparse_cache, "PERIOD", 8)
-    monkeypatch.setattr(draft_model, "WINDOW", 16)
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +74,14 @@ def run(target: TargetModel, drafter: SelfSpeculationDrafter | None, *together: 
 
 
 def tokenswift_in_rounds(target: TargetModel) -> SelfSpeculationDrafter:
-    drafter = tokenswift(target, free_rows, None, TokenSwiftOptions(budget=BUDGET, draft_rounds=1))
+    drafter = tokenswift(target, free_rows, None, TokenSwiftOptions(budget=BUDGET, rounds=1))
     drafter.plan = RoundPlan(2, 5, 2, 6)
     return drafter
 
 
 def triforce_in_rounds(target: TargetModel) -> SelfSpeculationDrafter:
-    return triforce(target, free_rows, None, TriForceOptions(budget=BUDGET, gammas=(1, 2)))
+    options = TriForceOptions(budget=BUDGET, gamma_1=1, gamma_2=2, at_every_step=True, window=16)
+    return triforce(target, free_rows, None, options)
 
 
 @pytest.mark.slow
@@ -105,7 +106,7 @@ def test_a_draft_model_says_of_texts_of_any_lengths_what_it_says_on_a_cpu(files:
     texts = {"a": np.arange(5) + 9, "b": np.arange(40) + 30}
     found = []
     for model in models:
-        drafts = draft_model.DraftModel(model)
+        drafts = draft_model.DraftModel(model, TriForceOptions(window=16))
         for name in texts:
             drafts.start(name)
         found.append(torch.stack(drafts.logits(texts)))

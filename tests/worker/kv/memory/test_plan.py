@@ -31,7 +31,7 @@ from swiftbatch.worker.kv.gpu_memory_plan import (
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, KVRoomError
 from swiftbatch.worker.kv.model_sizes import ModelSizes, PackedPart, read_sizes, sizes_of
 from swiftbatch.worker.kv.slot_arena import KVArena
-from swiftbatch.worker.kv.sparse_cache import SummaryKVCache, summary_positions
+from swiftbatch.worker.kv.sparse_cache import SummaryKVCache, partial_positions
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.sequence import Sequence
 from tests import ROOT
@@ -64,7 +64,7 @@ def test_the_two_models_have_the_sizes_that_follow_from_their_configs() -> None:
 
 def test_four_slots_of_100k_take_what_they_take_by_hand() -> None:
     """In GB: weights 16.1, keys and values 4 x 102,400 x 131,072 bytes = 53.7, drafts 4.7, the rest 1.0."""
-    drafts = DraftMemory(slot_bytes=summary_positions(BUDGET, LONGEST) * LLAMA.bytes_per_position)
+    drafts = DraftMemory(slot_bytes=partial_positions(BUDGET, LONGEST) * LLAMA.bytes_per_position)
     plan = plan_memory(LLAMA, A100, LONGEST, 4, drafts)
     assert plan.capacity == 102_400
     rows = {name: num_bytes / 1e9 for name, num_bytes in plan.rows()}
@@ -171,7 +171,7 @@ def test_a_summary_cache_takes_what_the_plan_counts_for_it(max_length: int) -> N
     sequence = Sequence("a", [0], SamplingParams(max_tokens=max_length - 1), 1)
     cache = SummaryKVCache(shape, BUDGET, sequence)
     buffers = (cache._buffer, cache._mean_keys._means, cache._mean_values._means)
-    expected = summary_positions(BUDGET, sequence.max_length) * shape.bytes_per_position()
+    expected = partial_positions(BUDGET, sequence.max_length) * shape.bytes_per_position()
     assert sum(buffer.nbytes for buffer in buffers) == expected
 
 

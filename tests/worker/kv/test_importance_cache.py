@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.compared_caches import ImportanceKVCache, importance
 from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.kv.importance_cache import ImportanceKVCache, importance
 from swiftbatch.worker.kv.sparse_cache import NUM_PINNED
-from tests.bench.partial_cache_parts import (
+from tests.worker.kv.partial_cache_parts import (
     BUDGET,
     PERIOD,
     PROMPT,

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
-from bench import compared_caches as retrieval_cache
-from bench.compared_caches import HeavyHitterKVCache, ImportanceKVCache, RetrievalKVCache, StreamingKVCache
+from bench import compared_caches
+from bench.compared_caches import HeavyHitterKVCache, StreamingKVCache
 from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.kv.importance_cache import ImportanceKVCache, RetrievalKVCache
 from swiftbatch.worker.kv.sparse_cache import NUM_PINNED
-from tests.bench.partial_cache_parts import BUDGET, PROMPT, SHAPE, check_copies, follow, queries, random_cache, text
+from tests.worker.kv.partial_cache_parts import BUDGET, PROMPT, SHAPE, check_copies, follow, queries, random_cache, text
 
 CHUNK = 4
 STRIDE = 12
 
 KINDS: dict[str, Callable[[], ImportanceKVCache]] = {
-    "retrieval": lambda: RetrievalKVCache(SHAPE, BUDGET, text(PROMPT + 1), chunk_size=CHUNK),
-    "large chunks": lambda: RetrievalKVCache(SHAPE, BUDGET, text(PROMPT + 1), chunk_size=17),
+    "retrieval": lambda: RetrievalKVCache(SHAPE, BUDGET, text(PROMPT + 1), chunk_size=CHUNK, stride=STRIDE),
+    "large chunks": lambda: RetrievalKVCache(SHAPE, BUDGET, text(PROMPT + 1), chunk_size=17, stride=STRIDE),
     "streaming": lambda: StreamingKVCache(SHAPE, BUDGET, text(PROMPT + 1)),
     "h2o": lambda: HeavyHitterKVCache(SHAPE, BUDGET, text(PROMPT + 1)),
 }
@@ -31,8 +33,7 @@ def full() -> FullKVCache:
 
 @pytest.fixture(autouse=True)
 def small_periods(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retrieval_cache, "STRIDE", STRIDE)
-    monkeypatch.setattr(retrieval_cache, "OBSERVED_EVERY", 6)
+    monkeypatch.setattr(compared_caches, "OBSERVED_EVERY", 6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -134,3 +135,29 @@ def test_heavy_hitters_stay_and_what_was_evicted_never_comes_back(full: FullKVCa
         evicted |= set(range(length)) - held
         assert heavy in held or length <= heavy
     assert len(evicted) == length - BUDGET
+
+
+def test_a_low_acceptance_rate_asks_for_a_build_and_a_resume_has_the_same_entries(full: FullKVCache) -> None:
+    def new() -> RetrievalKVCache:
+        return RetrievalKVCache(SHAPE, 150, text(PROMPT + 1), chunk_size=CHUNK, stride=200, rebuild_below=0.5)
+
+    caches = new(), RetrievalKVCache(SHAPE, 150, text(PROMPT + 1), chunk_size=CHUNK, stride=200)
+    built = []
+    for length in range(160, 300, 3):
+        for cache in caches:
+            follow(cache, full, length)
+            cache.observe(8, 0, length)
+        built.append((caches[0]._built_at, caches[1]._built_at))
+    assert len({ours for ours, _ in built}) > len({theirs for _, theirs in built})
+    resumed = new()
+    resumed.restore(caches[0].state())
+    for cache in (caches[0], resumed):
+        follow(cache, full, 299)
+    assert torch.equal(caches[0].positions.sort(dim=-1).values, resumed.positions.sort(dim=-1).values)
+
+
+def test_an_unfit_state_is_refused(full: FullKVCache) -> None:
+    cache = RetrievalKVCache(SHAPE, BUDGET, text(PROMPT + 1), rebuild_below=0.5)
+    for state in ({}, {"retrieval_cache": np.array([0.5])}, {"retrieval_cache": np.array([np.nan, 3.0])}):
+        with pytest.raises(ValueError, match="retrieval cache: found"):
+            cache.restore(state)

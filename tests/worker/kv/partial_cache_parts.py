@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from bench.compared_caches import ImportanceKVCache
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.kv.cache_rows import CacheShape
 from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.kv.importance_cache import ImportanceKVCache
 from swiftbatch.worker.kv.sparse_cache import NUM_PINNED
 from swiftbatch.worker.sampling.sequence import Sequence
 from tests.worker.kv import cache_parts as caches
