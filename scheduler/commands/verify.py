@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from swiftbatch.jobs.run.run_records import SamplingDefaults
+from swiftbatch.jobs.run.run_records import LogprobsMode, SamplingDefaults
 from swiftbatch.scheduler.commands.exit_codes import SOME_FAILED
 from swiftbatch.scheduler.commands.options.option_types import ANY_WHOLE_NUMBER, DTYPES, KV_DTYPES, WholeNumber, filled
 
@@ -65,6 +65,7 @@ def _key(_context: click.Context, _parameter: click.Parameter, path: Path | None
 @click.option("--seed", "run_seed", type=ANY_WHOLE_NUMBER)
 @click.option("--max-tokens", type=WholeNumber(1))
 @click.option("--sampling-defaults", type=click.Choice(get_args(SamplingDefaults)))
+@click.option("--logprobs-mode", type=click.Choice(get_args(LogprobsMode)))
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="File for the report.")
 @click.option(
     "--sign",
@@ -178,6 +179,8 @@ def _problem(finding: Mismatch) -> str:
         return "its token log is not that of its result"
     if finding.what == "text":
         return "its text is not that of its tokens"
+    if finding.what == "logprobs":
+        return _problem_of_logprobs(finding, place)
     if finding.what == "output":
         return f"this model draws another text{'' if place is None else f' from character {place} on'}"
     if finding.recorded is None and finding.drawn is None:
@@ -188,3 +191,11 @@ def _problem(finding: Mismatch) -> str:
         return f"it goes on with token {place}, this model ends before it"
     margin = "" if finding.margin is None else f" by a margin of {finding.margin:.3g}"
     return f"token {place} is {finding.recorded}, this model draws {finding.drawn}{margin}"
+
+
+def _problem_of_logprobs(finding: Mismatch, place: str | None) -> str:
+    if place is None:
+        return "its log-probabilities are missing, or do not fit its tokens"
+    if finding.margin is None:
+        return f"the log-probabilities of token {place} name other tokens than this model's"
+    return f"a log-probability of token {place} is not this model's, by {finding.margin:.3g}"

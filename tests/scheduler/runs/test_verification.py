@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from swiftbatch.jobs.job import packed
 from swiftbatch.jobs.run.output_line import tokens_sha256
 from swiftbatch.jobs.run.result_files import ResultSegment
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import LogprobsMode
+from swiftbatch.scheduler.runs.scoring import scored_results
 from swiftbatch.scheduler.runs.verification import SPAN, VerificationReport, chosen_jobs, verify_run
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
@@ -92,6 +95,131 @@ def test_an_output_that_was_cut_is_found(tmp_path: Path, tiny_model: Path, num_c
 
     [finding] = _verified(_forged(tmp_path / "run", tiny_model, cut)).findings
     assert (finding.what, finding.position, finding.recorded) == ("end", LONG - num_cut, None)
+
+
+def _rewritten(run: Run, change: Callable[[dict[str, Any]], object]) -> Run:
+    """Change the choice of a run's only result."""
+    [job_id] = run.job_ids()
+    line = run.result(job_id)
+    assert line is not None
+    change(line["response"]["body"]["choices"][0])
+    run.store.delete_folder("results")
+    run.write_segment("forged", ResultSegment([(job_id, line)]))
+    return Run.open(run.store.uri)
+
+
+CHAT = {"url": "/v1/chat/completions", "prompt": None, "messages": ({"role": "user", "content": "the quick"},)}
+RULED = {"logprobs": 3, "structured_outputs": {"regex": "[a-z]{90,120}"}, "ignore_eos": False}
+REWINDS = {**LOOPS_OF_80, "logprobs": 2}
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_honest_logprobs_are_exact(tmp_path: Path, tiny_model: Path, mode: LogprobsMode) -> None:
+    jobs = [
+        record("long", LONG, {"logprobs": 4, "top_k": 9}),
+        record("none", 300, {"logprobs": 0, "frequency_penalty": 0.5}),
+        record("chat", 300, {"logprobs": 5, "min_p": 0.05}, **CHAT),
+        record("ruled", 120, RULED),
+        record("loops", 300, REWINDS),
+    ]
+    run = finished(tmp_path / "run", tiny_model, *jobs, logprobs_mode=mode)
+    run.manifest = run.manifest.model_copy(update={"logprobs_mode": mode})
+    found = _verified(run)
+    assert (found.verdict, found.findings, found.num_jobs) == ("exact", (), len(jobs))
+    other = {"raw_logprobs": "processed_logprobs", "processed_logprobs": "raw_logprobs"}
+    run.manifest = run.manifest.model_copy(update={"logprobs_mode": other[mode]})
+    assert {each.what for each in _verified(run).findings} == {"logprobs"}
+
+
+def _shift(logprobs: dict[str, Any]) -> None:
+    logprobs["token_logprobs"][500] = float(np.nextafter(np.float32(logprobs["token_logprobs"][500]), np.float32(0)))
+
+
+def _shift_top(logprobs: dict[str, Any]) -> None:
+    name = min(logprobs["top_logprobs"][500])
+    logprobs["top_logprobs"][500][name] -= 0.25
+
+
+def _rename(logprobs: dict[str, Any]) -> None:
+    logprobs["tokens"][500] = "x"
+
+
+def _leave_out(logprobs: dict[str, Any]) -> None:
+    logprobs["top_logprobs"][500].popitem()
+
+
+@pytest.mark.parametrize(
+    ("change", "sizes"),
+    [(_shift, (0.0, 1e-5)), (_shift_top, (0.2, 0.3)), (_rename, None), (_leave_out, (0.0, 50.0))],
+)
+def test_a_changed_logprob_is_found_at_its_place(
+    tmp_path: Path, tiny_model: Path, change: Callable[[dict[str, Any]], None], sizes: tuple[float, float] | None
+) -> None:
+    run = finished(tmp_path / "run", tiny_model, record("long", LONG, {"logprobs": 4}))
+    [finding] = _verified(_rewritten(run, lambda choice: change(choice["logprobs"]))).findings
+    assert (finding.what, finding.position) == ("logprobs", 500)
+    if sizes is None:
+        assert finding.margin is None
+    else:
+        assert finding.margin is not None
+        assert sizes[0] < finding.margin < sizes[1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda choice: choice.pop("logprobs"),
+        lambda choice: choice["logprobs"]["tokens"].pop(),
+        lambda choice: choice["logprobs"]["text_offset"].reverse(),
+        lambda choice: choice["logprobs"]["token_logprobs"].__setitem__(3, "x"),
+        lambda choice: choice["logprobs"].update(top_logprobs=None),
+        lambda choice: [values.clear() for values in choice["logprobs"].values()],
+    ],
+)
+def test_logprobs_of_another_form_are_found(
+    tmp_path: Path, tiny_model: Path, change: Callable[[dict[str, Any]], object]
+) -> None:
+    run = _rewritten(finished(tmp_path / "run", tiny_model, record("a", 40, {"logprobs": 1})), change)
+    [finding] = _verified(run).findings
+    assert (finding.what, finding.position, finding.margin) == ("logprobs", None, None)
+    done = invoke("verify", run.store.uri)
+    assert (done.exit_code, "missing, or do not fit its tokens" in done.output) == (1, True)
+
+
+def test_a_changed_logprob_of_a_chat_without_kept_tokens_is_found(tmp_path: Path, tiny_model: Path) -> None:
+    chat = {"logprobs": 2, "ignore_eos": False, "temperature": 2.0, "stop": ("q",)}
+    run = finished(tmp_path / "run", tiny_model, record("a", 400, chat, **CHAT))
+
+    def change(choice: dict[str, Any]) -> None:
+        choice["logprobs"]["content"][0]["top_logprobs"][1]["logprob"] -= 1.0
+
+    run = _rewritten(run, change)
+    [finding] = _verified(run).findings
+    assert (finding.what, finding.position) == ("logprobs", 0)
+    assert "a log-probability of token 1 is not this model's, by 1\n" in invoke("verify", run.store.uri).output
+
+
+def test_other_numerics_bound_the_differences_of_logprobs(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shifted(choice: dict[str, Any], by: float) -> None:
+        choice["logprobs"]["token_logprobs"][9] -= by
+
+    monkeypatch.setattr("swiftbatch.scheduler.runs.verification._computes_alike", lambda _: False)
+    for by, verdict in ((0.009, "exact up to ties"), (0.011, "differs")):
+        run = finished(tmp_path / verdict, tiny_model, record("a", 40, {"logprobs": 3}))
+        assert _verified(_rewritten(run, partial(shifted, by=by))).verdict == verdict
+
+
+def test_logprobs_that_were_added_later_are_compared(tmp_path: Path, tiny_model: Path) -> None:
+    run = finished(tmp_path / "run", tiny_model, record("long", LONG, {"return_token_ids": True}))
+    [line] = scored_results(run, 3)
+    added = line["response"]["body"]["choices"][0]["logprobs"]
+    run = _rewritten(run, lambda choice: choice.update(logprobs=added))
+    assert _verified(run).verdict == "exact"
+    _shift(added)
+    [finding] = _verified(_rewritten(run, lambda choice: choice.update(logprobs=added))).findings
+    assert (finding.what, finding.position) == ("logprobs", 500)
 
 
 def _change_text(_token_ids: list[int], choice: dict[str, Any]) -> None:
