@@ -164,7 +164,7 @@ class Verifier:
         is_its = len(token_ids) == body["usage"]["completion_tokens"] and token_ids[: len(begun)].tolist() == begun
         if not is_its or tokens_sha256(token_ids.astype(np.uint32)) != choice["token_ids_sha256"]:
             return 0, [_mismatch(record, "log")]
-        sequence, thinking = sequence_of(record, self.codec, self.target)
+        sequence, thinking = sequence_of(record, self.codec, self.target.vocab_size, self.target.device)
         sequence = sequence.with_output(token_ids[: record.job.sampling.max_tokens].tolist())
         sequence.eos_token_ids = self.target.eos_token_ids
         ends = StopRule(sequence, self.codec.output_text, thinking).now()
@@ -314,10 +314,12 @@ def _computes_alike(run: Run) -> bool:
 
 def _was_changed(record: JobRecord, metrics: Line) -> bool:
     """Return whether a loop was rewound, or a thought may have been closed with a marker that nobody drew."""
-    sampling = record.job.sampling
-    detection = sampling.repetition_detection
-    closes = sampling.thinking_end == "close" or (detection is not None and detection.action == "close")
-    return closes or metrics.get("num_rewinds", 0) > 0
+    return closes_thoughts(record) or metrics.get("num_rewinds", 0) > 0
+
+
+def closes_thoughts(record: JobRecord) -> bool:
+    detection = record.job.sampling.repetition_detection
+    return record.job.sampling.thinking_end == "close" or (detection is not None and detection.action == "close")
 
 
 def _mismatch(record: JobRecord, what: Any, **fields: Any) -> Mismatch:

@@ -192,7 +192,7 @@ class Replay:
         return again
 
     def _sequence_of(self, record: JobRecord, num_top: int | None) -> tuple[Sequence, Thinking | None]:
-        sequence, thinking = sequence_of(record, self._codec, self._target)
+        sequence, thinking = sequence_of(record, self._codec, self._target.vocab_size, self._target.device)
         sequence.logprobs = None if num_top is None else KeptLogprobs(record.job.sampling.max_tokens, num_top)
         return sequence, thinking
 

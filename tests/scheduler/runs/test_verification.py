@@ -116,7 +116,7 @@ REWINDS = {**LOOPS_OF_80, "logprobs": 2}
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 def test_honest_logprobs_are_exact(tmp_path: Path, tiny_model: Path, mode: LogprobsMode) -> None:
     jobs = [
-        record("long", LONG, {"logprobs": 4, "top_k": 9}),
+        record("long", LONG, {"logprobs": 4, "top_k": 9, "return_token_ids": True}),
         record("none", 300, {"logprobs": 0, "frequency_penalty": 0.5}),
         record("chat", 300, {"logprobs": 5, "min_p": 0.05}, **CHAT),
         record("ruled", 120, RULED),
