@@ -60,9 +60,9 @@ def forks(
 
 
 class Impossible(NamedTuple):
-    """The index of a given token that cannot be given, and what it does."""
+    """The place of a token that cannot be given, from 0, and what it does."""
 
-    index: int
+    place: int
     reason: str
 
 
@@ -78,8 +78,8 @@ def _refuse_impossible(parent: JobRecord, kept: Sequence[int], text: str, codec:
     if found is None:
         return
     job = f"job {parent.custom_id!r}"
-    if found.index < len(kept):
-        raise ForkError(f"--at {len(kept)}: token {found.index + 1} {found.reason} of {job}; expected fewer tokens")
+    if found.place < len(kept):
+        raise ForkError(f"--at {len(kept)}: token {found.place + 1} {found.reason} of {job}; expected fewer tokens")
     sizes = range(1, len(text))
     place = 1 + bisect_left(sizes, True, key=lambda size: first_problem(size) is not None)
     raise ForkError(

@@ -271,6 +271,37 @@ def test_one_changed_weight_is_found(tmp_path: Path, tiny_model: Path) -> None:
     assert _verified(run, model=str(other)).verdict == "differs"
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("chat_template.jinja", lambda text: text + "."),
+        ("config.json", lambda text: json.dumps({**json.loads(text), "rms_norm_eps": 0.1})),
+        ("tokenizer.json", lambda text: text + " "),
+        ("generation_config.json", lambda text: '{"temperature": 0.5}'),
+    ],
+)
+def test_a_model_with_another_file_is_refused_by_its_name(
+    tmp_path: Path, tiny_model: Path, name: str, change: Callable[[str], str]
+) -> None:
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    run, file = finished(tmp_path / "run", model, record("a", 30)).store.uri, model / name
+    file.write_text(change(file.read_text() if file.exists() else ""))
+    message = refusal("verify", run)
+    assert f"{file} is not the file that was expected" in message
+    assert message.count("\n") <= 1
+
+
+def test_an_output_file_of_another_chat_template_is_found(tmp_path: Path, tiny_model: Path) -> None:
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    chat = {"custom_id": "chat", "messages": [{"role": "user", "content": "the quick"}], "max_tokens": 40, "seed": 3}
+    _, arguments = _output_and_jobs(tmp_path, model, chat)
+    assert invoke(*arguments).exit_code == 0
+    template = model / "chat_template.jinja"
+    template.write_text("the " + template.read_text())
+    done = invoke(*arguments)
+    assert (done.exit_code, "job chat: " in done.output) == (1, True)
+
+
 @pytest.mark.parametrize("text", ["It was", "the quick brown long "])
 def test_another_prompt_is_found(tmp_path: Path, tiny_model: Path, text: str) -> None:
     run = finished(tmp_path / "run", tiny_model, record("long", LONG))
@@ -371,12 +402,12 @@ def test_the_command_names_the_first_differing_token(tmp_path: Path, tiny_model:
     assert f" in 1 job, among {LONG} tokens of 3 spans in 1 job" in done.output
 
 
-def _output_and_jobs(folder: Path, model: Path) -> tuple[Path, list[str]]:
+def _output_and_jobs(folder: Path, model: Path, *lines: dict[str, Any]) -> tuple[Path, list[str]]:
     """Return an output file, and the arguments that verify it."""
-    lines = [
+    lines = lines or (
         {"custom_id": "long", "prompt": "the quick", "max_tokens": LONG, "seed": 3, "ignore_eos": True},
         {"custom_id": "two", "prompt": "the brown", "max_tokens": 40, "n": 2},
-    ]
+    )
     jobs = write_jobs(folder / "jobs.jsonl", *lines)
     options = {"dtype": "float32", "num_threads": 1, "seed": 5}
     run = submit_file(jobs, str(folder / "run"), model=str(model), **options).run
