@@ -101,6 +101,8 @@ def verify(
     """
     from swiftbatch.scheduler.runs.verification import verify_run
 
+    if json_path is not None and not json_path.parent.is_dir():
+        raise click.UsageError(f"--json: found no folder {json_path.parent}, expected a file in one that exists")
     if key is not None and json_path is None:
         raise click.UsageError("--sign: expected --json with it, the file to sign")
     settings = {"seed" if name == "run_seed" else name: value for name, value in said.items() if value is not None}
@@ -129,6 +131,10 @@ def _run(place: str, jobs: tuple[str, ...], said: dict[str, Any]) -> Iterator[Ru
     """Open a run, or make one of an output file and its jobs for a while."""
     from swiftbatch.jobs.run.run import Run
 
+    if jobs and Path(place).is_dir():
+        raise click.UsageError(f"--jobs: found the folder {place} with it, expected an output FILE; a run has its own")
+    if not jobs and Path(place).is_file():
+        raise click.UsageError(f"{place} is a file: expected --jobs and --model with it, as its run had them")
     if not jobs:
         yield Run.open(place)
         return

@@ -119,7 +119,7 @@ def _fork(parent: JobRecord, custom_id: str, number: int, begun: Sequence[int], 
     own = {"seed": derive_seed(parent.job.sampling.seed or 0, f"fork {number}"), "logprobs": None}
     changes = {"custom_id": custom_id, "choice_index": 0, "num_choices": 1, "begun_ids": tuple(begun) or None}
     job = parent.job.model_copy(update={**changes, "sampling": parent.job.sampling.model_copy(update=own)})
-    if not custom_id.isprintable() or not 0 < len(custom_id) <= MAX_CUSTOM_ID:
+    if not custom_id.isprintable() or custom_id.startswith("#") or len(custom_id) > MAX_CUSTOM_ID:
         raise ForkError(
             f"--name: found {custom_id!a:.60}, expected a name of printable characters, with its number at most "
             f"{MAX_CUSTOM_ID}"

@@ -51,15 +51,22 @@ def largest_difference(
         for position, token in enumerate(own, start=first):
             token = token if job.sampling.logprobs is not None else token.with_top(len(recorded[position].top))
             if position not in other_draws and token != recorded[position]:
-                found.append(LogprobsDifference(position, _distance(recorded[position], token)))
+                size = _distance(recorded[position], token, job.sampling.logprobs)
+                found.append(LogprobsDifference(position, size))
     return max(found, key=lambda each: np.inf if each.size is None else each.size, default=None)
 
 
-def _distance(one: ShownToken, other: ShownToken) -> float | None:
+def _distance(one: ShownToken, other: ShownToken, num_top: int | None) -> float | None:
     """Return the largest difference of two log-probabilities; a token that one lacks may just miss its last place."""
-    if one.name != other.name or bool(one.top) != bool(other.top):
+    if one.name != other.name:
         return None
-    tops, least = (dict(one.top), dict(other.top)), [min(dict(each.top).values(), default=0.0) for each in (one, other)]
-    names = {*tops[0], *tops[1]}
-    sizes = (abs(tops[0].get(name, least[0]) - tops[1].get(name, least[1])) for name in names)
-    return max(abs(one.logprob - other.logprob), *sizes, 0.0)
+    tops, others = dict(one.top), dict(other.top)
+    least, other_least = (_least(each, num_top) for each in (one, other))
+    sizes = [abs(tops.get(name, least) - others.get(name, other_least)) for name in {*tops, *others}]
+    return max([abs(one.logprob - other.logprob), *sizes]) or None
+
+
+def _least(token: ShownToken, num_top: int | None) -> float:
+    """Return the log-probability in the last place; a completion's drawn token may stand behind it."""
+    ranked = sorted((value for _, value in token.top), reverse=True)[:num_top]
+    return ranked[-1] if ranked else token.logprob

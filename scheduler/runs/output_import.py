@@ -16,6 +16,7 @@ from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.scheduler.runs.submission import submission
 
 Line = dict[str, Any]
+EXPECTED = "expected an output line of swiftbatch"
 
 
 def imported_run(output: str, jobs: Sequence[str], folder: str, settings: Settings) -> Run:
@@ -45,8 +46,10 @@ def _lines_by_name(path: str) -> dict[str, Line]:
                 line = parse_object(text.decode())
                 if line.get("error") is None:
                     found[line["custom_id"]] = line
-            except (LineError, UnicodeDecodeError, KeyError) as error:
-                raise InputFileError(f"{path}:{number}: {error}; expected an output line of swiftbatch") from None
+            except UnicodeDecodeError:
+                raise InputFileError(f"{path}:{number}: found no UTF-8; {EXPECTED}") from None
+            except (LineError, KeyError, TypeError) as error:
+                raise InputFileError(f"{path}:{number}: {error}; {EXPECTED}") from None
     return found
 
 

@@ -40,7 +40,8 @@ from swiftbatch.worker.text.tokenizer import TextCodec
 
 SPAN = 256  # tokens
 FEWEST_SPANS = 20
-TIE = 0.01  # another order of sums can turn over scores that differ by less
+# another order of sums can move scores and log-probabilities by less; measured in bfloat16: 0.012 and 0.085
+TIE, LOGPROBS_TIE = 0.05, 0.25
 
 Line = dict[str, Any]
 Verdict = Literal["exact", "exact up to ties", "differs"]
@@ -258,11 +259,11 @@ def verify_run(
     verifier = Verifier(run, model)
     num_drawn, findings, may_tie = 0, list[Mismatch](), not _computes_alike(run)
     for job, record, line in _read(run, index, chosen):
-        may_tie |= line["response"]["body"]["metrics"].get("exactness") == "exact up to ties"
+        may_tie |= _had_other_bits(line["response"]["body"]["metrics"], verifier.numerics)
         number, found = verifier.verify(record, line, job.spans)
         num_drawn += number
         findings += found
-    are_ties = may_tie and all(each.margin is not None and each.margin < TIE for each in findings)
+    are_ties = may_tie and all(map(_is_tie, findings))
     return VerificationReport(
         run_id=run.manifest.run_id,
         system_fingerprint=run.manifest.fingerprint,
@@ -310,6 +311,18 @@ def _computes_alike(run: Run) -> bool:
     manifest = run.manifest
     same = manifest.cpu_capability == cpu_capability() and manifest.versions == versions()
     return same and manifest.device == "cpu"
+
+
+def _is_tie(finding: Mismatch) -> bool:
+    return finding.margin is not None and finding.margin < (LOGPROBS_TIE if finding.what == "logprobs" else TIE)
+
+
+def _had_other_bits(metrics: Line, numerics: str) -> bool:
+    """Return whether a result says that it was computed with other numerics than this machine's."""
+    attempts = metrics.get("attempts", ())
+    return metrics.get("exactness") == "exact up to ties" or any(
+        (each.get("numerics") or numerics) != numerics for each in attempts
+    )
 
 
 def _was_changed(record: JobRecord, metrics: Line) -> bool:

@@ -156,11 +156,12 @@ class Replay:
             if not len(differs):
                 position += len(drawn)
                 continue
-            place = position + int(differs[0])
+            place, kept = position + int(differs[0]), sequence.logprobs
             sequence, other = self._moved_to(sequence, token_ids[:place], span), int(drawn[differs[0]])
             margin = self._margin(sequence, cache, int(token_ids[place]), other)
             found.append(DifferingDraw(place, int(token_ids[place]), other, margin))
             position = place + 1
+            sequence.logprobs = kept  # with those of the differing draw
             sequence = self._moved_to(sequence, token_ids[:position], span)
         if position == len(token_ids) and not _ends_at(sequence, position):
             found.append(DifferingDraw(position, None, self._next(sequence, position)))

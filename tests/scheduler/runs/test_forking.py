@@ -82,9 +82,9 @@ def test_what_cannot_be_forked_is_refused_in_one_line(run: Run, tmp_path: Path, 
     run.add_jobs(_forks(run))
     with pytest.raises(ForkError, match="the run has another job 'a@100#1': expected another --name"):
         _forks(run, num_kept=99)
-    for name in ("x" * 511, "two\nlines", ""):
+    for name in ("x" * 511, "two\nlines", "", "\t"):
         with pytest.raises(ForkError, match=r"--name: found .* expected a name of printable characters"):
-            _forks(run, name=name if name else "\t")
+            _forks(run, name=name)
     with pytest.raises(RunError, match="no job 'b'"):
         forks(run, "b", 0, 1, 1, "", "b", locate_model(run.manifest.model))
     rewinding = finished(tmp_path / "rewinding", tiny_model, record("a", 100, LOOPS_OF_80))

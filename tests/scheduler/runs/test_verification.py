@@ -22,8 +22,10 @@ from swiftbatch.jobs.run.output_line import tokens_sha256
 from swiftbatch.jobs.run.result_files import ResultSegment
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import LogprobsMode
+from swiftbatch.scheduler.runs.run_manifest import versions
 from swiftbatch.scheduler.runs.scoring import scored_results
 from swiftbatch.scheduler.runs.verification import SPAN, VerificationReport, chosen_jobs, verify_run
+from swiftbatch.worker.forward.hardware import cpu_capability
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.scheduler.commands.command_parts import invoke, refusal, write_jobs
@@ -206,9 +208,38 @@ def test_other_numerics_bound_the_differences_of_logprobs(
         choice["logprobs"]["token_logprobs"][9] -= by
 
     monkeypatch.setattr("swiftbatch.scheduler.runs.verification._computes_alike", lambda _: False)
-    for by, verdict in ((0.009, "exact up to ties"), (0.011, "differs")):
+    for by, verdict in ((0.24, "exact up to ties"), (0.26, "differs")):
         run = finished(tmp_path / verdict, tiny_model, record("a", 40, {"logprobs": 3}))
         assert _verified(_rewritten(run, partial(shifted, by=by))).verdict == verdict
+
+
+def test_an_attempt_with_other_numerics_may_tie(tmp_path: Path, tiny_model: Path) -> None:
+    run = finished(tmp_path / "run", tiny_model, record("a", 40, {"logprobs": 3}))
+    [job_id] = run.job_ids()
+    line = run.result(job_id)
+    assert line is not None
+    body = line["response"]["body"]
+    body["choices"][0]["logprobs"]["token_logprobs"][9] -= 0.1
+    for numerics, verdict in ((body["metrics"]["attempts"][0]["numerics"], "differs"), ("other", "exact up to ties")):
+        body["metrics"]["attempts"][0]["numerics"] = numerics
+        run.store.delete_folder("results")
+        Run.open(run.store.uri).write_segment("forged", ResultSegment([(job_id, line)]))
+        again = Run.open(run.store.uri)
+        again.manifest = again.manifest.model_copy(update={"cpu_capability": cpu_capability(), "versions": versions()})
+        assert _verified(again).verdict == verdict
+
+
+def test_a_changed_token_among_logprobs_is_found_at_its_place(tmp_path: Path, tiny_model: Path) -> None:
+    run = finished(tmp_path / "run", tiny_model, record("a", 300, {"logprobs": 2, "return_token_ids": True}))
+
+    def change(choice: dict[str, Any]) -> None:
+        for place in (100, 101, 290):
+            choice["token_ids"][place] = 1 + choice["token_ids"][place] % 5
+        choice["token_ids_sha256"] = tokens_sha256(np.asarray(choice["token_ids"], np.uint32))
+
+    found = _verified(_rewritten(run, change)).findings
+    assert [each.position for each in found if each.what == "token"][:2] == [100, 101]
+    assert {each.what for each in found} == {"token", "text", "logprobs"}
 
 
 def test_logprobs_that_were_added_later_are_compared(tmp_path: Path, tiny_model: Path) -> None:
@@ -438,4 +469,7 @@ def test_an_output_file_that_was_changed_is_found(tmp_path: Path, tiny_model: Pa
     assert "job long: " in done.output
     assert "is no result of swiftbatch" in refusal(*arguments[:1], arguments[3], *arguments[2:])
     assert "expected --model with it" in refusal(*arguments[:4])
+    assert "is a file: expected --jobs and --model with it" in refusal("verify", str(output))
+    assert "expected an output FILE" in refusal("verify", str(output.parent), *arguments[2:])
+    assert "found no folder" in refusal(*arguments, "--json", str(tmp_path / "no" / "report.json"))
     assert "--seed: expected --jobs with it" in refusal("verify", str(output.parent), "--seed", "5")
