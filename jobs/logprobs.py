@@ -162,13 +162,19 @@ def shown_tokens(job: Job, shown: Mapping[str, Any]) -> list[ShownToken]:
         ]
     rows = zip(shown["tokens"], shown["token_logprobs"], shown["top_logprobs"], strict=True)
     return [
-        ShownToken((token, ()), _number(value), [((text, ()), _number(each)) for text, each in top.items()])
+        ShownToken(_name(token), _number(value), [(_name(text), _number(each)) for text, each in top.items()])
         for token, value, top in rows
     ]
 
 
 def _named(entry: Mapping[str, Any]) -> tuple[Name, float]:
-    return (entry["token"], (*entry["bytes"],)), _number(entry["logprob"])
+    return _name(entry["token"], entry["bytes"]), _number(entry["logprob"])
+
+
+def _name(text: Any, its_bytes: Any = ()) -> Name:
+    if type(text) is not str or any(type(each) is not int for each in its_bytes):
+        raise TypeError(f"found {text!r} with bytes {its_bytes!r}, expected a token")
+    return text, (*its_bytes,)
 
 
 def _number(value: Any) -> float:

@@ -16,7 +16,7 @@ from swiftbatch.jobs.job import JobRecord, unpacked
 from swiftbatch.jobs.json_records import Frozen
 from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.run.job_index import JobIndex
-from swiftbatch.jobs.run.output_line import CALLED, message_of, shown_text, tokens_sha256
+from swiftbatch.jobs.run.output_line import CALLED, message_of, shown_text, token_ids_of, tokens_sha256
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import RunError
 from swiftbatch.jobs.sampling_params import MAX_TOP_LOGPROBS
@@ -155,7 +155,8 @@ class Verifier:
             if own != prompt_ids or job.job_id(self._fingerprint) != record.job_id:
                 found.append(_mismatch(record, "job"))
         named = (line["custom_id"], choice.get("index"), body["usage"]["prompt_tokens"])
-        is_its = named == (job.custom_id, job.choice_index, len(prompt_ids))
+        shown_ids = token_ids_of(body, choice)["prompt_token_ids"]
+        is_its = named == (job.custom_id, job.choice_index, len(prompt_ids)) and shown_ids in (None, prompt_ids)
         return found if is_its else [*found, _mismatch(record, "line")]
 
     def _verify_spans(
@@ -319,7 +320,8 @@ def _is_tie(finding: Mismatch) -> bool:
 
 def _had_other_bits(metrics: Line, numerics: str) -> bool:
     """Return whether a result says that it was computed with other numerics than this machine's."""
-    attempts = metrics.get("attempts", ())
+    said = metrics.get("attempts")
+    attempts = [each for each in said if isinstance(each, dict)] if isinstance(said, list) else []
     return metrics.get("exactness") == "exact up to ties" or any(
         (each.get("numerics") or numerics) != numerics for each in attempts
     )
@@ -327,7 +329,7 @@ def _had_other_bits(metrics: Line, numerics: str) -> bool:
 
 def _was_changed(record: JobRecord, metrics: Line) -> bool:
     """Return whether a loop was rewound, or a thought may have been closed with a marker that nobody drew."""
-    return closes_thoughts(record) or metrics.get("num_rewinds", 0) > 0
+    return closes_thoughts(record) or metrics.get("num_rewinds", 0) != 0
 
 
 def closes_thoughts(record: JobRecord) -> bool:

@@ -175,6 +175,7 @@ def test_a_changed_logprob_is_found_at_its_place(
         lambda choice: choice["logprobs"]["text_offset"].reverse(),
         lambda choice: choice["logprobs"]["token_logprobs"].__setitem__(3, "x"),
         lambda choice: choice["logprobs"].update(top_logprobs=None),
+        lambda choice: choice["logprobs"]["tokens"].__setitem__(3, ["x"]),
         lambda choice: [values.clear() for values in choice["logprobs"].values()],
     ],
 )
@@ -356,7 +357,12 @@ def test_tokens_of_another_prompt_are_found(tmp_path: Path, tiny_model: Path) ->
 
 @pytest.mark.parametrize(
     ("field", "value", "what"),
-    [("finish_reason", "stop", "end"), ("index", 3, "line"), ("token_ids_sha256", "a", "log")],
+    [
+        ("finish_reason", "stop", "end"),
+        ("index", 3, "line"),
+        ("prompt_token_ids", [9], "line"),
+        ("token_ids_sha256", "a", "log"),
+    ],
 )
 def test_a_changed_field_of_a_choice_is_found(
     tmp_path: Path, tiny_model: Path, field: str, value: object, what: str
@@ -473,3 +479,25 @@ def test_an_output_file_that_was_changed_is_found(tmp_path: Path, tiny_model: Pa
     assert "expected an output FILE" in refusal("verify", str(output.parent), *arguments[2:])
     assert "found no folder" in refusal(*arguments, "--json", str(tmp_path / "no" / "report.json"))
     assert "--seed: expected --jobs with it" in refusal("verify", str(output.parent), "--seed", "5")
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda body: body["usage"].update(prompt_tokens="6"), "the line of 'long': field 'response.body.usage.prompt"),
+        (lambda body: body["metrics"].update(attempts=[3], num_rewinds=[]), None),
+        (lambda body: body["choices"][0].pop("token_ids_sha256"), "the line of 'long' is no result of swiftbatch"),
+    ],
+)
+def test_an_odd_output_file_is_refused_in_one_line(
+    tmp_path: Path, tiny_model: Path, change: Callable[[dict[str, Any]], object], problem: str | None
+) -> None:
+    output, arguments = _output_and_jobs(tmp_path, tiny_model)
+    first, *rest = output.read_text().splitlines()
+    line = json.loads(first)
+    change(line["response"]["body"])
+    output.write_text("\n".join([json.dumps(line), *rest]) + "\n")
+    if problem is None:
+        assert invoke(*arguments).exit_code == 0
+    else:
+        assert problem in refusal(*arguments)
