@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,3 +133,51 @@ class _Texts(dict[int, tuple[str, list[int]]]):
 
 def _finite(values: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.maximum(values, np.float32(UNLIKELY))
+
+
+# Readers of both forms.
+
+Name = tuple[str, tuple[int, ...]]  # text, and bytes in a chat
+
+
+class ShownToken(NamedTuple):
+    """A token of an output with its log-probability, and the likeliest tokens with theirs."""
+
+    name: Name
+    logprob: float
+    top: list[tuple[Name, float]]
+
+    def with_top(self, num_top: int) -> ShownToken:
+        return self._replace(top=self.top[:num_top])
+
+
+def shown_tokens(job: Job, shown: Mapping[str, Any]) -> list[ShownToken]:
+    """Read log-probabilities as `shown_logprobs` writes them.
+
+    Raises KeyError, TypeError, AttributeError or ValueError for anything else.
+    """
+    if job.messages is not None:
+        return [
+            ShownToken(*_named(entry), [_named(each) for each in entry["top_logprobs"]]) for entry in shown["content"]
+        ]
+    rows = zip(shown["tokens"], shown["token_logprobs"], shown["top_logprobs"], strict=True)
+    return [
+        ShownToken(_name(token), _number(value), [(_name(text), _number(each)) for text, each in top.items()])
+        for token, value, top in rows
+    ]
+
+
+def _named(entry: Mapping[str, Any]) -> tuple[Name, float]:
+    return _name(entry["token"], entry["bytes"]), _number(entry["logprob"])
+
+
+def _name(text: Any, its_bytes: Any = ()) -> Name:
+    if type(text) is not str or any(type(each) is not int for each in its_bytes):
+        raise TypeError(f"found {text!r} with bytes {its_bytes!r}, expected a token")
+    return text, (*its_bytes,)
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float):
+        raise TypeError(f"found {value!r}, expected a log-probability")
+    return float(value)

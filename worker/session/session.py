@@ -215,7 +215,7 @@ class WorkerSession:
         start = AttemptStart(
             worker_id=self._worker_id, claimed=time.time(), numerics=self.numerics, attempt=assignment.num_attempts
         )
-        sequence, thinking = sequence_of(record, self._codec, target)
+        sequence, thinking = sequence_of(record, self._codec, target.vocab_size, target.device)
         cache = self.engine.new_cache(sequence.max_length)
         if distance := rewind_distance(sequence):
             cache.retain(-distance)  # must precede loading, so that a loop's rewind finds its positions
