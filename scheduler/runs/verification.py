@@ -110,7 +110,9 @@ def load_model(run: Run, model: str | None = None) -> tuple[TargetModel, TextCod
     import torch
 
     manifest = run.manifest
-    computation = replace(computation_of(manifest, Settings()), engine=PLAIN_ENGINE, draft_model=None)
+    computation = replace(
+        computation_of(manifest, Settings()), engine=PLAIN_ENGINE, engine_options=(), draft_model=None
+    )
     torch.set_num_threads(manifest.num_threads)
     files = located_model(manifest.model, run) if model is None else locate_model(model)
     codec = TextCodec(files, manifest.thinking_markers, manifest.clock, lenient_schemas=manifest.lenient_schemas)
