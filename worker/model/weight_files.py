@@ -1,4 +1,4 @@
-"""A model's weights, hashed while being read. Files are not mapped, because a change would reach the running model."""
+"""A model's weights, hashed while being read. No tensor stays mapped: a file's change would reach the running model."""
 
 from __future__ import annotations
 
@@ -15,28 +15,17 @@ from torch import Tensor
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.kernels.quantized_weights import PackedExperts, PackedMatrix, Weight, plain
 from swiftbatch.worker.model.digests import HashedStream, weight_files
+from swiftbatch.worker.model.file_checks import PICKLED
 from swiftbatch.worker.model.formats.contract import FormatError
 from swiftbatch.worker.model.formats.dequantization import weight_of
 from swiftbatch.worker.model.formats.layout import Layout, PackedTensor
 from swiftbatch.worker.model.gguf.gguf_model import SUFFIX
 from swiftbatch.worker.model.gguf.gguf_weights import gguf_weights
 from swiftbatch.worker.model.model_files import ModelFiles, read_config, stored_layout
+from swiftbatch.worker.model.pickled_weights import DTYPES, pickled_weights
 from swiftbatch.worker.model.text_config import EMBEDDING, HEAD
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-}
+FORMS = {SUFFIX: "GGUF", PICKLED: "PyTorch weights"}  # others are safetensors
 LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 
 
@@ -92,7 +81,7 @@ def read_tensors(
             except FormatError as error:
                 raise ModelError(f"model {files.name}: {file} has {error}") from None
             except (OSError, ValueError, KeyError, TypeError) as error:
-                form = "GGUF" if file.suffix == SUFFIX else "safetensors"
+                form = FORMS.get(file.suffix, "safetensors")
                 raise ModelError(
                     f"model {files.name}: {file} can't be read as {form} ({error}); copy it again"
                 ) from None
@@ -109,7 +98,7 @@ def _weights_in(
     if file.suffix == SUFFIX:
         yield from gguf_weights(file, hashed, config, assembly.dtype)
         return
-    for name, tensor in _stored(hashed):
+    for name, tensor in pickled_weights(file, hashed) if file.suffix == PICKLED else _stored(hashed):
         if (found := assembly.take(name, tensor)) is not None:
             yield found
 
