@@ -290,6 +290,9 @@ safetensors, one tensor at a time. `torch.load(weights_only=True)` reads them, w
 files with anything but plain tensors by name, and files of torch before 1.6. The hub tells no sizes of `.bin` files'
 tensors, so `inspect` of a hub id shows them only after the download.
 
+If `tokenizer.model` is a model's only tokenizer, as with Vicuna, install the library that reads it, on every node:
+`pip install '.[sentencepiece]'`.
+
 ## Latent attention
 
 The heads of DeepSeek V2 and V3, Kimi K2 and GLM-4.7-Flash make their keys and values from one vector per position.

@@ -119,10 +119,11 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {  # refused, with words of the 
 }
 
 
-def publish(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+def publish(name: str, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
     """Save a random model beside its published config, with the constants that older versions wrote."""
     torch.manual_seed(3)
-    said = {key: each for key, each in json.loads(json.dumps(PAPERS[name])).items() if key != "auto_map"}
+    config = PAPERS[name] | changes
+    said = {key: each for key, each in json.loads(json.dumps(config)).items() if key != "auto_map"}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**said))
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
@@ -130,7 +131,7 @@ def publish(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> None
     for layer in range(said["num_hidden_layers"]):
         tensors[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = torch.ones(32)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(PAPERS[name]))
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def pickle_weights(folder: Path, num_shards: int = 1) -> None:
