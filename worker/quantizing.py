@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -21,13 +20,14 @@ from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 from swiftbatch.worker.model.digests import text_files, weight_files
-from swiftbatch.worker.model.file_checks import INDEX_FILE, PICKLED, PICKLED_FILE, SINGLE_FILE
+from swiftbatch.worker.model.file_checks import INDEX_FILE, PICKLED_FILE, SINGLE_FILE
 from swiftbatch.worker.model.formats.contract import ITEM_BITS, StoredTensor
 from swiftbatch.worker.model.formats.layout import heads_in
 from swiftbatch.worker.model.gguf.gguf_model import link_names
 from swiftbatch.worker.model.model_files import ModelFiles, let_others_read, read_whole_config, stored_layout
-from swiftbatch.worker.model.pickled_weights import NAMES, mapped_tensors
+from swiftbatch.worker.model.pickled_weights import NAMES
 from swiftbatch.worker.model.text_config import text_name, text_view
+from swiftbatch.worker.model.weight_files import stored_tensors
 from swiftbatch.worker.text.tokenizer import TextCodec
 
 GROUP = 32  # divides nearly all models' widths, for half a bit per weight
@@ -232,7 +232,7 @@ def _write(files: ModelFiles, format_: str, folder: Path) -> _Plan:
         size = sum(file.stat().st_size for file in folder.iterdir())
         _write_json(folder / INDEX_FILE, {"metadata": {"total_size": size}, "weight_map": placed})
     _write_json(folder / "config.json", config | {"quantization_config": plan.rounding.config(list(plan.left))})
-    _copy_small_files(files.path, folder)
+    copy_small_files(files.path, folder)
     return plan
 
 
@@ -256,7 +256,7 @@ def _is_wanted(name: str | None) -> bool:
 
 def _tensors(model: str, file: Path, plan: _Plan) -> Iterator[tuple[str, Tensor]]:
     """Yield a file's tensors or their parts. Raises ModelError for non-finite numbers."""
-    for name, tensor in _stored(file):
+    for name, tensor in stored_tensors(file):
         if name not in plan.matrices:
             yield name, tensor
             continue
@@ -267,15 +267,7 @@ def _tensors(model: str, file: Path, plan: _Plan) -> Iterator[tuple[str, Tensor]
         yield from ((f"{name.removesuffix('weight')}{part}", each) for part, each in parts.items())
 
 
-def _stored(file: Path) -> Iterator[tuple[str, Tensor]]:
-    if file.suffix == PICKLED:
-        yield from mapped_tensors(file).items()
-        return
-    with safe_open(file, framework="pt") as stored:
-        yield from ((name, stored.get_tensor(name)) for name in stored.keys())  # noqa: SIM118 (no mapping)
-
-
-def _copy_small_files(source: Path, folder: Path) -> None:
+def copy_small_files(source: Path, folder: Path) -> None:
     """Copy all files that are neither weights nor already written."""
     files = [file for file in source.iterdir() if file.is_file() and not file.name.endswith(OTHER_WEIGHTS)]
     for file in dict.fromkeys([*files, *text_files(source)]):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from swiftbatch.worker.forward.target_model import TargetModel
     from swiftbatch.worker.kv.gpu_memory_plan import DraftMemoryOf
 
-FINGERPRINT = "model_fingerprint"  # key in a part file's header
+FINGERPRINT, ORIGIN = "model_fingerprint", "origin"  # keys in a part file's header; the latter if it was imported
 
 DrafterFactory = Callable[["TargetModel", "Costs", "Path | None"], "Drafter"]
 """Makes a drafter for a target with its costs, and a folder of trained parts, or None for the target's own."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from swiftbatch.jobs.errors import ModelError
@@ -22,7 +23,7 @@ from swiftbatch.worker.model.formats.layout import Layout, PackedTensor
 from swiftbatch.worker.model.gguf.gguf_model import SUFFIX
 from swiftbatch.worker.model.gguf.gguf_weights import gguf_weights
 from swiftbatch.worker.model.model_files import ModelFiles, read_config, stored_layout
-from swiftbatch.worker.model.pickled_weights import DTYPES, pickled_weights
+from swiftbatch.worker.model.pickled_weights import DTYPES, mapped_tensors, pickled_weights
 from swiftbatch.worker.model.text_config import EMBEDDING, HEAD
 
 FORMS = {SUFFIX: "GGUF", PICKLED: "PyTorch weights"}  # others are safetensors
@@ -101,6 +102,15 @@ def _weights_in(
     for name, tensor in pickled_weights(file, hashed) if file.suffix == PICKLED else _stored(hashed):
         if (found := assembly.take(name, tensor)) is not None:
             yield found
+
+
+def stored_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a safetensors or PyTorch file as they are stored. Raises the errors of their readers."""
+    if file.suffix == PICKLED:
+        yield from mapped_tensors(file).items()
+        return
+    with safe_open(file, framework="pt") as stored:
+        yield from ((name, stored.get_tensor(name)) for name in stored.keys())  # noqa: SIM118 (no mapping)
 
 
 def _refuse_blank(name: str, weight: Weight) -> None:
