@@ -94,7 +94,8 @@ class DraftModelPart(TrainedPart):
                 f"engine {self.engine}: no draft model in {path}; {self._moved(model_path) or self.advice(model)}"
             )
         found, expected = locate_model(str(path)).vocab_size, read_config(model, model_path)["vocab_size"]
-        if found != expected or _tokens(path) not in (None, _tokens(model_path)):
+        theirs, ours = _tokens(path), _tokens(model_path)  # either may have another kind of tokenizer
+        if found != expected or (theirs != ours and None not in (theirs, ours)):
             raise ModelError(
                 f"draft model {path}: its vocabulary ({found:,} tokens) is not that of {model} ({expected:,} tokens); "
                 f"a draft model needs the same one: {self.advice(model)}"

@@ -19,8 +19,7 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 PICKLED = ".bin"
 PICKLED_FILE, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"  # read if there are no safetensors
-INDEXES = (INDEX_FILE, PICKLED_INDEX)
-WHERE_WEIGHTS_ARE = (SINGLE_FILE, INDEX_FILE, PICKLED_FILE, PICKLED_INDEX)  # the first that is there
+ENTRIES = (SINGLE_FILE, INDEX_FILE, PICKLED_FILE, PICKLED_INDEX)  # the first one counts
 
 
 def adapter_fault(path: Path) -> str | None:
@@ -67,19 +66,20 @@ def weight_names(path: Path) -> set[str]:
     """Return the names of weight files, or no names if there is no valid index."""
     if links := link_names(path):
         return set(links)
-    for name in WHERE_WEIGHTS_ARE:
-        if (path / name).exists() and name not in INDEXES:
-            return {name}
-        if (path / name).exists():
-            shards = json_object(path / name)[0].get("weight_map")
-            return set(map(str, shards.values())) if isinstance(shards, dict) else set()
-    return set()
+    if (index := index_name(path)) is None:
+        return {name for name in (SINGLE_FILE, PICKLED_FILE) if name == _entry(path)}
+    shards = json_object(path / index)[0].get("weight_map")
+    return set(map(str, shards.values())) if isinstance(shards, dict) else set()
 
 
 def index_name(path: Path) -> str | None:
     """Return the name of the index that lists a model's weight files; None for a single file, or none."""
-    found = next((name for name in WHERE_WEIGHTS_ARE if (path / name).exists()), None)
-    return found if found in INDEXES else None
+    return found if (found := _entry(path)) in (INDEX_FILE, PICKLED_INDEX) else None
+
+
+def _entry(path: Path) -> str | None:
+    """Return the name of the file that is a model's weights, or lists their files."""
+    return next((name for name in ENTRIES if (path / name).exists()), None)
 
 
 def _index_fault(path: Path) -> str | None:

@@ -288,6 +288,15 @@ def test_a_small_model_becomes_a_draft_model(tiny_model: Path, target_folder: Pa
     assert decode(target, "triforce", texts(target)) == decode(target, "autoregressive", texts(target))
 
 
+def test_a_model_without_a_tokenizer_json_takes_a_draft_model_by_its_size(
+    tiny_model: Path, target_folder: Path, tmp_path: Path
+) -> None:
+    """As Vicuna was published."""
+    (target_folder / "tokenizer.json").unlink()
+    result = bring("draft", tiny_model / PARTS_FOLDER / "draft", target_folder, tmp_path / "parts")
+    assert result.exit_code == 0, result.output
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
