@@ -227,7 +227,7 @@ def mtp(
 @MODEL
 @OUTPUT
 def import_(kind: str, folder: Path, model: str, output: Path) -> None:
-    """Make a part that others published one of the model's. The model itself is not changed.
+    """Convert a part that others trained for a model and published. The model itself is not changed.
 
     KIND is `eagle` for a layer of EAGLE, EAGLE-2 or HASS, `griffin` for GRIFFIN's own (both for the engine `griffin`),
     or `draft` for a small model with the same vocabulary (for `triforce`). TokenSwift's own heads are refused: they
