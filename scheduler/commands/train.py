@@ -221,6 +221,27 @@ def mtp(
     train_mtp(model, data, output, replace(recipe, texts=texts), click.echo, features)
 
 
+@train.command("import")
+@click.argument("kind", type=click.Choice(recipes.PUBLISHED_PARTS))
+@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@MODEL
+@OUTPUT
+def import_(kind: str, folder: Path, model: str, output: Path) -> None:
+    """Convert a part that others trained for a model and published. The model itself is not changed.
+
+    KIND is `eagle` for a layer of EAGLE, EAGLE-2 or HASS, `griffin` for GRIFFIN's own (both for the engine `griffin`),
+    or `draft` for a small model with the same vocabulary (for `triforce`). TokenSwift's own heads are refused: they
+    need a hidden state that no forward here hands out.
+
+    \b
+    Example:
+      swiftbatch train import eagle EAGLE-Vicuna-7B-v1.3 --model vicuna-7b-v1.3 --output parts
+    """
+    from swiftbatch.worker.training.import_parts import import_part
+
+    import_part(kind, folder, model, output, click.echo)
+
+
 def _griffin_recipe(
     num_steps: int,
     num_own_texts: int,

@@ -7,7 +7,9 @@ import unicodedata
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from importlib.util import find_spec
 from itertools import repeat, takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenizers.pre_tokenizers import ByteLevel
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 COMPOSED = 4  # no character decomposes canonically into more characters; Unicode guarantees this
 FACTORS = {"NFC": COMPOSED, "NFKC": COMPOSED, "NFD": 1, "NFKD": 1, "Prepend": 1, "ByteLevel": 1}
+PIECES_FILE = "tokenizer.model"  # models of 2023 may have only this tokenizer
 KEEPING = {"ByteLevel", "Metaspace", "Digits"}
 
 
@@ -130,6 +133,11 @@ class TextCodec:
         except ImportError as error:  # the library is optional
             raise ModelError(f"model {files.name}: {error}") from None
         except Exception as error:  # the library raises bare exceptions
+            if _lacks_sentencepiece(files.path):
+                raise ModelError(
+                    f"model {files.name}: its only tokenizer is {PIECES_FILE}, which the library sentencepiece reads, "
+                    "and sentencepiece is not installed here; install swiftbatch with its extra `sentencepiece`"
+                ) from None
             raise ModelError(
                 f"model {files.name}: its tokenizer cannot be loaded from {files.path}: {words_of(error)}; "
                 "expected files that this version of transformers and tokenizers can read"
@@ -471,6 +479,11 @@ def _loaded(files: ModelFiles) -> Any:
     return _loader(files).from_pretrained(
         files.path, trust_remote_code=False, local_files_only=True, clean_up_tokenization_spaces=False, **said
     )
+
+
+def _lacks_sentencepiece(path: Path) -> bool:
+    is_alone = (path / PIECES_FILE).is_file() and not (path / "tokenizer.json").is_file()
+    return is_alone and find_spec("sentencepiece") is None
 
 
 def _loader(files: ModelFiles) -> Any:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 TARGET_KIND = "qwen3"
 TARGET_KINDS = (TARGET_KIND, "qwen3_5_text")
+PUBLISHED_PARTS = ("draft", "eagle", "griffin", "tokenswift")
 TARGET_TOKENS = 20_000_000  # 1.2 times the embedded model's books, hours on two processor cores
 
 

@@ -32,7 +32,10 @@ def test_all_commands_are_there() -> None:
         "cancel",
         "prune",
     }
-    trainings = {"train all", "train target", "train tokenswift", "train draft", "train griffin", "train mtp"}
+    trainings = {
+        *("train all", "train draft", "train griffin", "train import", "train mtp", "train target"),
+        "train tokenswift",
+    }
     assert names == runs | trainings | {"bench decode", "inspect", "quantize", "doctor", "chaos", "verify", "score"}
 
 
