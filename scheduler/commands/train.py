@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
-from swiftbatch.scheduler.commands.options.option_types import MODEL, WholeNumber
+from swiftbatch.scheduler.commands.options.option_types import MODEL, Amount, WholeNumber
 from swiftbatch.worker.training import recipes
 from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE, GriffinRecipe
 
 Command = Callable[..., Any]
+MAX_FEATURE_WEIGHT = 1000
 
 DATA = click.option(
     "--data",
@@ -173,6 +174,39 @@ def draft(model: str, data: Path, output: Path, num_steps: int, seed: int) -> No
     type=WholeNumber(0),
     help=f"Top tokens of an earlier pass that count as aligned; 0: no mask. [default: {GRIFFIN_RECIPE.align_top_k}]",
 )
+@click.option(
+    "--labels",
+    type=click.Choice(get_args(recipes.Labels)),
+    default=GRIFFIN_RECIPE.labels,
+    help="Learn the model's distributions, or as in the paper the text's next tokens.",
+)
+@click.option(
+    "--feature-weight",
+    type=Amount("times", MAX_FEATURE_WEIGHT, min_open=False),
+    default=GRIFFIN_RECIPE.feature_weight,
+    help="Weight of the features' distance in the loss; 0: tokens alone.",
+)
+@click.option(
+    "--warmup",
+    "num_warmup_steps",
+    type=WholeNumber(1),
+    default=GRIFFIN_RECIPE.num_warmup_steps,
+    help="Steps until the full learning rate; 2000 in the paper.",
+)
+@click.option(
+    "--rows",
+    "window_length",
+    type=WholeNumber(2, GRIFFIN_RECIPE.texts.num_book_tokens),
+    default=GRIFFIN_RECIPE.window_length,
+    help="Tokens of a sample; up to 2048 in the paper. Shorter books are left out.",
+)
+@click.option(
+    "--samples",
+    "num_step_windows",
+    type=WholeNumber(1),
+    default=GRIFFIN_RECIPE.num_step_windows,
+    help="Samples of a step; 4 per GPU in the paper.",
+)
 @click.option("--no-token-alignment", is_flag=True, help="Use one pass and no mask, as in EAGLE-2.")
 @click.option("--no-token-guided-fusion", is_flag=True, help="Fuse features and tokens once, as in EAGLE.")
 @click.option("--no-token-enhanced-head", is_flag=True, help="Use one feature for tokens and for the next forward.")
@@ -222,25 +256,23 @@ def mtp(
 
 
 def _griffin_recipe(
-    num_steps: int,
     num_own_texts: int,
     num_passes: int | None,
     align_top_k: int | None,
     no_token_alignment: bool,
     no_token_guided_fusion: bool,
     no_token_enhanced_head: bool,
-    seed: int,
+    **fields: Any,
 ) -> GriffinRecipe:
     if no_token_alignment and not (num_passes is None and align_top_k is None):
         raise click.UsageError("--no-token-alignment means one pass and no mask; leave out --passes and --top-k")
     top_k = GRIFFIN_RECIPE.align_top_k if align_top_k is None else align_top_k or None
     return replace(
         GRIFFIN_RECIPE,
-        num_steps=num_steps,
         num_passes=1 if no_token_alignment else num_passes or GRIFFIN_RECIPE.num_passes,
         align_top_k=None if no_token_alignment else top_k,
         fusion="none" if no_token_guided_fusion else GRIFFIN_RECIPE.fusion,
         has_token_enhanced_head=not no_token_enhanced_head,
         texts=replace(GRIFFIN_RECIPE.texts, num_own_texts=num_own_texts),
-        seed=seed,
+        **fields,
     )

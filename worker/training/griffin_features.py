@@ -169,7 +169,7 @@ def _own(target: TargetModel, books: list[TextFeatures], recipe: GriffinRecipe) 
     if size < recipe.window_length:
         raise CorpusError(
             f"own texts of {size} tokens, prompt included, are too short; expected {recipe.window_length} or more: "
-            "longer books make longer prompts"
+            "longer books make longer prompts, and with --own-texts 0 there are none"
         )
     return {"own texts": learned_texts(target, prompted, recipe.texts)}
 
@@ -194,6 +194,10 @@ class Windows:
         """Copy windows from texts, each given by positions `[length]`."""
         windows = [_rows(text, positions) for text, positions in picks]
         return cls(*(torch.stack(tensors).to(device) for tensors in zip(*windows, strict=True)))
+
+    def has_next(self) -> torch.Tensor:
+        """Return the rows whose next row has the text's next token, `[num_windows, length] bool`."""
+        return self.num_before.roll(-1, dims=1) == self.num_before + 1
 
     def entries(self) -> torch.Tensor:
         num_windows, length = self.token_ids.shape

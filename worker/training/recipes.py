@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from swiftbatch.jobs.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from swiftbatch.worker.drafters.griffin.griffin_model import Fusion
 
+Labels = Literal["soft", "hard"]
+"""What a step teaches: the target's distributions, or the text's next tokens."""
 TARGET_KIND = "qwen3"
 TARGET_KINDS = (TARGET_KIND, "qwen3_5_text")
 TARGET_TOKENS = 20_000_000  # 1.2 times the embedded model's books, hours on two processor cores
@@ -109,7 +111,7 @@ GRIFFIN_TEXTS = HeadRecipe(num_book_tokens=4096, num_own_texts=448)
 
 @dataclass(frozen=True)
 class GriffinRecipe:
-    """The paper's settings (appendix C.3), except for steps, windows and texts."""
+    """The paper's settings (appendix C), except for steps, warm-up, windows, texts and labels."""
 
     num_steps: int = 3600
     num_step_windows: int = 4
@@ -118,6 +120,8 @@ class GriffinRecipe:
     num_passes: int = 3  # number of passes in the last steps
     single_pass_share: float = 0.6  # share of steps with one pass; equal shares with two, three, ... passes follow
     align_top_k: int | None = 3  # None for no alignment mask
+    labels: Labels = "soft"  # the paper's are hard
+    feature_weight: float = 0.1  # of the features' L1 distance, relative to the tokens' cross entropy (C.1)
     base_learning_rate: float = 3e-5  # for the paper's hidden size of 4,096
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0

@@ -30,12 +30,11 @@ from swiftbatch.worker.training.griffin_features import (
     griffin_features,
     windows_in_use,
 )
-from swiftbatch.worker.training.recipes import GriffinRecipe
+from swiftbatch.worker.training.recipes import GriffinRecipe, Labels
 from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held, write_measured
 from swiftbatch.worker.training.training_loop import Step, train_part
 from swiftbatch.worker.training.training_texts import load_target
 
-FEATURE_WEIGHT = 0.1  # weight of the features' L1 distance, relative to the tokens' cross entropy (appendix C.1)
 PASSES_ATTENTION = "swiftbatch_griffin_passes"
 NUM_LOGITS = 2**21  # logits per part, which limits memory for any vocabulary
 
@@ -131,10 +130,12 @@ def accumulate_gradients(
     losses, shares, roots, gradients = [], [], [], []
     for output in passes:
         counted = aligned & output.has_draft
+        if recipe.labels == "hard":
+            counted &= windows.has_next()
         num_rows = counted.sum().clamp(min=1)
-        tokens, gradient, ranks = token_loss(target, output.predicted, windows, counted)
+        tokens, gradient, ranks = token_loss(target, output.predicted, windows, counted, recipe.labels)
         distances = (output.regressed.float() - windows.features.float()).abs().mean(dim=-1)  # [num_windows, length]
-        distance = FEATURE_WEIGHT * distances[counted].sum() / num_rows
+        distance = recipe.feature_weight * distances[counted].sum() / num_rows
         roots += [output.predicted, distance]
         gradients += [gradient / num_rows, torch.ones_like(distance)]
         losses.append(round(float(tokens / num_rows + distance.detach()), 4))
@@ -146,9 +147,9 @@ def accumulate_gradients(
 
 
 def token_loss(
-    target: TargetModel, predicted: torch.Tensor, windows: Windows, counted: torch.Tensor
+    target: TargetModel, predicted: torch.Tensor, windows: Windows, counted: torch.Tensor, labels: Labels = "soft"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the cross entropy with the target's distributions over rows in `counted [num_windows, length]`.
+    """Return the cross entropy with the labels over rows in `counted [num_windows, length]`.
 
     Also returns its gradient for `predicted [num_windows, length, hidden]`, and the rank of the text's next token,
     `[num_windows, length]`.
@@ -159,7 +160,8 @@ def token_loss(
     for rows in counted.flatten().nonzero()[:, 0].split(max(1, NUM_LOGITS // target.vocab_size)):
         state = states[rows].requires_grad_()
         logits = target.model.get_output_embeddings()(state.to(target.dtype)).float()  # [num_rows, vocab]
-        loss = cross_entropy(logits, target.logits(features[rows]).softmax(dim=-1), reduction="sum")
+        expected = next_ids[rows] if labels == "hard" else target.logits(features[rows]).softmax(dim=-1)
+        loss = cross_entropy(logits, expected, reduction="sum")
         [gradient[rows]] = torch.autograd.grad(loss, state)
         total += loss.detach()
         ranks[rows] = (logits > logits.gather(1, next_ids[rows, None])).sum(dim=1)

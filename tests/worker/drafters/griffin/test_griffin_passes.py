@@ -222,9 +222,12 @@ def expected_loss(
     for output in passes:
         logits = target.model.get_output_embeddings()(output.predicted.to(torch.bfloat16)).float()
         counted = mask & output.has_draft
+        if recipe.labels == "hard":
+            labels = torch.nn.functional.one_hot(windows.token_ids.roll(-1, dims=1), logits.shape[-1])
+            counted = counted & ~torch.tensor([row in (9, length - 1) for row in range(length)])
         tokens = -(labels * logits.log_softmax(dim=-1)).sum(dim=-1)
         distance = (output.regressed.float() - windows.features.float()).abs().mean(dim=-1)
-        losses.append((tokens + 0.1 * distance)[counted].mean())
+        losses.append((tokens + recipe.feature_weight * distance)[counted].mean())
         shares.append(float(counted.float().mean()))
         if recipe.align_top_k is not None:
             mask = torch.zeros_like(mask)
@@ -235,8 +238,19 @@ def expected_loss(
     return torch.stack(losses).sum(), [float(loss.detach()) for loss in losses], shares
 
 
-@pytest.mark.parametrize("recipe", [replace(FAST, align_top_k=100), replace(FAST, align_top_k=None), EAGLE2_RECIPE])
-def test_the_loss_counts_aligned_rows_with_the_targets_distributions_as_labels(
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        replace(FAST, align_top_k=100),
+        replace(FAST, align_top_k=None),
+        EAGLE2_RECIPE,
+        replace(FAST, align_top_k=100, labels="hard"),
+        replace(FAST, align_top_k=100, feature_weight=0.0),
+        replace(FAST, align_top_k=None, feature_weight=3.0),
+    ],
+    ids=["aligned", "not aligned", "eagle-2", "hard", "no features", "features"],
+)
+def test_the_loss_counts_aligned_rows_with_the_labels_and_the_features_weight(
     tiny_target: TargetModel, recipe: GriffinRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     picks = [(text(tiny_target, 90, seed=seed), np.r_[0:10, 40:70]) for seed in range(3)]

@@ -77,9 +77,17 @@ def test_the_command_writes_weights_log_and_plot_and_does_nothing_again(
     again = command(tiny_model, books, output, *options)
     assert "holds this training, finished; nothing to do" in again.output
     assert {path: path.stat().st_mtime_ns for path in output.iterdir()} == times
-    other = command(tiny_model, books, output, *options, "--passes", "2")
-    assert other.exit_code == 2
-    assert "holds another training: recipe.num_passes is 3, expected 2; name another folder, or delete" in other.output
+    for option, value, difference in (
+        ("--passes", "2", "num_passes is 3, expected 2"),
+        ("--labels", "hard", "labels is soft, expected hard"),
+        ("--feature-weight", "0", "feature_weight is 0.1, expected 0.0"),
+        ("--warmup", "2000", "num_warmup_steps is 50, expected 2000"),
+        ("--rows", "100", "window_length is 576, expected 100"),
+        ("--samples", "8", "num_step_windows is 4, expected 8"),
+    ):
+        other = command(tiny_model, books, output, *options, option, value)
+        assert other.exit_code == 2
+        assert f"holds another training: recipe.{difference}; name another folder, or delete" in other.output
     (output / FILES.log).unlink()
     unknown = command(tiny_model, books, output, *options)
     assert f"no {FILES.log} tells how its {FILES.product} was trained" in unknown.output
@@ -198,6 +206,9 @@ def test_bad_data_and_options_are_one_line(tiny_model: Path, books: Path, tmp_pa
         (empty, [], "no file matches *train*.jsonl"),
         (books, ["--no-token-alignment", "--passes", "3"], "leave out --passes and --top-k"),
         (books, ["--passes", "0"], "--passes"),
+        (books, ["--labels", "sotf"], "'sotf' is not one of 'soft', 'hard'"),
+        (books, ["--feature-weight", "nan"], "found nan, expected at most 1,000 times"),
+        (books, ["--rows", "4097"], "4097 is not in the range 2<=x<=4096"),
     ):
         result = command(tiny_model, data, output, *options)
         assert result.exit_code == 2
