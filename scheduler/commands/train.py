@@ -10,6 +10,7 @@ from typing import Any, get_args
 import click
 
 from swiftbatch.scheduler.commands.options.option_types import MODEL, Amount, WholeNumber
+from swiftbatch.worker.drafters.catalogue import HeadKind
 from swiftbatch.worker.training import recipes
 from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE, GriffinRecipe
 
@@ -36,7 +37,7 @@ SEED = click.option("--seed", type=WholeNumber(0), default=recipes.HeadRecipe.se
 FEATURES = click.option(
     "--features",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of the model's features, which trainings may share. [default: `features` in the output]",
+    help="Folder of the model's features, which trainings may share. [default: a folder in the output]",
 )
 
 
@@ -108,7 +109,34 @@ def target(data: Path, output: Path, num_tokens: int, kind: str) -> None:
 @MODEL
 @DATA
 @OUTPUT
+@click.option(
+    "--kind",
+    type=click.Choice(get_args(HeadKind)),
+    default=recipes.HeadRecipe.kind,
+    help="Each head reads the head before it, or as in Medusa the model's hidden state.",
+)
+@click.option(
+    "--heads",
+    "num_heads",
+    type=WholeNumber(1, recipes.MOST_HEADS),
+    default=recipes.HeadRecipe.num_heads,
+    help="Number of heads; a drafted tree is as deep.",
+)
 @steps_option(recipes.HeadRecipe.num_steps)
+@click.option(
+    "--rows",
+    "num_step_rows",
+    type=WholeNumber(1),
+    default=recipes.HeadRecipe.num_step_rows,
+    help="Tokens to learn from in a step, of all texts; the paper has 120 texts of up to 8192.",
+)
+@click.option(
+    "--book-tokens",
+    "num_book_tokens",
+    type=WholeNumber(1),
+    default=recipes.HeadRecipe.num_book_tokens,
+    help="Tokens of a book, from its beginning.",
+)
 @click.option(
     "--own-texts",
     "num_own_texts",
@@ -117,12 +145,14 @@ def target(data: Path, output: Path, num_tokens: int, kind: str) -> None:
     show_default=False,
     help="Learn from this many texts that the model generates.",
 )
+@FEATURES
 @SEED
-def tokenswift(model: str, data: Path, output: Path, num_steps: int, num_own_texts: int, seed: int) -> None:
+def tokenswift(model: str, data: Path, output: Path, features: Path | None, **options: Any) -> None:
     """Train a model's decoding heads for the engine `tokenswift`. The model itself is not changed.
 
     They learn from the beginnings of the books in *train*.jsonl, or with --own-texts from the model's continuations of
-    parts of them. Accuracy is measured on *test*.jsonl. The embedded model's heads used --own-texts 512.
+    parts of them. Accuracy is measured on *test*.jsonl. The embedded model's heads used --own-texts 512. After a kill,
+    the same command continues.
 
     \b
     Example:
@@ -130,8 +160,7 @@ def tokenswift(model: str, data: Path, output: Path, num_steps: int, num_own_tex
     """
     from swiftbatch.worker.training.train_tokenswift import train_heads
 
-    recipe = recipes.HeadRecipe(num_steps=num_steps, num_own_texts=num_own_texts, seed=seed)
-    train_heads(model, data, output, recipe, click.echo)
+    train_heads(model, data, output, recipes.HeadRecipe(**options), click.echo, features)
 
 
 @train.command()

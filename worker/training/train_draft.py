@@ -5,9 +5,9 @@ It is distilled on the target's distributions, because it must guess what the ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -22,19 +22,12 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.sampling.noise import GumbelNoise
 from swiftbatch.worker.sampling.sampler import draw
+from swiftbatch.worker.training.feature_files import FEWEST_TOKENS, FOLDER, TextFeatures, TextSource
 from swiftbatch.worker.training.recipes import DraftRecipe
 from swiftbatch.worker.training.train_target import save_target
-from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held, write_measured
-from swiftbatch.worker.training.training_loop import Optimizers, Step, repeatable, train_part, whole_step
-from swiftbatch.worker.training.training_texts import (
-    Text,
-    book_texts,
-    held_out_texts,
-    hidden_states,
-    jumping_positions,
-    learned_texts,
-    load_target,
-)
+from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held
+from swiftbatch.worker.training.training_loop import Optimizers, PartTraining, Step, repeatable, train_part, whole_step
+from swiftbatch.worker.training.training_texts import jumping_positions, load_target
 
 FILES = TrainingFiles("draft_log.jsonl", "draft_state.pt", "model.safetensors")
 NUM_LOGITS = 2**21  # more logits do not fit in the processor's cache, which is slower
@@ -44,7 +37,7 @@ SAMPLING = {
     "T 1, min-p 0.1": SamplingParams(max_tokens=1, temperature=1.0, min_p=0.1),
 }
 """Sampling of both models, by name."""
-NUM_BOOK_TOKENS = 32_768
+MOST_HELD_OUT_TOKENS = 2048  # of a test book
 
 
 def draft_config(target: PreTrainedConfig) -> LlamaConfig:
@@ -72,8 +65,8 @@ def draft_config(target: PreTrainedConfig) -> LlamaConfig:
 class DraftWindows:
     """Draws random windows of equal length from texts, some of them with a gap."""
 
-    def __init__(self, texts: list[Text]) -> None:
-        self._texts = [np.asarray(text.token_ids) for text in texts]
+    def __init__(self, texts: list[TextFeatures]) -> None:
+        self._texts = [text.token_ids.numpy() for text in texts]
         sizes = np.asarray([len(text) for text in self._texts], dtype=np.float64)
         self._shares = sizes / sizes.sum()
 
@@ -81,10 +74,17 @@ class DraftWindows:
         """Return windows `[num_windows, length] int64`; no text may be shorter than `length`."""
         chosen = [self._texts[index] for index in random.choice(len(self._texts), num_windows, p=self._shares)]
         windows = [text[jumping_positions(random, len(text), length, NUM_SINKS)] for text in chosen]
-        return torch.from_numpy(np.stack(windows))
+        return torch.from_numpy(np.stack(windows).astype(np.int64))
 
 
-def train_draft(model: str, data: Path, output: Path, recipe: DraftRecipe, report: Callable[[str], None]) -> None:
+def train_draft(
+    model: str,
+    data: Path,
+    output: Path,
+    recipe: DraftRecipe,
+    report: Callable[[str], None],
+    features: Path | None = None,
+) -> None:
     """Train a draft model on books under `data` and own texts; write it and its log to `output`.
 
     A killed training resumes to the same weights. A finished training is kept. Raises ModelError and CorpusError.
@@ -93,16 +93,19 @@ def train_draft(model: str, data: Path, output: Path, recipe: DraftRecipe, repor
     if output.resolve() == files.path.resolve():
         raise ModelError(f"output {output}: holds the target model itself; give another folder, as {output / 'draft'}")
     with held(output):
-        _train(files, data, output, recipe, report)
+        _train(files, data, output, recipe, report, features or output / FOLDER)
 
 
-def _train(files: ModelFiles, data: Path, output: Path, recipe: DraftRecipe, report: Callable[[str], None]) -> None:
+def _train(
+    files: ModelFiles, data: Path, output: Path, recipe: DraftRecipe, report: Callable[[str], None], features: Path
+) -> None:
     folder = TrainingFolder(output, FILES, {"model": files.fingerprint, "recipe": asdict(recipe)})
     if folder.is_finished(report):
         return
     target = load_target(files)
-    batch = window_source(target, data, recipe)
-    held_out = held_out_texts(target, data, recipe.texts, report)
+    source = TextSource(target, data, features, recipe.texts, recipe.window_length, report)
+    batch = window_source(source, recipe)
+    held_out = source.held_out(FEWEST_TOKENS, MOST_HELD_OUT_TOKENS)
     torch.manual_seed(recipe.seed)
     draft = LlamaForCausalLM(draft_config(target.model.config)).to(target.device)
     optimizers = Optimizers(draft, recipe)
@@ -116,19 +119,17 @@ def _train(files: ModelFiles, data: Path, output: Path, recipe: DraftRecipe, rep
     def measure(when: str, _: int) -> Iterator[DraftAgreementRecord]:
         return iter(()) if when == "during" else measure_agreement(when, target, draft, held_out)
 
-    with repeatable(draft.device):
-        train_part(folder, draft, optimizers, recipe.num_steps, take_step, measure, report)
+    def save() -> None:
         save_target(draft, AutoTokenizer.from_pretrained(files.path, local_files_only=True), output)
-        with folder.open_log(recipe.num_steps) as log:
-            write_measured(log, measure("after", recipe.num_steps), report)
-    folder.finish()
+
+    with repeatable(draft.device):
+        train_part(folder, PartTraining(draft, optimizers, recipe.num_steps, take_step, measure, save), report)
 
 
-def window_source(target: TargetModel, data: Path, recipe: DraftRecipe) -> Callable[[int], torch.Tensor]:
+def window_source(source: TextSource, recipe: DraftRecipe) -> Callable[[int], torch.Tensor]:
     """Return the function of each step's windows, some of books, some of the target's own texts."""
-    length = recipe.window_length
-    texts = book_texts(data, "*train*.jsonl", target.files, NUM_BOOK_TOKENS, length)
-    books, own = DraftWindows(texts), DraftWindows(learned_texts(target, texts, recipe.texts))
+    texts, length = source.books(has_features=False), recipe.window_length
+    books, own = DraftWindows(texts), DraftWindows(source.own(texts, has_features=False))
     num_own = round(recipe.own_share * recipe.num_step_windows)
 
     def batch(step: int) -> torch.Tensor:
@@ -176,22 +177,23 @@ class DraftAgreementRecord:
 
 
 def measure_agreement(
-    when: str, target: TargetModel, draft: LlamaForCausalLM, held_out: dict[str, list[Text]]
+    when: str, target: TargetModel, draft: LlamaForCausalLM, held_out: list[TextFeatures]
 ) -> Iterator[DraftAgreementRecord]:
-    for name, texts in held_out.items():
+    for name, texts in groupby(held_out, key=lambda text: text.name):
         yield DraftAgreementRecord(when, name, *agreement(target, draft, texts))
 
 
 @torch.inference_mode()
-def agreement(target: TargetModel, draft: LlamaForCausalLM, texts: list[Text]) -> tuple[int, dict[str, float]]:
+def agreement(
+    target: TargetModel, draft: LlamaForCausalLM, texts: Iterable[TextFeatures]
+) -> tuple[int, dict[str, float]]:
     """Return the number of rows, and the share of equal draws for each `SAMPLING`."""
     num_rows = 0
     num_same = dict.fromkeys(SAMPLING, 0)
     for seed, text in enumerate(texts):
         noise = GumbelNoise(seed, target.vocab_size, target.device)
-        hidden = hidden_states(target, text.token_ids)  # [num_tokens, hidden]
-        for first_row, drafted in windowed_logits(draft, text.token_ids):
-            said = target.logits(hidden[first_row : first_row + len(drafted)])
+        for first_row, drafted in windowed_logits(draft, text.token_ids.tolist()):
+            said = target.logits(text.features[first_row : first_row + len(drafted)].to(target.device))
             for row in range(max(0, text.first_row - first_row), len(drafted)):
                 num_rows += 1
                 for name, params in SAMPLING.items():

@@ -21,18 +21,17 @@ from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig, Grif
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import GRIFFIN_FILE, ModelFiles, locate_model
 from swiftbatch.worker.sampling.noise import GumbelNoise
-from swiftbatch.worker.training.griffin_features import (
-    FOLDER,
+from swiftbatch.worker.training.feature_files import FOLDER, TextFeatures
+from swiftbatch.worker.training.feature_windows import (
     FeatureWindowSource,
     GriffinFeatures,
-    TextFeatures,
     Windows,
     griffin_features,
     windows_in_use,
 )
 from swiftbatch.worker.training.recipes import GriffinRecipe, Labels
-from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held, write_measured
-from swiftbatch.worker.training.training_loop import Step, train_part
+from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held
+from swiftbatch.worker.training.training_loop import PartTraining, Step, train_part
 from swiftbatch.worker.training.training_texts import load_target
 
 PASSES_ATTENTION = "swiftbatch_griffin_passes"
@@ -295,11 +294,7 @@ def _train(
     torch.manual_seed(recipe.seed)
     draft = GriffinModel(config_of(recipe, target.model.config)).to(target.device)
     run_training(draft, target, texts, recipe, folder, report)
-    save_griffin(output, draft, files.fingerprint)
-    with folder.open_log(recipe.num_steps) as log:
-        write_measured(log, measure_accuracy("after", recipe.num_steps, target, draft, texts.held_out), report)
     plot_training(folder.records(), output / PLOT)
-    folder.finish()
 
 
 def config_of(recipe: GriffinRecipe, target: PreTrainedConfig) -> GriffinConfig:
@@ -339,7 +334,10 @@ def run_training(
         held_out = texts.held_out[:NUM_CURVE_TEXTS] if when == "during" else texts.held_out
         return measure_accuracy(when, step, target, draft, held_out)
 
-    train_part(folder, draft, optimizer, recipe.num_steps, take_step, measure, report)
+    def save() -> None:
+        save_griffin(folder.path, draft, target.files.fingerprint)
+
+    train_part(folder, PartTraining(draft, optimizer, recipe.num_steps, take_step, measure, save), report)
 
 
 def plot_training(records: list[dict[str, Any]], path: Path) -> None:

@@ -20,11 +20,12 @@ from swiftbatch.worker.drafters.mtp.predictor import PredictorModule
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.causal_lm import decoder_of
 from swiftbatch.worker.model.model_files import MTP_FILE, let_others_read, locate_model, read_config
-from swiftbatch.worker.training.griffin_features import FOLDER, GriffinFeatures, TextFeatures, Windows, griffin_features
+from swiftbatch.worker.training.feature_files import FOLDER, TextFeatures
+from swiftbatch.worker.training.feature_windows import GriffinFeatures, Windows, griffin_features
 from swiftbatch.worker.training.recipes import GriffinRecipe, MTPRecipe
 from swiftbatch.worker.training.train_griffin import token_loss
-from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held, write_measured
-from swiftbatch.worker.training.training_loop import Optimizers, Step, train_part, whole_step
+from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held
+from swiftbatch.worker.training.training_loop import Optimizers, PartTraining, Step, train_part, whole_step
 from swiftbatch.worker.training.training_texts import load_target
 
 FILES = TrainingFiles("mtp_log.jsonl", "mtp_state.pt", MTP_FILE)
@@ -69,8 +70,6 @@ def train_mtp(
         module = PredictorModule(read_config(files.name, files.path)).to(target.device).train()
         module.begin_as(decoder_of(target.model))
         run_training(module, target, texts, recipe, folder, report)
-        save_mtp(output, module, files.fingerprint)
-        folder.finish()
 
 
 def save_mtp(folder: Path, module: PredictorModule, model_fingerprint: str) -> None:
@@ -88,7 +87,6 @@ def run_training(
     folder: TrainingFolder,
     report: Callable[[str], None],
 ) -> None:
-    """Run all remaining steps from the state in the folder, which is saved every `NUM_STATE_STEPS`."""
     optimizers = Optimizers(module, recipe.steps())
 
     def take_step(step: int) -> Step:
@@ -97,9 +95,13 @@ def run_training(
         optimizers.step(step)
         return whole_step("mtp", windows.token_ids.numel(), loss)
 
-    train_part(folder, module, optimizers, recipe.num_steps, take_step, lambda *_: (), report)
-    with folder.open_log(recipe.num_steps) as log:
-        write_measured(log, measure(module, target, texts.held_out, recipe), report)
+    def measured(when: str, _: int) -> list[MTPAccuracyRecord]:
+        return measure(module, target, texts.held_out, recipe) if when == "after" else []
+
+    def save() -> None:
+        save_mtp(folder.path, module, target.files.fingerprint)
+
+    train_part(folder, PartTraining(module, optimizers, recipe.num_steps, take_step, measured, save), report)
 
 
 def draw_windows(texts: GriffinFeatures, recipe: MTPRecipe, step: int, device: torch.device) -> Windows:

@@ -256,7 +256,7 @@ def _confident(tokens: tuple[int, ...], confidences: dict[tuple[int, ...], float
 class TokenSwiftOptions:
     """The paper's parameters, with the fastest values as defaults; the paper's own are in `bench/variants.py`."""
 
-    digits: tuple[int, ...] = (3, 3, 3)  # candidates by depth, one number per head
+    digits: tuple[int, ...] | None = None  # candidates by depth, one number per head; None: `DIGIT` for each head
     num_ngrams: int = 20  # k
     cache: SparseCacheFactory = SummaryKVCache  # the rounds' cache
     budget: int = ENGINES["tokenswift"].partial_budget
@@ -264,6 +264,7 @@ class TokenSwiftOptions:
     recycles: bool = True  # adds token recycling as a source
 
 
+DIGIT = 3
 DEFAULTS = TokenSwiftOptions()
 CHAINS = RoundPlan(num_rounds=7, num_round_nodes=5, chain_length=7, num_nodes=7)
 
@@ -277,12 +278,13 @@ def tokenswift(
 ) -> Drafter:
     """Make TokenSwift's drafter. Raises ModelError if heads for this target are missing or too few."""
     heads = DecodingHeads.load(parts_folder, target)
-    if len(options.digits) > heads.num_heads:
-        digits = ",".join(map(str, options.digits))
+    digits = (DIGIT,) * heads.num_heads if options.digits is None else options.digits
+    if len(digits) > heads.num_heads:
         folder = parts_folder or target.files.path
-        raise ModelError(f"tree {digits}: the heads in {folder} are {heads.num_heads}, expected one for each number")
+        tree = ",".join(map(str, digits))
+        raise ModelError(f"tree {tree}: the heads in {folder} are {heads.num_heads}, expected one for each number")
     recycling = TokenRecyclingDrafter(target) if options.recycles else None
-    proposer = new_proposer(heads, options.digits, options.num_ngrams, recycling)
+    proposer = new_proposer(heads, digits, options.num_ngrams, recycling)
     plan = CHAINS if options.draft_rounds is None else whole_trees(options.draft_rounds)
     drafter = SelfSpeculationDrafter(target, proposer, options.cache, options.budget, plan)
     return with_rounds(drafter, plan, costs) if options.draft_rounds is None else drafter

@@ -17,13 +17,12 @@ from swiftbatch.worker.sampling.noise import GumbelNoise
 from swiftbatch.worker.sampling.sampler import draw
 from swiftbatch.worker.training import train_griffin as griffin_accuracy
 from swiftbatch.worker.training import train_griffin as griffin_passes
-from swiftbatch.worker.training.griffin_features import (
+from swiftbatch.worker.training.feature_files import read_texts, write_texts
+from swiftbatch.worker.training.feature_windows import (
     FeatureWindowSource,
     Windows,
     griffin_features,
-    read_features,
     windows_in_use,
-    write_features,
 )
 from swiftbatch.worker.training.recipes import OWN_SAMPLING, GriffinRecipe
 from swiftbatch.worker.training.train_griffin import (
@@ -63,14 +62,14 @@ def tiny_target(tiny_model: Path) -> TargetModel:
 def test_features_are_the_targets_and_are_mapped_not_copied(tiny_target: TargetModel, tmp_path: Path) -> None:
     import pyarrow as pa
 
-    texts = {"one": [Text([1, 2, 3, 4]), Text([7] * 100, 5)], "two": [Text([9, 8])]}
+    texts = [("one", Text([1, 2, 3, 4])), ("one", Text([7] * 100, 5)), ("two", Text([9, 8]))]
     path = tmp_path / "new" / "features.arrow"
-    write_features(path, tiny_target, texts, {"model": "m"})
+    write_texts(path, texts, {"model": "m"}, tiny_target)
     before = pa.total_allocated_bytes()
-    found = read_features(path, {"model": "m"})
+    found = read_texts(path, {"model": "m"})
     assert pa.total_allocated_bytes() - before < 1000
     assert [(part.name, part.first_row) for part in found] == [("one", 0), ("one", 5), ("two", 0)]
-    for part, made in zip(found, [*texts["one"], *texts["two"]], strict=True):
+    for part, (_, made) in zip(found, texts, strict=True):
         assert part.token_ids.tolist() == made.token_ids
         assert torch.equal(part.features, hidden_states(tiny_target, made.token_ids))
     assert [file.name for file in path.parent.iterdir()] == [path.name]
@@ -79,10 +78,10 @@ def test_features_are_the_targets_and_are_mapped_not_copied(tiny_target: TargetM
 def test_a_killed_computation_of_features_leaves_no_file(tiny_target: TargetModel, tmp_path: Path) -> None:
     path = tmp_path / "features.arrow"
     with pytest.raises(IndexError):
-        write_features(path, tiny_target, {"one": [Text([1, 2]), Text([10**6])]}, {})  # no such token
-    assert not path.exists()
-    write_features(path, tiny_target, {"one": [Text([1, 2])]}, {})
-    assert len(read_features(path, {})) == 1
+        write_texts(path, [("one", Text([1, 2])), ("one", Text([10**6]))], {}, tiny_target)  # no such token
+    assert not list(tmp_path.iterdir())
+    write_texts(path, [("one", Text([1, 2]))], {}, tiny_target)
+    assert len(read_texts(path, {})) == 1
 
 
 def test_features_are_reused_and_those_of_something_else_refused(

@@ -20,7 +20,8 @@ from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
 from swiftbatch.worker.training import recipes
 from swiftbatch.worker.training import train_draft as draft
-from swiftbatch.worker.training.recipes import OWN_SAMPLING, DraftRecipe, HeadRecipe, draft_recipe
+from swiftbatch.worker.training.feature_files import TextFeatures, TextSource
+from swiftbatch.worker.training.recipes import OWN_SAMPLING, DraftRecipe, TextRecipe, draft_recipe
 from swiftbatch.worker.training.train_draft import (
     SAMPLING,
     DraftWindows,
@@ -28,13 +29,13 @@ from swiftbatch.worker.training.train_draft import (
     target_distributions,
     train_draft,
 )
-from swiftbatch.worker.training.training_texts import CorpusError, Text
+from swiftbatch.worker.training.training_texts import CorpusError
 from tests.worker.drafters.triforce.draft_parts import untrained
 
 pytestmark = pytest.mark.long
 
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
-TEXTS = HeadRecipe(num_book_tokens=200, num_own_texts=4, num_prompt_tokens=16, num_own_tokens=60)
+TEXTS = TextRecipe(num_book_tokens=200, num_own_texts=4, num_prompt_tokens=16, num_own_tokens=60)
 FAST = DraftRecipe(25, window_length=64, num_warmup_steps=2, texts=TEXTS)
 
 
@@ -55,7 +56,7 @@ def command(model: Path, data: Path, output: Path) -> Result:
 def test_the_command_writes_a_model_that_runs_with_the_targets_tokenizer(
     tiny_model: Path, books: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts = HeadRecipe(num_own_texts=2, num_prompt_tokens=510, num_own_tokens=20)
+    texts = TextRecipe(num_own_texts=2, num_prompt_tokens=510, num_own_tokens=20)
     monkeypatch.setattr(recipes, "DRAFT_TEXTS", texts)
     (books / "test.jsonl").unlink()
     result = command(tiny_model, books, tmp_path / "draft")
@@ -140,9 +141,10 @@ def test_a_step_is_the_same_in_parts_and_the_target_stays_frozen(
     assert all(torch.equal(p, before[name]) for name, p in tiny_target.model.named_parameters())
 
 
-def test_a_share_of_the_windows_is_the_targets_own_text(tiny_target: TargetModel, books: Path) -> None:
+def test_a_share_of_the_windows_is_the_targets_own_text(tiny_target: TargetModel, books: Path, tmp_path: Path) -> None:
     recipe = dataclasses.replace(FAST, own_share=0.25)
-    batch = draft.window_source(tiny_target, books, recipe)
+    source = TextSource(tiny_target, books, tmp_path, recipe.texts, recipe.window_length, lambda line: None)
+    batch = draft.window_source(source, recipe)
     windows = torch.cat([batch(step) for step in range(20)])
     sentence = TextCodec(tiny_target.files).encode(SENTENCE * 3)
     from_books = [
@@ -153,8 +155,12 @@ def test_a_share_of_the_windows_is_the_targets_own_text(tiny_target: TargetModel
 
 
 def test_windows_lie_in_one_text_and_a_third_of_them_jump() -> None:
-    texts = [Text(list(range(1000))), Text(list(range(5000, 5100))), Text(list(range(7000, 7064)))]
-    windows = DraftWindows(texts).batch(np.random.default_rng(0), 3000, 64).numpy()
+    ids = [torch.arange(first, end).to(torch.uint32) for first, end in ((0, 1000), (5000, 5100), (7000, 7064))]
+    windows = (
+        DraftWindows([TextFeatures("books", 0, each, torch.empty(len(each), 0)) for each in ids])
+        .batch(np.random.default_rng(0), 3000, 64)
+        .numpy()
+    )
     first = windows[:, 0]
     assert windows.shape == (3000, 64)
     assert all((windows // 1000 == first[:, None] // 1000).all(axis=1))
@@ -191,8 +197,8 @@ def test_a_target_that_gives_nan_behind_some_tokens_is_no_teacher(
     shutil.copytree(tiny_target.files.path, spoiled)
     tiny_target.model.save_pretrained(spoiled)
     if not of_own_texts:
-        monkeypatch.setattr(draft, "learned_texts", lambda target, texts, recipe: texts)
-        monkeypatch.setattr(draft, "held_out_texts", lambda *_: {})
+        monkeypatch.setattr(TextSource, "own", lambda source, books, has_features: books)
+        monkeypatch.setattr(TextSource, "held_out", lambda *_: [])
     words = (
         "the model's logits for position .* are not finite" if of_own_texts else "the loss of training step 1 is nan"
     )
