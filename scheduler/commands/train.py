@@ -23,6 +23,12 @@ DATA = click.option(
     required=True,
     help="JSONL file with a field `text`, or a folder of them.",
 )
+PART_DATA = click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="JSONL file with a field `text`, `messages` or `conversations`, or a folder of them.",
+)
 OUTPUT = click.option(
     "--output", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder to write."
 )
@@ -107,7 +113,7 @@ def target(data: Path, output: Path, num_tokens: int, kind: str) -> None:
 
 @train.command()
 @MODEL
-@DATA
+@PART_DATA
 @OUTPUT
 @click.option(
     "--kind",
@@ -165,7 +171,7 @@ def tokenswift(model: str, data: Path, output: Path, features: Path | None, **op
 
 @train.command()
 @MODEL
-@DATA
+@PART_DATA
 @OUTPUT
 @steps_option(recipes.DraftRecipe.num_steps)
 @SEED
@@ -187,7 +193,7 @@ def draft(model: str, data: Path, output: Path, num_steps: int, seed: int) -> No
 
 @train.command()
 @MODEL
-@DATA
+@PART_DATA
 @OUTPUT
 @steps_option(GRIFFIN_RECIPE.num_steps)
 @own_texts_option(GRIFFIN_RECIPE.texts.num_own_texts)
@@ -259,7 +265,7 @@ def griffin(model: str, data: Path, output: Path, features: Path | None, **optio
 
 @train.command()
 @MODEL
-@DATA
+@PART_DATA
 @OUTPUT
 @steps_option(recipes.MTPRecipe.num_steps)
 @own_texts_option(recipes.MTPRecipe.texts.num_own_texts)

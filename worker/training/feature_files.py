@@ -17,16 +17,15 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.training.corpus import CorpusError, read_records
 from swiftbatch.worker.training.recipes import LEARNED_SAMPLING, OWN_SAMPLING, TextRecipe
 from swiftbatch.worker.training.training_folder import differing
 from swiftbatch.worker.training.training_texts import (
-    CorpusError,
     NamedText,
     book_texts,
     held_out_texts,
     hidden_states,
     learned_texts,
-    read_books,
 )
 
 ORIGIN = b"origin"  # key of JSON in the schema's metadata
@@ -121,8 +120,8 @@ class TextSource:
     def books(self, has_features: bool = True) -> list[TextFeatures]:
         """Return the starts of the training books. Raises CorpusError, as all methods do."""
         size = self.recipe.num_book_tokens
-        texts = (("books", text) for text in book_texts(self.data, TRAIN, self.target.files, size, self.num_needed))
-        return self._of_file("books", self._book_origin(), texts, has_features)
+        texts = book_texts(self.data, TRAIN, self.target.files, size, self.num_needed, self.report)
+        return self._of_file("books", self._book_origin(), (("books", text) for text in texts), has_features)
 
     def own(self, books: Sequence[TextFeatures], has_features: bool = True) -> list[TextFeatures]:
         """Return the target's texts after stretches of the books; none if the recipe has none."""
@@ -146,7 +145,9 @@ class TextSource:
         size = min(self.recipe.num_book_tokens, most_tokens or self.recipe.num_book_tokens)
         origin = {"data": data_digest(self.data, TEST), "num_book_tokens": size, "num_needed": num_needed}
         origin |= _own_origin(self.recipe, OWN_SAMPLING.values())
-        texts = held_out_texts(self.target, self.data, replace(self.recipe, num_book_tokens=size), num_needed)
+        texts = held_out_texts(
+            self.target, self.data, replace(self.recipe, num_book_tokens=size), num_needed, self.report
+        )
         return self._of_file("held-out", origin, texts)
 
     def _book_origin(self) -> dict[str, Any]:
@@ -176,8 +177,8 @@ class TextSource:
 
 
 def data_digest(data: Path, pattern: str) -> str:
-    """Return the SHA-256 of the files that `read_books` reads. Raises CorpusError if there are none."""
-    next(read_books(data, pattern), None)
+    """Return the SHA-256 of the files that `read_records` reads. Raises CorpusError if there are none."""
+    next(read_records(data, pattern), None)
     digest = hashlib.sha256()
     for path in [data] if data.is_file() else sorted(data.rglob(pattern)):
         with path.open("rb") as file:

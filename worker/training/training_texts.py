@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from rich.progress import Progress
 
-from swiftbatch.jobs.errors import ModelError, UserError
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling_params import MAX_SEED, SamplingParams
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.engine.engine import Engine
@@ -25,45 +24,13 @@ from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.text.tokenizer import TextCodec
+from swiftbatch.worker.training.corpus import CorpusError, encoded_records
 from swiftbatch.worker.training.recipes import LEARNED_SAMPLING, OWN_SAMPLING, TextRecipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 JUMP_SHARE = 1 / 3  # share of windows made of a text's first tokens and a later stretch
-
-
-class CorpusError(UserError):
-    """Data folder without readable books."""
-
-
-def read_books(data: Path, pattern: str = "*train*.jsonl") -> Iterator[str]:
-    """Yield the `text` of each record of the JSONL files under `data` that match `pattern`, in file order.
-
-    Raises CorpusError for records without `text`, and if there is no text at all.
-    """
-    paths = [data] if data.is_file() else sorted(data.rglob(pattern))
-    if not paths:
-        raise CorpusError(f"{data}: no file matches {pattern}; expected JSONL records with a `text` field")
-    num_characters = 0
-    for path in paths:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                text = _text_of(path, number, line)
-                num_characters += len(text)
-                yield text
-    if not num_characters:
-        raise CorpusError(f"{data}: the files that match {pattern} hold no text; expected records with a `text` field")
-
-
-def _text_of(path: Path, number: int, line: bytes) -> str:
-    try:
-        text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorpusError(f"{path}, line {number}: expected a JSON object with `text`: {error}") from error
-    if not isinstance(text, str):
-        raise CorpusError(f"{path}, line {number}, text: found {type(text).__name__}, expected a string")
-    return text
 
 
 def encode_books(books: list[str], tokenizer: PreTrainedTokenizerFast) -> list[np.ndarray]:
@@ -79,7 +46,6 @@ def jumping_positions(random: np.random.Generator, num_tokens: int, length: int,
     return np.concatenate([np.arange(num_sinks), np.arange(start, start + length - num_sinks)])
 
 
-CHARACTERS_PER_TOKEN = 16  # upper bound for running text, which limits how much of a book is encoded
 NUM_AT_A_TIME = 32  # rows of a forward on a CPU; a GPU has twice as many
 
 
@@ -101,10 +67,12 @@ def load_target(files: ModelFiles) -> TargetModel:
     return target
 
 
-def held_out_texts(target: TargetModel, data: Path, recipe: TextRecipe, num_needed: int) -> Iterator[NamedText]:
+def held_out_texts(
+    target: TargetModel, data: Path, recipe: TextRecipe, num_needed: int, report: Callable[[str], None]
+) -> Iterator[NamedText]:
     """Yield test books of `num_needed` tokens or more, and the target's texts after their starts, with names."""
     beginnings = []
-    for book in book_texts(data, "*test*.jsonl", target.files, recipe.num_book_tokens, num_needed):
+    for book in book_texts(data, "*test*.jsonl", target.files, recipe.num_book_tokens, num_needed, report):
         beginnings.append(np.asarray(book.token_ids[: recipe.num_prompt_tokens]))
         yield "test books", book
     stretches = Stretches(beginnings, recipe.num_prompt_tokens, first_ids_of(target.files))
@@ -114,11 +82,12 @@ def held_out_texts(target: TargetModel, data: Path, recipe: TextRecipe, num_need
             yield f"own text, {name}", text
 
 
-def book_texts(data: Path, pattern: str, files: ModelFiles, num_tokens: int, num_needed: int) -> Iterator[Text]:
-    """Yield the first `num_tokens` tokens of each book with `num_needed`. Raises CorpusError if none has."""
-    codec, longest = TextCodec(files), 0
-    for book in read_books(data, pattern):
-        token_ids = codec.encode(book[: num_tokens * CHARACTERS_PER_TOKEN])[:num_tokens]
+def book_texts(
+    data: Path, pattern: str, files: ModelFiles, num_tokens: int, num_needed: int, report: Callable[[str], None]
+) -> Iterator[Text]:
+    """Yield the first `num_tokens` tokens of each book or chat with `num_needed`. Raises CorpusError if none has."""
+    longest = 0
+    for token_ids in encoded_records(data, pattern, TextCodec(files), num_tokens, report):
         longest = max(longest, len(token_ids))
         if len(token_ids) >= num_needed:
             yield Text(token_ids)

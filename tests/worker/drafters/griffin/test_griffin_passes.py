@@ -17,6 +17,7 @@ from swiftbatch.worker.sampling.noise import GumbelNoise
 from swiftbatch.worker.sampling.sampler import draw
 from swiftbatch.worker.training import train_griffin as griffin_accuracy
 from swiftbatch.worker.training import train_griffin as griffin_passes
+from swiftbatch.worker.training.corpus import CorpusError
 from swiftbatch.worker.training.feature_files import read_texts, write_texts
 from swiftbatch.worker.training.feature_windows import (
     FeatureWindowSource,
@@ -33,7 +34,7 @@ from swiftbatch.worker.training.train_griffin import (
     measure_accuracy,
     token_loss,
 )
-from swiftbatch.worker.training.training_texts import CorpusError, Text, hidden_states, load_target
+from swiftbatch.worker.training.training_texts import Text, hidden_states, load_target
 from tests.worker.drafters.griffin.griffin_training_parts import (
     CPU,
     EAGLE2_RECIPE,

@@ -15,9 +15,10 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import GRIFFIN_FILE, locate_model
 from swiftbatch.worker.training import train_griffin as training
 from swiftbatch.worker.training import training_loop
+from swiftbatch.worker.training.corpus import CorpusError
 from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE, OWN_SAMPLING, GriffinRecipe
 from swiftbatch.worker.training.train_griffin import FILES, WAYS, train_griffin
-from swiftbatch.worker.training.training_texts import CorpusError, load_target
+from swiftbatch.worker.training.training_texts import load_target
 from tests.worker.drafters.griffin.griffin_training_parts import (
     EAGLE2_RECIPE,
     FAST,

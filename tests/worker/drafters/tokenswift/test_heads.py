@@ -34,10 +34,11 @@ from swiftbatch.worker.model.model_files import HEADS_FILE, PARTS_FOLDER, ModelF
 from swiftbatch.worker.text.tokenizer import TextCodec
 from swiftbatch.worker.training import feature_files, training_loop, training_texts
 from swiftbatch.worker.training import train_tokenswift as tokenswift
+from swiftbatch.worker.training.corpus import CorpusError
 from swiftbatch.worker.training.feature_files import TextFeatures, TextSource
 from swiftbatch.worker.training.recipes import OWN_SAMPLING, HeadRecipe
 from swiftbatch.worker.training.train_tokenswift import HeadRows, Heads, accumulate_gradients, learned, train_heads
-from swiftbatch.worker.training.training_texts import CorpusError, Stretches, Text, load_target, own_texts
+from swiftbatch.worker.training.training_texts import Stretches, Text, load_target, own_texts
 from tests.worker.drafters.training_parts import featured
 
 pytestmark = pytest.mark.long

@@ -20,6 +20,7 @@ from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
 from swiftbatch.worker.training import recipes
 from swiftbatch.worker.training import train_draft as draft
+from swiftbatch.worker.training.corpus import CorpusError
 from swiftbatch.worker.training.feature_files import TextFeatures, TextSource
 from swiftbatch.worker.training.recipes import OWN_SAMPLING, DraftRecipe, TextRecipe, draft_recipe
 from swiftbatch.worker.training.train_draft import (
@@ -29,7 +30,6 @@ from swiftbatch.worker.training.train_draft import (
     target_distributions,
     train_draft,
 )
-from swiftbatch.worker.training.training_texts import CorpusError
 from tests.worker.drafters.triforce.draft_parts import untrained
 
 pytestmark = pytest.mark.long
