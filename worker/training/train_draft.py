@@ -29,7 +29,7 @@ from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFo
 from swiftbatch.worker.training.training_loop import Optimizers, PartTraining, Step, repeatable, train_part, whole_step
 from swiftbatch.worker.training.training_texts import jumping_positions, load_target
 
-FILES = TrainingFiles("draft_log.jsonl", "draft_state.pt", "model.safetensors")
+FILES = TrainingFiles("draft_log.jsonl", "draft_state.pt", "model.safetensors", "draft_training.png")
 NUM_LOGITS = 2**21  # more logits do not fit in the processor's cache, which is slower
 SAMPLING = {
     "T 0": SamplingParams(max_tokens=1, temperature=0.0),

@@ -10,10 +10,6 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface, PreTrainedConfig
 
@@ -258,12 +254,8 @@ def _drawn(logits: torch.Tensor, gumbel: torch.Tensor) -> torch.Tensor:
     return torch.stack([logits.argmax(dim=-1), (logits + gumbel).argmax(dim=-1)])
 
 
-FILES = TrainingFiles("griffin_log.jsonl", "griffin_state.pt", GRIFFIN_FILE)
-PLOT = "griffin_training.png"
+FILES = TrainingFiles("griffin_log.jsonl", "griffin_state.pt", GRIFFIN_FILE, "griffin_training.png")
 NUM_CURVE_TEXTS = 2  # the curve uses the first texts of the first name
-WIDTH_INCHES, HEIGHT_INCHES, DPI = 11.0, 4.2, 150
-STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)))  # distinct without colours
-SMOOTHING = 0.9  # weight of the past in the running mean of losses
 
 
 def train_griffin(
@@ -294,7 +286,6 @@ def _train(
     torch.manual_seed(recipe.seed)
     draft = GriffinModel(config_of(recipe, target.model.config)).to(target.device)
     run_training(draft, target, texts, recipe, folder, report)
-    plot_training(folder.records(), output / PLOT)
 
 
 def config_of(recipe: GriffinRecipe, target: PreTrainedConfig) -> GriffinConfig:
@@ -338,52 +329,3 @@ def run_training(
         save_griffin(folder.path, draft, target.files.fingerprint)
 
     train_part(folder, PartTraining(draft, optimizer, recipe.num_steps, take_step, measure, save), report)
-
-
-def plot_training(records: list[dict[str, Any]], path: Path) -> None:
-    """Plot the records of a training log as a PNG file."""
-    figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), layout="constrained")
-    FigureCanvasAgg(figure)  # needs no display
-    losses, accuracy = figure.subplots(1, 2)
-    _losses(losses, [record for record in records if "losses" in record])
-    _accuracy(accuracy, [record for record in records if "same" in record])
-    figure.savefig(path, dpi=DPI, format="png")
-
-
-def _losses(axes: Axes, steps: list[dict[str, Any]]) -> None:
-    """Plot each pass's smoothed loss over its steps."""
-    for number in range(max(len(step["losses"]) for step in steps)):
-        known = [(step["step"], step["losses"][number]) for step in steps if number < len(step["losses"])]
-        means = [known[0][1]]
-        for _, loss in known[1:]:
-            means.append(SMOOTHING * means[-1] + (1 - SMOOTHING) * loss)
-        _line(axes, number, [step for step, _ in known], means, f"pass {number + 1}")
-    axes.set_title("Loss of each pass over its aligned rows", fontsize=10)
-    axes.set_ylabel("loss [nats and 0.1 x L1]")
-    _finish(axes)
-
-
-def _accuracy(axes: Axes, records: list[dict[str, Any]]) -> None:
-    """Plot each forward's share of target tokens."""
-    measured = [record for record in records if record["texts"] == records[0]["texts"]]
-    for forward in range(len(measured[0]["same"]["T 1"]) if measured else 0):
-        shares = [record["same"]["T 1"][forward] for record in measured]
-        _line(axes, forward, [record["step"] for record in measured], shares, f"forward {forward + 1}")
-    name = f", {measured[0]['texts']}" if measured else ""
-    axes.set_title(f"The target's token, T = 1 with its noise{name}", fontsize=10)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set_ylim(0.0, 1.0)
-    _finish(axes)
-
-
-def _line(axes: Axes, number: int, steps: list[int], values: list[float], label: str) -> None:
-    axes.plot(steps, values, linestyle=STYLES[number % len(STYLES)], linewidth=1.6, label=label)
-
-
-def _finish(axes: Axes) -> None:
-    axes.set_xlabel("step")
-    axes.grid(color="#dddddd", linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(framealpha=1.0, edgecolor="white", fontsize=9, ncols=2)

@@ -28,7 +28,7 @@ from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFo
 from swiftbatch.worker.training.training_loop import Optimizers, PartTraining, Step, train_part, whole_step
 from swiftbatch.worker.training.training_texts import load_target
 
-FILES = TrainingFiles("mtp_log.jsonl", "mtp_state.pt", MTP_FILE)
+FILES = TrainingFiles("mtp_log.jsonl", "mtp_state.pt", MTP_FILE, "mtp_training.png")
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFo
 from swiftbatch.worker.training.training_layers import ATTENTION_NAME, use_chunks
 from swiftbatch.worker.training.training_texts import encode_books
 
-FILES = TrainingFiles("train_log.jsonl", "train_state.pt", "model.safetensors")
+FILES = TrainingFiles("train_log.jsonl", "train_state.pt", "model.safetensors", "train_training.png")
 NUM_TEST_STRETCHES = 4
 END_OF_TEXT = "<|endoftext|>"
 # Words keep their leading space, digits are single, and a run of newlines is one piece.
@@ -102,6 +102,7 @@ def _train(
         with folder.open_log(recipe.all_steps) as log:
             write_record(log, trained)
         write_card(output)
+    folder.plot()
     folder.finish()
 
 

@@ -27,7 +27,7 @@ from swiftbatch.worker.training.training_loop import PartTraining, Step, train_p
 from swiftbatch.worker.training.training_texts import load_target
 
 FOLDER = "tokenswift_features"  # default name within the output, where GRIFFIN has features of other texts
-FILES = TrainingFiles("tokenswift_log.jsonl", "tokenswift_state.pt", HEADS_FILE)
+FILES = TrainingFiles("tokenswift_log.jsonl", "tokenswift_state.pt", HEADS_FILE, "tokenswift_training.png")
 NUM_LOGITS = 2**24  # limits memory for any vocabulary
 WIDTH = 3  # number of candidates that are scored
 

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.training.training_plot import plot_training
 
 
 class Stateful(Protocol):
@@ -37,6 +38,7 @@ class TrainingFiles:
     log: str
     state: str
     product: str  # a file that exists only when the training is finished
+    plot: str
 
 
 class TrainingFolder:
@@ -105,6 +107,9 @@ class TrainingFolder:
         except (RuntimeError, OSError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
             problem = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ModelError(f"{path}: cannot be read ({problem}); delete it to train from the beginning") from error
+
+    def plot(self) -> None:
+        plot_training(self.records(), self.path / self._files.plot)
 
     def finish(self) -> None:
         (self.path / self._files.state).unlink(missing_ok=True)

@@ -136,4 +136,5 @@ def train_part(folder: TrainingFolder, training: PartTraining, report: Callable[
                 folder.save(training.model, training.optimizer, done["step"], done["seconds"])
         training.save()
         write_measured(log, training.measure("after", num_steps), report)
+    folder.plot()
     folder.finish()

@@ -65,8 +65,8 @@ def test_the_command_writes_weights_log_and_plot_and_does_nothing_again(
     result = command(tiny_model, books, output, *options)
     assert result.exit_code == 0, result.output
     assert "no *test*.jsonl; the accuracy is not measured" in result.output
-    assert {path.name for path in output.iterdir()} == {GRIFFIN_FILE, FILES.log, training.PLOT}
-    assert (output / training.PLOT).read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in output.iterdir()} == {GRIFFIN_FILE, FILES.log, FILES.plot}
+    assert (output / FILES.plot).read_bytes().startswith(b"\x89PNG")
     model = load_griffin(output, tiny_target)
     assert model.config == replace(GriffinConfig.for_target(tiny_target.model.config), fusion="token")
     first, *steps = records(output)

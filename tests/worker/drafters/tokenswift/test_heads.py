@@ -190,6 +190,7 @@ def test_training_makes_heads_that_predict(tiny_model: Path, books: Path, tmp_pa
     target = TargetModel.load(locate_model(str(tiny_model)), "bfloat16", "cpu")
     assert (DecodingHeads.load(output, target).num_heads, DecodingHeads.load(output, target).kind) == (3, kind)
     assert any(re.search(r"after training, test books: head 1 \d", line) for line in said)
+    assert (output / tokenswift.FILES.plot).read_bytes().startswith(b"\x89PNG")
 
 
 def test_training_is_reproducible(tiny_model: Path, books: Path, tmp_path: Path) -> None:

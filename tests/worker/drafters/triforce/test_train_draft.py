@@ -71,6 +71,7 @@ def test_the_command_writes_a_model_that_runs_with_the_targets_tokenizer(
     [outputs] = model.verify([chain_rows(model.new_cache(100), token_ids)])
     assert outputs.logits.shape == (len(token_ids), target_files.vocab_size)
     assert [record["step"] for record in records(tmp_path / "draft")[1:]] == [1, 2]
+    assert (tmp_path / "draft" / draft.FILES.plot).is_file()
     again = command(tiny_model, books, tmp_path / "draft")
     assert "holds this training, finished; nothing to do" in again.output
 
