@@ -56,6 +56,16 @@ def own_texts_option(default: int) -> Callable[[Command], Command]:
     return click.option("--own-texts", "num_own_texts", type=WholeNumber(0), default=default, help=help_text)
 
 
+def labels_option(default: recipes.Labels) -> Callable[[Command], Command]:
+    help_text = "Learn the model's distributions, or as in the paper the text's next tokens."
+    return click.option("--labels", type=click.Choice(get_args(recipes.Labels)), default=default, help=help_text)
+
+
+def samples_option(default: int) -> Callable[[Command], Command]:
+    help_text = "Samples of a step; GRIFFIN's paper has 4 per GPU."
+    return click.option("--samples", "num_step_windows", type=WholeNumber(1), default=default, help=help_text)
+
+
 @click.group()
 def train() -> None:
     """Train models.
@@ -173,22 +183,32 @@ def tokenswift(model: str, data: Path, output: Path, features: Path | None, **op
 @MODEL
 @PART_DATA
 @OUTPUT
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    help="The config.json of a Llama, or its folder, for the shape; without it the embedded model's.",
+)
 @steps_option(recipes.DraftRecipe.num_steps)
+@own_texts_option(recipes.DRAFT_TEXTS.num_own_texts)
+@labels_option(recipes.DraftRecipe.labels)
+@samples_option(recipes.DraftRecipe.num_step_windows)
+@FEATURES
 @SEED
-def draft(model: str, data: Path, output: Path, num_steps: int, seed: int) -> None:
+def draft(model: str, data: Path, output: Path, config: Path | None, features: Path | None, **options: Any) -> None:
     """Train a small draft model for the engine `triforce`. The model itself is not changed.
 
     It learns the model's distributions on the books in *train*.jsonl and on the model's continuations of parts of them.
     *test*.jsonl measures how often both draw the same token. Engines find it without --draft-model in the folder
-    `parts/draft` of the model's.
+    `parts/draft` of the model's. After a kill, the same command continues.
 
     \b
     Example:
       swiftbatch train draft --model my-model --data books --output my-model/parts/draft
     """
-    from swiftbatch.worker.training.train_draft import train_draft
+    from swiftbatch.worker.training.train_draft import read_shape, train_draft
 
-    train_draft(model, data, output, recipes.draft_recipe(num_steps, seed), click.echo)
+    shape = None if config is None else read_shape(config)
+    train_draft(model, data, output, recipes.draft_recipe(**options, shape=shape), click.echo, features)
 
 
 @train.command()
@@ -209,12 +229,7 @@ def draft(model: str, data: Path, output: Path, num_steps: int, seed: int) -> No
     type=WholeNumber(0),
     help=f"Top tokens of an earlier pass that count as aligned; 0: no mask. [default: {GRIFFIN_RECIPE.align_top_k}]",
 )
-@click.option(
-    "--labels",
-    type=click.Choice(get_args(recipes.Labels)),
-    default=GRIFFIN_RECIPE.labels,
-    help="Learn the model's distributions, or as in the paper the text's next tokens.",
-)
+@labels_option(GRIFFIN_RECIPE.labels)
 @click.option(
     "--feature-weight",
     type=Amount("times", MAX_FEATURE_WEIGHT, min_open=False),
@@ -235,13 +250,7 @@ def draft(model: str, data: Path, output: Path, num_steps: int, seed: int) -> No
     default=GRIFFIN_RECIPE.window_length,
     help="Tokens of a sample; up to 2048 in the paper. Shorter books are left out.",
 )
-@click.option(
-    "--samples",
-    "num_step_windows",
-    type=WholeNumber(1),
-    default=GRIFFIN_RECIPE.num_step_windows,
-    help="Samples of a step; 4 per GPU in the paper.",
-)
+@samples_option(GRIFFIN_RECIPE.num_step_windows)
 @click.option("--no-token-alignment", is_flag=True, help="Use one pass and no mask, as in EAGLE-2.")
 @click.option("--no-token-guided-fusion", is_flag=True, help="Fuse features and tokens once, as in EAGLE.")
 @click.option("--no-token-enhanced-head", is_flag=True, help="Use one feature for tokens and for the next forward.")

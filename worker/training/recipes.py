@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from swiftbatch.jobs.sampling_params import SamplingParams
 
@@ -111,12 +111,14 @@ class DraftRecipe(Recipe):
     num_step_windows: int = 4
     window_length: int = 528  # most tokens that a draft model reads when it drafts
     own_share: float = 0.5  # share of windows of the target's own texts
+    labels: Labels = "soft"
+    shape: dict[str, Any] | None = None  # fields of a config.json; None: that of the embedded model's
     texts: TextRecipe = DRAFT_TEXTS
     seed: int = 0
 
 
-def draft_recipe(num_steps: int, seed: int) -> DraftRecipe:
-    return DraftRecipe(num_steps, seed=seed, texts=replace(DRAFT_TEXTS, seed=seed))
+def draft_recipe(num_own_texts: int, seed: int, **fields: Any) -> DraftRecipe:
+    return DraftRecipe(seed=seed, texts=replace(DRAFT_TEXTS, num_own_texts=num_own_texts, seed=seed), **fields)
 
 
 GRIFFIN_TEXTS = TextRecipe(num_book_tokens=4096, num_own_texts=448)

@@ -1,14 +1,17 @@
 """Training of a small draft model for a target: `swiftbatch train draft`.
 
-It is distilled on the target's distributions, because it must guess what the target draws with the same noise.
+It is distilled on the target's distributions, because it must guess what the target draws with the same noise, or
+pretrained on the tokens of texts, as TokenSwift's draft model for TriForce (appendix C).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +25,9 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.sampling.noise import GumbelNoise
 from swiftbatch.worker.sampling.sampler import draw
+from swiftbatch.worker.text.chat_template import words_of
 from swiftbatch.worker.training.feature_files import FEWEST_TOKENS, FOLDER, TextFeatures, TextSource
-from swiftbatch.worker.training.recipes import DraftRecipe
+from swiftbatch.worker.training.recipes import DraftRecipe, Labels
 from swiftbatch.worker.training.train_target import save_target
 from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held
 from swiftbatch.worker.training.training_loop import Optimizers, PartTraining, Step, repeatable, train_part, whole_step
@@ -38,28 +42,52 @@ SAMPLING = {
 }
 """Sampling of both models, by name."""
 MOST_HELD_OUT_TOKENS = 2048  # of a test book
+KIND = "llama"
 
 
-def draft_config(target: PreTrainedConfig) -> LlamaConfig:
-    """Return a Llama of two layers with the target's vocabulary.
+SHAPE = {
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+"""The embedded model's draft model; it is wide rather than deep, because a small model's time depends on its layers."""
+OTHER_FIELDS = {"rope_theta", "rope_scaling", "torch_dtype"}  # of configs of earlier versions of transformers
 
-    It is wide rather than deep, because a small model's time depends on its layers.
-    """
-    return LlamaConfig(
-        vocab_size=target.vocab_size,
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        head_dim=64,
-        max_position_embeddings=1024,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        bos_token_id=target.bos_token_id,
-        eos_token_id=target.eos_token_id,
-    )
+
+def read_shape(path: Path) -> dict[str, Any]:
+    """Read the shape of a Llama from a config.json, or its folder. Raises ModelError."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        shape = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"config {file}: cannot be read ({error}); expected the config.json of a Llama") from None
+    if not isinstance(shape, dict) or shape.get("model_type", KIND) != KIND:
+        raise ModelError(f"config {file}: expected a JSON object with `model_type` {KIND}")
+    if unknown := sorted(shape.keys() - LlamaConfig().to_dict().keys() - OTHER_FIELDS):
+        raise ModelError(f"config {file}: unknown fields {', '.join(unknown)}; expected those of a {KIND}'s config")
+    return shape
+
+
+def draft_config(target: PreTrainedConfig, shape: dict[str, Any] | None = None) -> LlamaConfig:
+    """Return the config of a Llama with the target's vocabulary. Raises ModelError for an impossible shape."""
+    ids = {name: getattr(target, name) for name in ("vocab_size", "bos_token_id", "eos_token_id")}
+    fields = SHAPE if shape is None else shape
+    if fields.get("vocab_size", ids["vocab_size"]) != ids["vocab_size"]:
+        raise ModelError(f"config: vocab_size is {fields['vocab_size']}, expected the model's, {ids['vocab_size']}")
+    try:
+        config = LlamaConfig(**fields | ids)
+        with torch.device("meta"):
+            LlamaForCausalLM(config)(input_ids=torch.zeros(1, 2, dtype=torch.long))
+    except Exception as error:  # the library checks little, and raises all kinds
+        raise ModelError(f"config: no model has this shape: {words_of(error)}; correct the config") from None
+    return config
 
 
 class DraftWindows:
@@ -70,10 +98,13 @@ class DraftWindows:
         sizes = np.asarray([len(text) for text in self._texts], dtype=np.float64)
         self._shares = sizes / sizes.sum()
 
-    def batch(self, random: np.random.Generator, num_windows: int, length: int) -> torch.Tensor:
-        """Return windows `[num_windows, length] int64`; no text may be shorter than `length`."""
+    def batch(self, random: np.random.Generator, num_windows: int, length: int, num_sinks: int) -> torch.Tensor:
+        """Return windows `[num_windows, length] int64`; no text may be shorter than `length`.
+
+        A gap follows the first `num_sinks` tokens, if these are not 0.
+        """
         chosen = [self._texts[index] for index in random.choice(len(self._texts), num_windows, p=self._shares)]
-        windows = [text[jumping_positions(random, len(text), length, NUM_SINKS)] for text in chosen]
+        windows = [text[jumping_positions(random, len(text), length, num_sinks)] for text in chosen]
         return torch.from_numpy(np.stack(windows).astype(np.int64))
 
 
@@ -103,16 +134,32 @@ def _train(
     if folder.is_finished(report):
         return
     target = load_target(files)
+    config = draft_config(target.model.config, recipe.shape)
+    if config.max_position_embeddings < recipe.window_length:
+        raise ModelError(
+            f"config: max_position_embeddings is {config.max_position_embeddings}, expected {recipe.window_length} or "
+            "more, which a draft model reads"
+        )
     source = TextSource(target, data, features, recipe.texts, recipe.window_length, report)
-    batch = window_source(source, recipe)
-    held_out = source.held_out(FEWEST_TOKENS, MOST_HELD_OUT_TOKENS)
     torch.manual_seed(recipe.seed)
-    draft = LlamaForCausalLM(draft_config(target.model.config)).to(target.device)
-    optimizers = Optimizers(draft, recipe)
+    draft = LlamaForCausalLM(config).to(target.device)
+    with repeatable(draft.device):
+        run_training(draft, source, recipe, folder, report)
+
+
+def run_training(
+    draft: LlamaForCausalLM,
+    source: TextSource,
+    recipe: DraftRecipe,
+    folder: TrainingFolder,
+    report: Callable[[str], None],
+) -> None:
+    target, optimizers, batch = source.target, Optimizers(draft, recipe), window_source(source, recipe)
+    held_out = source.held_out(FEWEST_TOKENS, MOST_HELD_OUT_TOKENS)
 
     def take_step(step: int) -> Step:
         windows = batch(step)
-        loss = distil(draft, target, windows)
+        loss = add_gradients(draft, target, windows, recipe.labels)
         optimizers.step(step)
         return whole_step("draft", windows.numel(), loss)
 
@@ -120,37 +167,44 @@ def _train(
         return iter(()) if when == "during" else measure_agreement(when, target, draft, held_out)
 
     def save() -> None:
-        save_target(draft, AutoTokenizer.from_pretrained(files.path, local_files_only=True), output)
+        save_target(draft, AutoTokenizer.from_pretrained(target.files.path, local_files_only=True), folder.path)
 
-    with repeatable(draft.device):
-        train_part(folder, PartTraining(draft, optimizers, recipe.num_steps, take_step, measure, save), report)
+    train_part(folder, PartTraining(draft, optimizers, recipe.num_steps, take_step, measure, save), report)
 
 
 def window_source(source: TextSource, recipe: DraftRecipe) -> Callable[[int], torch.Tensor]:
     """Return the function of each step's windows, some of books, some of the target's own texts."""
     texts, length = source.books(has_features=False), recipe.window_length
-    books, own = DraftWindows(texts), DraftWindows(source.own(texts, has_features=False))
-    num_own = round(recipe.own_share * recipe.num_step_windows)
+    own = source.own(texts, has_features=False)
+    num_own = round(recipe.own_share * recipe.num_step_windows) if own else 0
+    num_sinks = 0 if recipe.labels == "hard" else NUM_SINKS  # every token has the text's next one behind it
+    parts = [(DraftWindows(texts), recipe.num_step_windows - num_own)]
+    if num_own:
+        parts.append((DraftWindows(own), num_own))
 
     def batch(step: int) -> torch.Tensor:
         random = np.random.default_rng([recipe.seed, step])
-        parts = [books.batch(random, recipe.num_step_windows - num_own, length), own.batch(random, num_own, length)]
-        return torch.cat(parts)
+        return torch.cat([among.batch(random, number, length, num_sinks) for among, number in parts])
 
     return batch
 
 
-def distil(draft: LlamaForCausalLM, target: TargetModel, windows: torch.Tensor) -> float:
-    """Add the gradients of the cross entropy with the target's distributions in `windows [num_windows, length]`.
+def add_gradients(
+    draft: LlamaForCausalLM, target: TargetModel, windows: torch.Tensor, labels: Labels = "soft"
+) -> float:
+    """Add the gradients of the cross entropy with the labels in `windows [num_windows, length]`.
 
     Returns the cross entropy in nats per token.
     """
-    total = 0.0
+    total, num_rows = 0.0, windows.numel() - (len(windows) if labels == "hard" else 0)
     for part in windows.to(target.device).split(max(1, NUM_LOGITS // (target.vocab_size * windows.shape[1]))):
-        labels = target_distributions(target, part).flatten(0, 1)
         with torch.autocast(target.device.type, dtype=torch.bfloat16):
             logits = draft(input_ids=part, use_cache=False).logits  # [part, length, vocab]
-        loss = cross_entropy(logits.flatten(0, 1).float(), labels, reduction="sum") / windows.numel()
+        if labels == "hard":
+            logits, expected = logits[:, :-1], part[:, 1:]
+        else:
+            expected = target_distributions(target, part)
+        loss = cross_entropy(logits.flatten(0, 1).float(), expected.flatten(0, 1), reduction="sum") / num_rows
         loss.backward()
         total += float(loss.detach())
     return total

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from swiftbatch.worker.training.recipes import OWN_SAMPLING, DraftRecipe, TextRe
 from swiftbatch.worker.training.train_draft import (
     SAMPLING,
     DraftWindows,
-    distil,
+    add_gradients,
     target_distributions,
     train_draft,
 )
@@ -48,9 +49,9 @@ def records(output: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (output / draft.FILES.log).read_text(encoding="utf-8").splitlines()]
 
 
-def command(model: Path, data: Path, output: Path) -> Result:
+def command(model: Path, data: Path, output: Path, *more: str) -> Result:
     options = ["--model", str(model), "--data", str(data), "--output", str(output), "--steps", "2"]
-    return CliRunner().invoke(main, ["train", "draft", *options])
+    return CliRunner().invoke(main, ["train", "draft", *options, "--own-texts", "2", *more])
 
 
 def test_the_command_writes_a_model_that_runs_with_the_targets_tokenizer(
@@ -118,7 +119,7 @@ def test_labels_are_what_the_target_expects_in_each_place(tiny_target: TargetMod
     windows = torch.randint(250, (2, 4), generator=torch.Generator().manual_seed(1))
     expected = tiny_target.model(windows).logits.float().softmax(dim=-1)
     torch.testing.assert_close(target_distributions(tiny_target, windows), expected, rtol=0.1, atol=0.02)
-    loss = distil(model, tiny_target, windows)
+    loss = add_gradients(model, tiny_target, windows)
     logits = model(windows).logits
     assert loss == pytest.approx(cost(logits, expected), rel=0.003)
     hard = torch.nn.functional.one_hot(windows.roll(-1, dims=1), expected.shape[-1]).float()
@@ -135,7 +136,7 @@ def test_a_step_is_the_same_in_parts_and_the_target_stays_frozen(
     for num_logits in (2**21, 1):
         monkeypatch.setattr(draft, "NUM_LOGITS", num_logits)
         model = untrained(tiny_target)
-        losses.append(distil(model, tiny_target, windows))
+        losses.append(add_gradients(model, tiny_target, windows))
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     assert (gradients[0] - gradients[1]).norm() < 0.02 * gradients[0].norm()
@@ -159,7 +160,7 @@ def test_windows_lie_in_one_text_and_a_third_of_them_jump() -> None:
     ids = [torch.arange(first, end).to(torch.uint32) for first, end in ((0, 1000), (5000, 5100), (7000, 7064))]
     windows = (
         DraftWindows([TextFeatures("books", 0, each, torch.empty(len(each), 0)) for each in ids])
-        .batch(np.random.default_rng(0), 3000, 64)
+        .batch(np.random.default_rng(0), 3000, 64, NUM_SINKS)
         .numpy()
     )
     first = windows[:, 0]
@@ -176,6 +177,81 @@ def test_windows_lie_in_one_text_and_a_third_of_them_jump() -> None:
     assert 0.8 < long.mean() < 0.9
 
 
+TABLE_11 = {  # of TokenSwift's appendix C, scaled down; it names no number of layers
+    "hidden_size": 96,
+    "hidden_act": "silu",
+    "intermediate_size": 384,
+    "max_position_embeddings": 2048,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "num_hidden_layers": 1,
+    "rope_theta": 500_000,
+    "tie_word_embeddings": False,
+}
+
+
+def test_a_draft_model_of_another_shape_is_pretrained_without_own_texts(
+    tiny_model: Path, books: Path, tmp_path: Path
+) -> None:
+    (books / "test.jsonl").unlink()
+    config, output = tmp_path / "config.json", tmp_path / "draft"
+    config.write_text(json.dumps(TABLE_11), encoding="utf-8")
+    given = ["--config", str(config), "--labels", "hard", "--own-texts", "0", "--samples", "3"]
+    result = command(tiny_model, books, output, *given)
+    assert result.exit_code == 0, result.output
+    assert "num_tokens" in records(output)[-1]
+    assert records(output)[-1]["num_tokens"] == 3 * 528
+    found = json.loads((output / "config.json").read_text())
+    assert found["rope_parameters"]["rope_theta"] == 500_000
+    assert {name: found[name] for name in TABLE_11 if name != "rope_theta"} == {
+        name: value for name, value in TABLE_11.items() if name != "rope_theta"
+    }
+    assert found["vocab_size"] == locate_model(str(tiny_model)).vocab_size
+    config.write_text(json.dumps(TABLE_11 | {"hidden_size": 48}), encoding="utf-8")
+    for options, problem in (
+        (given, "recipe.shape.hidden_size is 96, expected 48"),
+        (given[2:], "recipe.shape is {"),
+    ):
+        other = command(tiny_model, books, output, *options)
+        assert other.exit_code == 2
+        assert problem in other.output
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"hiden_size": 3}, "unknown fields hiden_size; expected those of a llama's config"),
+        ({"model_type": "gpt2"}, "expected a JSON object with `model_type` llama"),
+        ({"hidden_size": 97}, "no model has this shape: .*not a multiple of the number of attention heads"),
+        ({"hidden_size": "96"}, "no model has this shape: .*expected int, got str"),
+        ({"num_key_value_heads": 5}, "no model has this shape: "),
+        ({"vocab_size": 7}, "vocab_size is 7, expected the model's, 289"),
+        ({"max_position_embeddings": 100}, "max_position_embeddings is 100, expected 528 or more"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_one_line(
+    tiny_model: Path, books: Path, tmp_path: Path, changes: dict[str, object], problem: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TABLE_11 | changes), encoding="utf-8")
+    refused = command(tiny_model, books, tmp_path / "draft", "--config", str(tmp_path))
+    assert refused.exit_code == 2
+    assert re.search(problem, refused.output)
+    assert len(refused.output.strip().splitlines()) == 1
+    assert not (tmp_path / "draft").exists()
+
+
+def test_hard_labels_are_the_next_tokens(tiny_target: TargetModel) -> None:
+    model = untrained(tiny_target)
+    windows = torch.randint(250, (3, 9), generator=torch.Generator().manual_seed(1))
+    loss = add_gradients(model, tiny_target, windows, "hard")
+    with torch.no_grad():
+        logits = model(windows).logits.float()
+    assert loss == pytest.approx(float(cross_entropy(logits[:, :-1].flatten(0, 1), windows[:, 1:].flatten())), rel=0.01)
+    books = TextFeatures("books", 0, torch.arange(500).to(torch.uint32), torch.empty(500, 0))
+    drawn = DraftWindows([books]).batch(np.random.default_rng(0), 200, 40, 0)
+    assert (drawn.diff(dim=1) == 1).all()
+
+
 def test_bad_data_is_one_line(tiny_model: Path, tmp_path: Path) -> None:
     result = command(tiny_model, tmp_path, tmp_path / "draft")
     assert result.exit_code != 0
@@ -183,7 +259,7 @@ def test_bad_data_is_one_line(tiny_model: Path, tmp_path: Path) -> None:
     assert len(result.output.strip().splitlines()) == 1
     (tmp_path / "train.jsonl").write_text(json.dumps({"text": SENTENCE}) + "\n", encoding="utf-8")
     with pytest.raises(CorpusError, match=r"too short, the longest has \d+ tokens; expected 528 or more") as caught:
-        train_draft(str(tiny_model), tmp_path, tmp_path / "draft", draft_recipe(1, 0), lambda line: None)
+        train_draft(str(tiny_model), tmp_path, tmp_path / "draft", draft_recipe(4, 0, num_steps=1), lambda line: None)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "draft").exists()
 
