@@ -174,9 +174,11 @@ def tokenswift(model: str, data: Path, output: Path, features: Path | None, **op
     Example:
       swiftbatch train tokenswift --model my-model --data books --output my-model/parts
     """
+    from swiftbatch.worker.training.data_parallel import joined
     from swiftbatch.worker.training.train_tokenswift import train_heads
 
-    train_heads(model, data, output, recipes.HeadRecipe(**options), click.echo, features)
+    with joined(click.echo) as report:
+        train_heads(model, data, output, recipes.HeadRecipe(**options), report, features)
 
 
 @train.command()
@@ -205,10 +207,12 @@ def draft(model: str, data: Path, output: Path, config: Path | None, features: P
     Example:
       swiftbatch train draft --model my-model --data books --output my-model/parts/draft
     """
+    from swiftbatch.worker.training.data_parallel import joined
     from swiftbatch.worker.training.train_draft import read_shape, train_draft
 
     shape = None if config is None else read_shape(config)
-    train_draft(model, data, output, recipes.draft_recipe(**options, shape=shape), click.echo, features)
+    with joined(click.echo) as report:
+        train_draft(model, data, output, recipes.draft_recipe(**options, shape=shape), report, features)
 
 
 @train.command()
@@ -267,9 +271,11 @@ def griffin(model: str, data: Path, output: Path, features: Path | None, **optio
     Example:
       swiftbatch train griffin --model my-model --data books --output my-model/parts
     """
+    from swiftbatch.worker.training.data_parallel import joined
     from swiftbatch.worker.training.train_griffin import train_griffin
 
-    train_griffin(model, data, output, _griffin_recipe(**options), click.echo, features)
+    with joined(click.echo) as report:
+        train_griffin(model, data, output, _griffin_recipe(**options), report, features)
 
 
 @train.command()
@@ -292,11 +298,13 @@ def mtp(
     Example:
       swiftbatch train mtp --model my-model --data books --output my-model/parts
     """
+    from swiftbatch.worker.training.data_parallel import joined
     from swiftbatch.worker.training.train_mtp import train_mtp
 
     recipe = recipes.MTPRecipe(num_steps=num_steps, seed=seed)
     texts = replace(recipe.texts, num_own_texts=num_own_texts)
-    train_mtp(model, data, output, replace(recipe, texts=texts), click.echo, features)
+    with joined(click.echo) as report:
+        train_mtp(model, data, output, replace(recipe, texts=texts), report, features)
 
 
 def _griffin_recipe(

@@ -18,6 +18,7 @@ from torch.utils.dlpack import from_dlpack
 
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.training.corpus import CorpusError, read_records
+from swiftbatch.worker.training.data_parallel import is_first, meet
 from swiftbatch.worker.training.recipes import LEARNED_SAMPLING, OWN_SAMPLING, TextRecipe
 from swiftbatch.worker.training.training_folder import differing
 from swiftbatch.worker.training.training_texts import (
@@ -166,11 +167,12 @@ class TextSource:
     def _of_file(
         self, name: str, origin: dict[str, Any], texts: Iterable[NamedText], has_features: bool = True
     ) -> list[TextFeatures]:
-        """Return the texts of a file, which is made if missing."""
+        """Return the texts of a file, which the first process makes if it is missing."""
         path = self.folder / f"{name if has_features else f'{name}-tokens'}.arrow"
         origin = {"model": self.target.files.fingerprint, **origin}
-        if not path.is_file():
+        if is_first() and not path.is_file():
             write_texts(path, texts, origin, self.target if has_features else None)
+        meet()
         found = read_texts(path, origin)
         self.report(f"{name}: {len(found)} texts, {sum(len(text.token_ids) for text in found):,} tokens")
         return found

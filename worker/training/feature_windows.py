@@ -12,6 +12,7 @@ import torch
 
 from swiftbatch.worker.drafters.griffin.draft_input import NUM_SINKS, WINDOW, window_start
 from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.training.data_parallel import share_of
 from swiftbatch.worker.training.feature_files import FEWEST_TOKENS, TextFeatures, TextSource
 from swiftbatch.worker.training.recipes import GriffinRecipe
 from swiftbatch.worker.training.training_texts import jumping_positions
@@ -80,7 +81,7 @@ class FeatureWindowSource:
         self._parts = [(books, recipe.num_step_windows - num_own), (own, num_own)]
 
     def windows(self, step: int, device: torch.device) -> Windows:
-        """Return windows of books and own texts, some of them with a gap, as in long texts."""
+        """Return this process's windows of books and own texts, some of them with a gap, as in long texts."""
         random, length = np.random.default_rng([self._recipe.seed, step]), self._recipe.window_length
         num_sinks = min(NUM_SINKS, length // 2)
         picks = []
@@ -90,7 +91,7 @@ class FeatureWindowSource:
                 chosen = random.choice(len(texts), size=num_windows, p=sizes / sizes.sum())
                 drawn = [(texts[index], len(texts[index].token_ids)) for index in chosen]
                 picks += [(text, jumping_positions(random, size, length, num_sinks)) for text, size in drawn]
-        return Windows.gather(picks, device)
+        return Windows.gather(share_of(picks), device)
 
 
 def windows_in_use(text: TextFeatures, device: torch.device) -> Iterator[tuple[Windows, int]]:

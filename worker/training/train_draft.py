@@ -26,6 +26,7 @@ from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.sampling.noise import GumbelNoise
 from swiftbatch.worker.sampling.sampler import draw
 from swiftbatch.worker.text.chat_template import words_of
+from swiftbatch.worker.training.data_parallel import share_of, sum_gradients, total
 from swiftbatch.worker.training.feature_files import FEWEST_TOKENS, FOLDER, TextFeatures, TextSource
 from swiftbatch.worker.training.recipes import DraftRecipe, Labels
 from swiftbatch.worker.training.train_target import save_target
@@ -159,7 +160,8 @@ def run_training(
 
     def take_step(step: int) -> Step:
         windows = batch(step)
-        loss = add_gradients(draft, target, windows, recipe.labels)
+        loss = add_gradients(draft, target, share_of(windows), len(windows), recipe.labels)
+        sum_gradients(draft)
         optimizers.step(step)
         return whole_step("draft", windows.numel(), loss)
 
@@ -190,13 +192,14 @@ def window_source(source: TextSource, recipe: DraftRecipe) -> Callable[[int], to
 
 
 def add_gradients(
-    draft: LlamaForCausalLM, target: TargetModel, windows: torch.Tensor, labels: Labels = "soft"
+    draft: LlamaForCausalLM, target: TargetModel, windows: torch.Tensor, num_windows: int, labels: Labels = "soft"
 ) -> float:
-    """Add the gradients of the cross entropy with the labels in `windows [num_windows, length]`.
+    """Add the gradients of the cross entropy with the labels in this process's `windows`, of a step's `num_windows`.
 
-    Returns the cross entropy in nats per token.
+    Returns the cross entropy over all of them, in nats per token.
     """
-    total, num_rows = 0.0, windows.numel() - (len(windows) if labels == "hard" else 0)
+    found = torch.zeros((), device=target.device)
+    num_rows = num_windows * (windows.shape[1] - (labels == "hard"))
     for part in windows.to(target.device).split(max(1, NUM_LOGITS // (target.vocab_size * windows.shape[1]))):
         with torch.autocast(target.device.type, dtype=torch.bfloat16):
             logits = draft(input_ids=part, use_cache=False).logits  # [part, length, vocab]
@@ -206,8 +209,8 @@ def add_gradients(
             expected = target_distributions(target, part)
         loss = cross_entropy(logits.flatten(0, 1).float(), expected.flatten(0, 1), reduction="sum") / num_rows
         loss.backward()
-        total += float(loss.detach())
-    return total
+        found += loss.detach()
+    return float(total(found))
 
 
 def target_distributions(target: TargetModel, windows: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig, Grif
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import GRIFFIN_FILE, ModelFiles, locate_model
 from swiftbatch.worker.sampling.noise import GumbelNoise
+from swiftbatch.worker.training.data_parallel import sum_gradients, total
 from swiftbatch.worker.training.feature_files import FOLDER, TextFeatures
 from swiftbatch.worker.training.feature_windows import (
     FeatureWindowSource,
@@ -122,19 +123,21 @@ def accumulate_gradients(
         embeddings = target.model.get_input_embeddings()(windows.token_ids)
         passes = forward_passes(model, embeddings, windows, recipe.num_passes)
     aligned = torch.ones_like(windows.token_ids, dtype=torch.bool)  # [num_windows, length]
+    num_all = total(torch.tensor(aligned.numel(), device=aligned.device))
     losses, shares, roots, gradients = [], [], [], []
     for output in passes:
         counted = aligned & output.has_draft
         if recipe.labels == "hard":
             counted &= windows.has_next()
-        num_rows = counted.sum().clamp(min=1)
+        num_counted = total(counted.sum())
+        num_rows = num_counted.clamp(min=1)
         tokens, gradient, ranks = token_loss(target, output.predicted, windows, counted, recipe.labels)
         distances = (output.regressed.float() - windows.features.float()).abs().mean(dim=-1)  # [num_windows, length]
         distance = recipe.feature_weight * distances[counted].sum() / num_rows
         roots += [output.predicted, distance]
         gradients += [gradient / num_rows, torch.ones_like(distance)]
-        losses.append(round(float(tokens / num_rows + distance.detach()), 4))
-        shares.append(round(float(counted.float().mean()), 4))
+        losses.append(round(float(total(tokens / num_rows + distance.detach())), 4))
+        shares.append(round(float(num_counted / num_all), 4))
         if recipe.align_top_k is not None:
             aligned = (counted & (ranks < recipe.align_top_k)).roll(1, dims=1)  # the wrapped row has no draft
     torch.autograd.backward(roots, gradients)
@@ -316,6 +319,7 @@ def run_training(
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate(step, draft.config.hidden_size)
         losses, aligned = accumulate_gradients(draft, target, source.windows(step, target.device), recipe.at(step))
+        sum_gradients(draft)
         torch.nn.utils.clip_grad_value_(draft.parameters(), recipe.clip_value)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -20,6 +20,7 @@ from swiftbatch.worker.drafters.mtp.predictor import PredictorModule
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.causal_lm import decoder_of
 from swiftbatch.worker.model.model_files import MTP_FILE, let_others_read, locate_model, read_config
+from swiftbatch.worker.training.data_parallel import share_of, sum_gradients, total
 from swiftbatch.worker.training.feature_files import FOLDER, TextFeatures
 from swiftbatch.worker.training.feature_windows import GriffinFeatures, Windows, griffin_features
 from swiftbatch.worker.training.recipes import GriffinRecipe, MTPRecipe
@@ -92,8 +93,9 @@ def run_training(
     def take_step(step: int) -> Step:
         windows = draw_windows(texts, recipe, step, target.device)
         loss = accumulate_gradients(module, target, windows, recipe.passes_at(step))
+        sum_gradients(module)
         optimizers.step(step)
-        return whole_step("mtp", windows.token_ids.numel(), loss)
+        return whole_step("mtp", recipe.num_step_windows * recipe.window_length, loss)
 
     def measured(when: str, _: int) -> list[MTPAccuracyRecord]:
         return measure(module, target, texts.held_out, recipe) if when == "after" else []
@@ -105,7 +107,7 @@ def run_training(
 
 
 def draw_windows(texts: GriffinFeatures, recipe: MTPRecipe, step: int, device: torch.device) -> Windows:
-    """Return a step's windows, which depend on the recipe's seed and the step's number."""
+    """Return this process's windows of a step, which depend on the recipe's seed and the step's number."""
     random, length = np.random.default_rng([recipe.seed, step]), recipe.window_length
     num_own = round(recipe.own_share * recipe.num_step_windows) if texts.own else 0
     picks: list[tuple[TextFeatures, np.ndarray]] = []
@@ -114,7 +116,7 @@ def draw_windows(texts: GriffinFeatures, recipe: MTPRecipe, step: int, device: t
             text = among[random.integers(len(among))]
             start = random.integers(len(text.token_ids) - length + 1)
             picks.append((text, np.arange(start, start + length)))
-    return Windows.gather(picks, device)
+    return Windows.gather(share_of(picks), device)
 
 
 def accumulate_gradients(module: PredictorModule, target: TargetModel, windows: Windows, num_passes: int) -> float:
@@ -125,8 +127,9 @@ def accumulate_gradients(module: PredictorModule, target: TargetModel, windows: 
         counted = torch.ones_like(windows.token_ids, dtype=torch.bool)
         counted[:, : 1 + number] = False  # a window's first rows have no known predecessors
         loss, gradient, _ = token_loss(target, output, windows, counted)
-        losses.append(float(loss / counted.sum()))
-        gradients.append(gradient / counted.sum() / len(outputs))
+        num_rows = total(counted.sum())
+        losses.append(float(total(loss) / num_rows))
+        gradients.append(gradient / num_rows / len(outputs))
     torch.autograd.backward(outputs, gradients)
     return round(losses[0], 4)
 

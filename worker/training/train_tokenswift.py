@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from swiftbatch.worker.drafters.tokenswift.decoding_heads import head_states, save_heads
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import HEADS_FILE, locate_model
+from swiftbatch.worker.training.data_parallel import share_of, sum_gradients, total
 from swiftbatch.worker.training.feature_files import TextFeatures, TextSource
 from swiftbatch.worker.training.recipes import HeadRecipe
 from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held
@@ -133,7 +134,9 @@ def run_training(
         drawn = np.random.default_rng([recipe.seed, step]).integers(len(rows), size=recipe.num_step_rows)
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * recipe.rate(step)
-        losses = accumulate_gradients(target, heads, rows, np.sort(drawn), soft_labels=recipe.num_own_texts > 0)
+        mine = share_of(np.sort(drawn))
+        losses = accumulate_gradients(target, heads, rows, mine, len(drawn), soft_labels=recipe.num_own_texts > 0)
+        sum_gradients(heads)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return Step("heads", fmean(losses), {"losses": [round(loss, 4) for loss in losses]})
@@ -150,23 +153,26 @@ def run_training(
 
 
 def accumulate_gradients(
-    target: TargetModel, heads: Heads, rows: HeadRows, drawn: np.ndarray, soft_labels: bool
+    target: TargetModel, heads: Heads, rows: HeadRows, mine: np.ndarray, num_rows: int, soft_labels: bool
 ) -> list[float]:
-    """Add the gradients of the heads' mean cross entropy over ascending rows; return each head's, in nats."""
+    """Add the gradients of the heads' mean cross entropy over this process's ascending rows, of a step's `num_rows`.
+
+    Returns each head's over all of them, in nats.
+    """
     language_model_head = target.model.get_output_embeddings()
     losses = torch.zeros(len(heads.weight))
-    for part in chunk_rows(drawn, target.vocab_size):
+    for part in chunk_rows(mine, target.vocab_size):
         token_ids, features = rows.gather(part, target.device)
-        total = torch.zeros((), device=target.device)
+        summed = torch.zeros((), device=target.device)
         for head, state in enumerate(heads.states(target, features[:, 0])):
             labels = (
                 target.logits(features[:, head + 1]).softmax(dim=-1).clone() if soft_labels else token_ids[:, head + 2]
             )
-            loss = cross_entropy(language_model_head(state).float(), labels, reduction="sum") / len(drawn)
+            loss = cross_entropy(language_model_head(state).float(), labels, reduction="sum") / num_rows
             losses[head] += loss.detach().cpu()
-            total = total + loss
-        total.backward()
-    return losses.tolist()
+            summed = summed + loss
+        summed.backward()
+    return total(losses).tolist()
 
 
 def chunk_rows(rows: np.ndarray, vocab_size: int) -> Iterator[np.ndarray]:

@@ -13,6 +13,7 @@ import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.training.data_parallel import is_first, meet
 from swiftbatch.worker.training.recipes import Recipe
 from swiftbatch.worker.training.training_folder import Stateful, TrainingFolder, write_measured, write_record
 
@@ -93,7 +94,7 @@ def run_steps(
     """
     start = time.monotonic() - seconds
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("loss {task.fields[loss]:.3f}"))
-    with Progress(*columns, TimeRemainingColumn()) as progress:
+    with Progress(*columns, TimeRemainingColumn(), disable=not is_first()) as progress:
         task = progress.add_task("training", total=num_steps, completed=first, loss=float("nan"))
         for step in range(first, num_steps):
             done = take_step(step)
@@ -124,6 +125,11 @@ def train_part(folder: TrainingFolder, training: PartTraining, report: Callable[
     step, seconds = folder.restore(training.model, training.optimizer)
     num_parameters = sum(parameter.numel() for parameter in training.model.parameters())
     report(f"{num_parameters:,} parameters, {step:,} of {num_steps:,} steps behind it")
+    meet()  # before the first process writes a later state
+    if not is_first():
+        for _ in run_steps(training.take_step, num_steps, step, seconds):
+            pass
+        return
     with folder.open_log(step) as log:
         if step == 0:
             write_measured(log, training.measure("before", 0), report)

@@ -285,7 +285,7 @@ def test_the_target_stays_frozen(tiny_model: Path, books: Path, tmp_path: Path) 
     before = {name: parameter.clone() for name, parameter in target.model.named_parameters()}
     rows = HeadRows(texts_of(target, books, tmp_path, FAST), 3)
     heads = heads_of(torch.zeros(3, 64, 64))
-    accumulate_gradients(target, heads, rows, np.arange(64), soft_labels=True)
+    accumulate_gradients(target, heads, rows, np.arange(64), 64, soft_labels=True)
     assert heads.weight.grad is not None
     assert heads.weight.grad.abs().max() > 0
     assert all(torch.equal(parameter, before[name]) for name, parameter in target.model.named_parameters())
@@ -301,7 +301,7 @@ def test_a_step_is_the_same_in_parts(
     for num_logits in (2**24, 7 * target.vocab_size):
         monkeypatch.setattr(tokenswift, "NUM_LOGITS", num_logits)
         heads = heads_of(random_weight(64))
-        losses = accumulate_gradients(target, heads, rows, np.arange(50), soft_labels)
+        losses = accumulate_gradients(target, heads, rows, np.arange(50), 50, soft_labels)
         assert heads.weight.grad is not None
         gradients.append((heads.weight.grad, losses))
     torch.testing.assert_close(gradients[0][0], gradients[1][0], rtol=0.1, atol=1e-3)
@@ -404,7 +404,7 @@ def test_soft_labels_are_what_the_target_expects_in_each_place(tiny_model: Path,
     target = load_target(locate_model(str(tiny_model)))
     [text] = texts_of(target, books, tmp_path, FAST)
     heads = heads_of(6 * random_weight(64))  # confident, so that shifted labels cost something else
-    losses = accumulate_gradients(target, heads, HeadRows([text], 3), np.array([7]), soft_labels=True)
+    losses = accumulate_gradients(target, heads, HeadRows([text], 3), np.array([7]), 1, soft_labels=True)
     logits = target.model(text.token_ids[None, :20].long()).logits[0].float()
     for head, state in enumerate(heads.states(target, text.features[7:8])):
         guess = target.logits(state).log_softmax(dim=-1)[0]

@@ -119,7 +119,7 @@ def test_labels_are_what_the_target_expects_in_each_place(tiny_target: TargetMod
     windows = torch.randint(250, (2, 4), generator=torch.Generator().manual_seed(1))
     expected = tiny_target.model(windows).logits.float().softmax(dim=-1)
     torch.testing.assert_close(target_distributions(tiny_target, windows), expected, rtol=0.1, atol=0.02)
-    loss = add_gradients(model, tiny_target, windows)
+    loss = add_gradients(model, tiny_target, windows, len(windows))
     logits = model(windows).logits
     assert loss == pytest.approx(cost(logits, expected), rel=0.003)
     hard = torch.nn.functional.one_hot(windows.roll(-1, dims=1), expected.shape[-1]).float()
@@ -136,7 +136,7 @@ def test_a_step_is_the_same_in_parts_and_the_target_stays_frozen(
     for num_logits in (2**21, 1):
         monkeypatch.setattr(draft, "NUM_LOGITS", num_logits)
         model = untrained(tiny_target)
-        losses.append(add_gradients(model, tiny_target, windows))
+        losses.append(add_gradients(model, tiny_target, windows, len(windows)))
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     assert (gradients[0] - gradients[1]).norm() < 0.02 * gradients[0].norm()
@@ -243,7 +243,7 @@ def test_a_shape_that_cannot_be_is_one_line(
 def test_hard_labels_are_the_next_tokens(tiny_target: TargetModel) -> None:
     model = untrained(tiny_target)
     windows = torch.randint(250, (3, 9), generator=torch.Generator().manual_seed(1))
-    loss = add_gradients(model, tiny_target, windows, "hard")
+    loss = add_gradients(model, tiny_target, windows, len(windows), "hard")
     with torch.no_grad():
         logits = model(windows).logits.float()
     assert loss == pytest.approx(float(cross_entropy(logits[:, :-1].flatten(0, 1), windows[:, 1:].flatten())), rel=0.01)
