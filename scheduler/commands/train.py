@@ -252,7 +252,7 @@ def draft(model: str, data: Path, output: Path, config: Path | None, features: P
     "window_length",
     type=WholeNumber(2, GRIFFIN_RECIPE.texts.num_book_tokens),
     default=GRIFFIN_RECIPE.window_length,
-    help="Tokens of a sample; up to 2048 in the paper. Shorter books are left out.",
+    help="Most tokens of a sample; 2048 in the paper.",
 )
 @samples_option(GRIFFIN_RECIPE.num_step_windows)
 @click.option("--no-token-alignment", is_flag=True, help="Use one pass and no mask, as in EAGLE-2.")

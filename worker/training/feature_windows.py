@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from swiftbatch.worker.drafters.griffin.draft_input import NUM_SINKS, WINDOW, window_start
 from swiftbatch.worker.forward.target_model import TargetModel
@@ -18,11 +19,12 @@ from swiftbatch.worker.training.recipes import GriffinRecipe
 from swiftbatch.worker.training.training_texts import jumping_positions
 
 MOST_HELD_OUT_TOKENS = 1024  # of a test book
+SHORTEST = 64  # a text with fewer tokens is left out
 
 
 @dataclass(frozen=True)
 class GriffinFeatures:
-    """Texts with features, each at least a window long."""
+    """Texts with features, each `SHORTEST` tokens long or longer."""
 
     books: list[TextFeatures]
     own: list[TextFeatures]  # empty if the recipe uses no own texts
@@ -33,25 +35,27 @@ def griffin_features(
     target: TargetModel, data: Path, folder: Path, recipe: GriffinRecipe, report: Callable[[str], None]
 ) -> GriffinFeatures:
     """Read the features in `folder`; compute missing ones. Raises CorpusError."""
-    source = TextSource(target, data, folder, recipe.texts, recipe.window_length, report)
+    source = TextSource(target, data, folder, recipe.texts, min(SHORTEST, recipe.window_length), report)
     books = source.books()
     return GriffinFeatures(books, source.own(books), source.held_out(FEWEST_TOKENS, MOST_HELD_OUT_TOKENS))
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Rows in entries 0, 1, ... of windows of equal length."""
+    """Rows in entries 0, 1, ... of windows, of which shorter ones are padded."""
 
     token_ids: torch.Tensor  # [num_windows, length] int64
     inputs: torch.Tensor  # [num_windows, length, hidden]: the feature before each token; zeros for a text's first
     features: torch.Tensor  # [num_windows, length, hidden]: the feature at each token
-    num_before: torch.Tensor  # [num_windows, length] int64: number of preceding rows without a gap in the text
+    num_before: torch.Tensor  # [num_windows, length] int64: number of preceding rows without a gap; -1: no row
 
     @classmethod
     def gather(cls, picks: list[tuple[TextFeatures, np.ndarray]], device: torch.device) -> Windows:
-        """Copy windows from texts, each given by positions `[length]`."""
-        windows = [_rows(text, positions) for text, positions in picks]
-        return cls(*(torch.stack(tensors).to(device) for tensors in zip(*windows, strict=True)))
+        """Copy windows from texts, each given by positions, up to `[length]`."""
+        *columns, num_before = zip(*(_rows(text, positions) for text, positions in picks), strict=True)
+        padded = [pad_sequence(list(column), batch_first=True) for column in columns]
+        padded.append(pad_sequence(list(num_before), batch_first=True, padding_value=-1))
+        return cls(*(tensor.to(device) for tensor in padded))
 
     def has_next(self) -> torch.Tensor:
         """Return the rows whose next row has the text's next token, `[num_windows, length] bool`."""
@@ -90,7 +94,7 @@ class FeatureWindowSource:
                 sizes = np.asarray([len(text.token_ids) for text in texts], dtype=np.float64)
                 chosen = random.choice(len(texts), size=num_windows, p=sizes / sizes.sum())
                 drawn = [(texts[index], len(texts[index].token_ids)) for index in chosen]
-                picks += [(text, jumping_positions(random, size, length, num_sinks)) for text, size in drawn]
+                picks += [(text, jumping_positions(random, size, min(size, length), num_sinks)) for text, size in drawn]
         return Windows.gather(share_of(picks), device)
 
 

@@ -123,7 +123,7 @@ def accumulate_gradients(
         embeddings = target.model.get_input_embeddings()(windows.token_ids)
         passes = forward_passes(model, embeddings, windows, recipe.num_passes)
     aligned = torch.ones_like(windows.token_ids, dtype=torch.bool)  # [num_windows, length]
-    num_all = total(torch.tensor(aligned.numel(), device=aligned.device))
+    num_all = total((windows.num_before >= 0).sum())
     losses, shares, roots, gradients = [], [], [], []
     for output in passes:
         counted = aligned & output.has_draft

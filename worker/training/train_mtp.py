@@ -114,8 +114,8 @@ def draw_windows(texts: GriffinFeatures, recipe: MTPRecipe, step: int, device: t
     for among, number in ((texts.books, recipe.num_step_windows - num_own), (texts.own, num_own)):
         for _ in range(number):
             text = among[random.integers(len(among))]
-            start = random.integers(len(text.token_ids) - length + 1)
-            picks.append((text, np.arange(start, start + length)))
+            start = random.integers(max(0, len(text.token_ids) - length) + 1)
+            picks.append((text, np.arange(start, min(start + length, len(text.token_ids)))))
     return Windows.gather(share_of(picks), device)
 
 
@@ -124,10 +124,9 @@ def accumulate_gradients(module: PredictorModule, target: TargetModel, windows: 
     outputs = forward_passes(module, target, windows, num_passes)
     losses, gradients = [], []
     for number, output in enumerate(outputs):
-        counted = torch.ones_like(windows.token_ids, dtype=torch.bool)
-        counted[:, : 1 + number] = False  # a window's first rows have no known predecessors
+        counted = windows.num_before > number  # a window's first rows have no known predecessors
         loss, gradient, _ = token_loss(target, output, windows, counted)
-        num_rows = total(counted.sum())
+        num_rows = total(counted.sum()).clamp(min=1)
         losses.append(float(total(loss) / num_rows))
         gradients.append(gradient / num_rows / len(outputs))
     torch.autograd.backward(outputs, gradients)

@@ -271,6 +271,28 @@ def test_the_loss_counts_aligned_rows_with_the_labels_and_the_features_weight(
     assert all(torch.equal(parameter, frozen[name]) for name, parameter in tiny_target.model.named_parameters())
 
 
+@pytest.mark.parametrize("recipe", [FAST, replace(FAST, labels="hard")])
+def test_shorter_texts_are_padded_with_rows_that_do_not_count(tiny_target: TargetModel, recipe: GriffinRecipe) -> None:
+    short, long = text(tiny_target, 20, seed=1), text(tiny_target, 48)
+    drawn = FeatureWindowSource([short], [], FAST).windows(0, CPU)
+    assert drawn.token_ids.tolist() == [short.token_ids.tolist()] * 4
+    picks = [(short, np.arange(20)), (long, np.arange(48))]
+    both = Windows.gather(picks, CPU)
+    assert both.num_before[0].tolist() == [*range(20), *[-1] * 28]
+    losses, shares, gradients = [], [], []
+    for windows in (both, *(Windows.gather([pick], CPU) for pick in picks)):
+        model = untrained(tiny_target)
+        loss, share = accumulate_gradients(model, tiny_target, windows, replace(recipe, num_passes=1))
+        losses.append(loss[0])
+        shares.append(share[0])
+        gradients.append(model.fusion.fuse.weight.grad)
+    sizes = (19, 47) if recipe.labels == "hard" else (20, 48)
+    assert losses[0] == pytest.approx((sizes[0] * losses[1] + sizes[1] * losses[2]) / sum(sizes), rel=0.002)
+    assert shares[0] == pytest.approx(sum(sizes) / 68, abs=1e-4)
+    mean = (sizes[0] * gradients[1] + sizes[1] * gradients[2]) / sum(sizes)
+    assert (gradients[0] - mean).norm() < 0.03 * mean.norm()
+
+
 def test_a_token_is_aligned_when_fewer_than_top_k_others_are_better(tiny_target: TargetModel) -> None:
     windows = Windows.gather([(text(tiny_target, 60), np.arange(60))], CPU)
     model, everywhere = untrained(tiny_target), torch.ones(1, 60, dtype=torch.bool)

@@ -216,7 +216,7 @@ def test_bad_data_and_options_are_one_line(tiny_model: Path, books: Path, tmp_pa
         assert problem in result.output
         assert len(result.output.strip().splitlines()) == 1
     (empty / "train.jsonl").write_text(json.dumps({"text": SENTENCE}) + "\n", encoding="utf-8")
-    with pytest.raises(CorpusError, match=r"too short, the longest has \d+ tokens; expected 576 or more"):
+    with pytest.raises(CorpusError, match=r"too short, the longest has \d+ tokens; expected 64 or more"):
         train(tiny_model, empty, output, GRIFFIN_RECIPE)
     with pytest.raises(
         CorpusError, match="own texts of 21 tokens, prompt included, are too short; expected 48 or more"
