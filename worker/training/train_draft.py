@@ -43,6 +43,8 @@ SAMPLING = {
 }
 """Sampling of both models, by name."""
 MOST_HELD_OUT_TOKENS = 2048  # of a test book
+SHORTEST = 64  # a text with fewer tokens is left out
+NO_TOKEN = -1
 KIND = "llama"
 
 
@@ -100,13 +102,16 @@ class DraftWindows:
         self._shares = sizes / sizes.sum()
 
     def batch(self, random: np.random.Generator, num_windows: int, length: int, num_sinks: int) -> torch.Tensor:
-        """Return windows `[num_windows, length] int64`; no text may be shorter than `length`.
+        """Return windows `[num_windows, length] int64`, of shorter texts padded with `NO_TOKEN`.
 
-        A gap follows the first `num_sinks` tokens, if these are not 0.
+        A gap follows the first `num_sinks` tokens in some, if these are not 0.
         """
         chosen = [self._texts[index] for index in random.choice(len(self._texts), num_windows, p=self._shares)]
-        windows = [text[jumping_positions(random, len(text), length, num_sinks)] for text in chosen]
-        return torch.from_numpy(np.stack(windows).astype(np.int64))
+        windows = torch.full((num_windows, length), NO_TOKEN)
+        for window, text in zip(windows, chosen, strict=True):
+            positions = jumping_positions(random, len(text), min(length, len(text)), num_sinks)
+            window[: len(positions)] = torch.from_numpy(text[positions].astype(np.int64))
+        return windows
 
 
 def train_draft(
@@ -141,7 +146,7 @@ def _train(
             f"config: max_position_embeddings is {config.max_position_embeddings}, expected {recipe.window_length} or "
             "more, which a draft model reads"
         )
-    source = TextSource(target, data, features, recipe.texts, recipe.window_length, report)
+    source = TextSource(target, data, features, recipe.texts, min(SHORTEST, recipe.window_length), report)
     torch.manual_seed(recipe.seed)
     draft = LlamaForCausalLM(config).to(target.device)
     with repeatable(draft.device):
@@ -160,10 +165,11 @@ def run_training(
 
     def take_step(step: int) -> Step:
         windows = batch(step)
-        loss = add_gradients(draft, target, share_of(windows), len(windows), recipe.labels)
+        num_rows = int(has_label(windows, recipe.labels).sum())
+        loss = add_gradients(draft, target, share_of(windows), num_rows, recipe.labels)
         sum_gradients(draft)
         optimizers.step(step)
-        return whole_step("draft", windows.numel(), loss)
+        return whole_step("draft", num_rows, loss)
 
     def measure(when: str, _: int) -> Iterator[DraftAgreementRecord]:
         return iter(()) if when == "during" else measure_agreement(when, target, draft, held_out)
@@ -192,25 +198,30 @@ def window_source(source: TextSource, recipe: DraftRecipe) -> Callable[[int], to
 
 
 def add_gradients(
-    draft: LlamaForCausalLM, target: TargetModel, windows: torch.Tensor, num_windows: int, labels: Labels = "soft"
+    draft: LlamaForCausalLM, target: TargetModel, windows: torch.Tensor, num_rows: int, labels: Labels = "soft"
 ) -> float:
-    """Add the gradients of the cross entropy with the labels in this process's `windows`, of a step's `num_windows`.
+    """Add the gradients of the cross entropy with the labels in this process's `windows`, of a step's `num_rows`.
 
     Returns the cross entropy over all of them, in nats per token.
     """
     found = torch.zeros((), device=target.device)
-    num_rows = num_windows * (windows.shape[1] - (labels == "hard"))
     for part in windows.to(target.device).split(max(1, NUM_LOGITS // (target.vocab_size * windows.shape[1]))):
+        counted, token_ids = has_label(part, labels), part.clamp(min=0)
         with torch.autocast(target.device.type, dtype=torch.bfloat16):
-            logits = draft(input_ids=part, use_cache=False).logits  # [part, length, vocab]
+            logits = draft(input_ids=token_ids, use_cache=False).logits  # [part, length, vocab]
         if labels == "hard":
-            logits, expected = logits[:, :-1], part[:, 1:]
+            logits, expected = logits[:, :-1], token_ids[:, 1:]
         else:
-            expected = target_distributions(target, part)
-        loss = cross_entropy(logits.flatten(0, 1).float(), expected.flatten(0, 1), reduction="sum") / num_rows
+            expected = target_distributions(target, token_ids)
+        loss = cross_entropy(logits[counted].float(), expected[counted], reduction="sum") / num_rows
         loss.backward()
         found += loss.detach()
     return float(total(found))
+
+
+def has_label(windows: torch.Tensor, labels: Labels) -> torch.Tensor:
+    """Return the rows with a label, `[num_windows, length] bool`, or one row less before the text's next tokens."""
+    return (windows[:, 1:] if labels == "hard" else windows) != NO_TOKEN
 
 
 def target_distributions(target: TargetModel, windows: torch.Tensor) -> torch.Tensor:

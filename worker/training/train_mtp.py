@@ -114,7 +114,7 @@ def draw_windows(texts: GriffinFeatures, recipe: MTPRecipe, step: int, device: t
     for among, number in ((texts.books, recipe.num_step_windows - num_own), (texts.own, num_own)):
         for _ in range(number):
             text = among[random.integers(len(among))]
-            start = random.integers(max(0, len(text.token_ids) - length) + 1)
+            start = int(random.integers(max(0, len(text.token_ids) - length) + 1))
             picks.append((text, np.arange(start, min(start + length, len(text.token_ids)))))
     return Windows.gather(share_of(picks), device)
 

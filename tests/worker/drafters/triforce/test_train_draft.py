@@ -119,7 +119,7 @@ def test_labels_are_what_the_target_expects_in_each_place(tiny_target: TargetMod
     windows = torch.randint(250, (2, 4), generator=torch.Generator().manual_seed(1))
     expected = tiny_target.model(windows).logits.float().softmax(dim=-1)
     torch.testing.assert_close(target_distributions(tiny_target, windows), expected, rtol=0.1, atol=0.02)
-    loss = add_gradients(model, tiny_target, windows, len(windows))
+    loss = add_gradients(model, tiny_target, windows, windows.numel())
     logits = model(windows).logits
     assert loss == pytest.approx(cost(logits, expected), rel=0.003)
     hard = torch.nn.functional.one_hot(windows.roll(-1, dims=1), expected.shape[-1]).float()
@@ -136,7 +136,7 @@ def test_a_step_is_the_same_in_parts_and_the_target_stays_frozen(
     for num_logits in (2**21, 1):
         monkeypatch.setattr(draft, "NUM_LOGITS", num_logits)
         model = untrained(tiny_target)
-        losses.append(add_gradients(model, tiny_target, windows, len(windows)))
+        losses.append(add_gradients(model, tiny_target, windows, windows.numel()))
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     assert (gradients[0] - gradients[1]).norm() < 0.02 * gradients[0].norm()
@@ -200,7 +200,7 @@ def test_a_draft_model_of_another_shape_is_pretrained_without_own_texts(
     result = command(tiny_model, books, output, *given)
     assert result.exit_code == 0, result.output
     assert "num_tokens" in records(output)[-1]
-    assert records(output)[-1]["num_tokens"] == 3 * 528
+    assert records(output)[-1]["num_tokens"] == 3 * 527
     found = json.loads((output / "config.json").read_text())
     assert found["rope_parameters"]["rope_theta"] == 500_000
     assert {name: found[name] for name in TABLE_11 if name != "rope_theta"} == {
@@ -243,7 +243,7 @@ def test_a_shape_that_cannot_be_is_one_line(
 def test_hard_labels_are_the_next_tokens(tiny_target: TargetModel) -> None:
     model = untrained(tiny_target)
     windows = torch.randint(250, (3, 9), generator=torch.Generator().manual_seed(1))
-    loss = add_gradients(model, tiny_target, windows, len(windows), "hard")
+    loss = add_gradients(model, tiny_target, windows, windows[:, 1:].numel(), "hard")
     with torch.no_grad():
         logits = model(windows).logits.float()
     assert loss == pytest.approx(float(cross_entropy(logits[:, :-1].flatten(0, 1), windows[:, 1:].flatten())), rel=0.01)
@@ -252,13 +252,27 @@ def test_hard_labels_are_the_next_tokens(tiny_target: TargetModel) -> None:
     assert (drawn.diff(dim=1) == 1).all()
 
 
+@pytest.mark.parametrize("labels", ["soft", "hard"])
+def test_shorter_texts_are_padded_with_tokens_that_do_not_count(
+    tiny_target: TargetModel, labels: recipes.Labels
+) -> None:
+    short = TextFeatures("books", 0, torch.arange(20).to(torch.uint32), torch.empty(20, 0))
+    [padded] = DraftWindows([short]).batch(np.random.default_rng(0), 1, 30, NUM_SINKS)
+    assert padded.tolist() == [*range(20), *[draft.NO_TOKEN] * 10]
+    num_rows, losses = 20 - (labels == "hard"), []
+    for windows in (padded[None], padded[None, :20]):
+        assert int(draft.has_label(windows, labels).sum()) == num_rows
+        losses.append(add_gradients(untrained(tiny_target), tiny_target, windows, num_rows, labels))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
 def test_bad_data_is_one_line(tiny_model: Path, tmp_path: Path) -> None:
     result = command(tiny_model, tmp_path, tmp_path / "draft")
     assert result.exit_code != 0
     assert "no file matches *train*.jsonl" in result.output
     assert len(result.output.strip().splitlines()) == 1
     (tmp_path / "train.jsonl").write_text(json.dumps({"text": SENTENCE}) + "\n", encoding="utf-8")
-    with pytest.raises(CorpusError, match=r"too short, the longest has \d+ tokens; expected 528 or more") as caught:
+    with pytest.raises(CorpusError, match=r"too short, the longest has \d+ tokens; expected 64 or more") as caught:
         train_draft(str(tiny_model), tmp_path, tmp_path / "draft", draft_recipe(4, 0, num_steps=1), lambda line: None)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "draft").exists()
