@@ -49,14 +49,17 @@ for module in (train_draft, train_griffin, train_mtp, train_tokenswift):
 torch.set_num_threads(1)
 model, data, output, *kinds = sys.argv[1:]
 texts = TextRecipe(num_book_tokens=150, num_own_texts=2, num_prompt_tokens=16, num_own_tokens=60)
-sizes = {"window_length": 48, "texts": texts}
+books = TextRecipe(num_book_tokens=150)
 trainings = {
     "tokenswift": (train_tokenswift.train_heads, HeadRecipe(
         num_steps=3, num_step_rows=65, num_warmup_steps=1, num_book_tokens=150)),
-    "draft": (train_draft.train_draft, DraftRecipe(3, num_step_windows=5, **sizes)),
+    "draft": (train_draft.train_draft, DraftRecipe(
+        3, num_step_windows=5, window_length=48, texts=books)),
     "griffin": (train_griffin.train_griffin, GriffinRecipe(
-        3, num_step_windows=5, single_pass_share=0.0, align_top_k=100, num_warmup_steps=1, labels="hard", **sizes)),
-    "mtp": (train_mtp.train_mtp, MTPRecipe(3, num_step_windows=5, num_passes=2, **sizes)),
+        3, num_step_windows=5, window_length=48, texts=texts, single_pass_share=0.0, align_top_k=100,
+        num_warmup_steps=1, labels="hard")),
+    "mtp": (train_mtp.train_mtp, MTPRecipe(
+        3, num_step_windows=5, window_length=48, num_passes=2, texts=books)),
 }
 with joined(print) as report:
     for kind in kinds:
@@ -109,8 +112,8 @@ def check_close(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> N
 
 def test_two_processes_give_the_weights_of_one(tiny_model: Path, books: Path, tmp_path: Path) -> None:
     (books / "test.jsonl").unlink()
-    [alone] = train(tiny_model, books, tmp_path / "one", 1, *FILES)
     first, second = train(tiny_model, books, tmp_path / "two", 2, *FILES)
+    [alone] = train(tiny_model, books, tmp_path / "one", 1, *FILES)
     assert "steps behind it" in alone
     assert "steps behind it" in first
     assert "steps behind it" not in second
