@@ -32,7 +32,7 @@ from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig
 from swiftbatch.worker.forward.step_costs import step_costs_of
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
-from swiftbatch.worker.training.griffin_features import TEST
+from swiftbatch.worker.training.feature_files import TEST
 from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE, GriffinRecipe
 from swiftbatch.worker.training.train_griffin import GriffinAccuracyRecord, griffin_folder, train_griffin
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from safetensors import SafetensorError, safe_open
 
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from swiftbatch.worker.kv.gpu_memory_plan import DraftMemoryOf
 
 FINGERPRINT, ORIGIN = "model_fingerprint", "origin"  # keys in a part file's header; the latter if it was imported
+FINGERPRINT = "model_fingerprint"  # key in a part file's header
+HeadKind = Literal["tokenswift", "medusa"]
 
 DrafterFactory = Callable[["TargetModel", "Costs", "Path | None"], "Drafter"]
 """Makes a drafter for a target with its costs, and a folder of trained parts, or None for the target's own."""

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.drafters.catalogue import DRAFT_MODEL, ENGINES, FINGERPRINT, ORIGIN, ReadPart, Shape
+from swiftbatch.worker.drafters.catalogue import DRAFT_MODEL, FINGERPRINT, ORIGIN, ReadPart, Shape
+from swiftbatch.worker.drafters.engine_options import TriForceOptions
 from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig, GriffinModel, save_griffin
 from swiftbatch.worker.model.config_values import BASE, POSITIVE, SIZE, Config
 from swiftbatch.worker.model.digests import digests_of, weight_files
@@ -80,7 +81,7 @@ def _refuse_heads(folder: Path, model: str) -> None:
 def _import_draft(folder: Path, files: ModelFiles, output: Path) -> Path:
     """Write a draft model's folder, with its weights as safetensors."""
     source = locate_model(str(DRAFT_MODEL.find(files.name, files.path, files.fingerprint, folder)))
-    if source.max_positions < (longest := ENGINES[DRAFT_MODEL.engine].draft_length):
+    if source.max_positions < (longest := TriForceOptions().draft_length):
         raise ModelError(f"{folder}: it has {source.max_positions} positions; the engine needs {longest}")
     if any(file.suffix == SUFFIX for file in weight_files(source.path)):
         raise ModelError(f"{folder}: its weights are a GGUF file, which is used as it is; name it with --draft-model")
