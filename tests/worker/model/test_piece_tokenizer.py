@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from transformers.convert_slow_tokenizer import import_protobuf
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.text import tokenizer
 from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.worker.model.paper_configs import pickle_weights, publish
 
@@ -55,7 +56,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_tokenizer_of_pieces_reads_and_writes_texts(folder: Path) -> None:
-    pytest.importorskip("sentencepiece")
     codec = TextCodec(locate_model(str(folder)))
     ids = {piece: FIRST + number for number, piece in enumerate(PIECES)}
     assert codec.encode("the cat") == [1, ids["\u2581the"], ids["\u2581cat"]]
@@ -63,8 +63,9 @@ def test_a_tokenizer_of_pieces_reads_and_writes_texts(folder: Path) -> None:
     assert codec.decode(codec.encode("the cat\u00e9")[1:]) == "the cat\u00e9"
 
 
-@pytest.mark.skipif(find_spec("sentencepiece") is not None, reason="sentencepiece is installed")
-def test_without_the_library_a_line_says_what_to_install(folder: Path) -> None:
+def test_without_the_library_a_line_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with pytest.raises(ModelError) as caught:
         TextCodec(locate_model(str(folder)))
     assert str(caught.value) == (
