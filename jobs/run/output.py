@@ -94,7 +94,7 @@ CHARACTERS_PER_NUMBER = 36  # bytes of a token id in a list of Python's
 
 TEXT_COLUMNS = (
     *("custom_id", "status", "text", "reasoning_content", "finish_reason", "logprobs"),
-    *("tool_calls", "error_code", "error_message"),
+    *("tool_calls", "prompt_logprobs", "error_code", "error_message"),
 )
 COUNT_COLUMNS = ("choice_index", "prompt_tokens", "completion_tokens")
 FIXED_COLUMNS = {*TEXT_COLUMNS, *COUNT_COLUMNS, *TOKEN_COLUMNS}
@@ -169,7 +169,7 @@ def _row(line: dict[str, Any], choice: dict[str, Any], numbers: dict[str, Any]) 
         "custom_id": plain(line["custom_id"]),
         "choice_index": choice.get("index", 0),
         "status": "finished",
-        **texts_of(choice),
+        **texts_of(line["response"]["body"], choice),
         **token_ids_of(line["response"]["body"], choice),
         "prompt_tokens": numbers["usage"]["prompt_tokens"],
         "completion_tokens": numbers["usage"]["completion_tokens"],

@@ -58,6 +58,7 @@ def success_line(
     reasoning: Reasoning | None = None,
     calls: ToolCalls | None = None,
     ignored_keywords: tuple[str, ...] = (),
+    prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None,
 ) -> dict[str, Any]:
     """Return a finished job's output line; `token_ids` are all generated tokens.
 
@@ -73,8 +74,9 @@ def success_line(
         "token_ids_sha256": tokens_sha256(token_ids),
     }
     asks_for_ids = record.job.sampling.return_token_ids
-    prompt_ids = {"prompt_token_ids": unpacked(record.prompt_token_ids)} if asks_for_ids else {}
-    choice |= ({} if is_chat else prompt_ids) | ({"token_ids": token_ids.tolist()} if asks_for_ids else {})
+    of_prompt: dict[str, Any] = {} if prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs}
+    of_prompt |= {"prompt_token_ids": unpacked(record.prompt_token_ids)} if asks_for_ids else {}
+    choice |= ({} if is_chat else of_prompt) | ({"token_ids": token_ids.tolist()} if asks_for_ids else {})
     choice |= {"ignored_schema_keywords": list(ignored_keywords)} if ignored_keywords else {}
     body = {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{record.job_id}",
@@ -83,7 +85,7 @@ def success_line(
         "model": model,
         "system_fingerprint": system_fingerprint,
         "choices": [choice],
-        **(prompt_ids if is_chat else {}),
+        **(of_prompt if is_chat else {}),
         "usage": _usage(record.num_prompt_tokens, len(token_ids), reasoning),
         "metrics": {name: _finite(value) for name, value in metrics.items()},
     }
@@ -169,6 +171,7 @@ class _Choice(_Part):
     text: str | None = None
     message: _Message | None = None
     logprobs: dict[str, Any] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
     prompt_token_ids: list[int] | None = None
     token_ids: list[int] | None = None
 
@@ -188,6 +191,7 @@ class _Usage(_Part):
 class _Body(_Part):
     choices: list[_Choice] = Field(min_length=1)
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
     usage: _Usage
     metrics: dict[str, Any]
     created: int = 0
@@ -238,8 +242,9 @@ def num_completion_tokens(line: dict[str, Any]) -> int:
     return int(line["response"]["body"]["usage"]["completion_tokens"])
 
 
-def texts_of(choice: dict[str, Any]) -> dict[str, str | None]:
+def texts_of(body: dict[str, Any], choice: dict[str, Any]) -> dict[str, str | None]:
     """Return a choice's texts as columns; log-probabilities as JSON."""
+    of_prompt = (body | choice).get("prompt_logprobs")  # a chat has them in the body
     message = choice.get("message") or {"content": choice.get("text")}
     reasoning, logprobs, calls = message.get("reasoning_content"), choice.get("logprobs"), message.get("tool_calls")
     return {
@@ -248,6 +253,7 @@ def texts_of(choice: dict[str, Any]) -> dict[str, str | None]:
         "finish_reason": plain(choice["finish_reason"]),
         "logprobs": None if logprobs is None else json.dumps(logprobs),
         "tool_calls": None if calls is None else json.dumps(calls),
+        "prompt_logprobs": None if of_prompt is None else json.dumps(of_prompt),
     }
 
 

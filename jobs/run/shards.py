@@ -174,6 +174,7 @@ COLUMNS: dict[str, str] = {  # type names shared by Arrow and `datasets`
     "token_ids": "list of int32",
     "logprobs": "string",
     "tool_calls": "string",
+    "prompt_logprobs": "string",
     "job_id": "string",
 }
 ROWS_PER_GROUP = 1000
@@ -191,7 +192,7 @@ def finished_row(record: JobRecord, revision: int, line: dict[str, Any]) -> Row:
     choice = body["choices"][0]
     return _asked(record, revision) | {
         "status": "finished",
-        **texts_of(choice),
+        **texts_of(body, choice),
         "error_code": None,
         "error_message": None,
         "completion_tokens": body["usage"]["completion_tokens"],
@@ -208,6 +209,7 @@ def failed_row(record: JobRecord, revision: int, failure: Failure) -> Row:
         "finish_reason": None,
         "logprobs": None,
         "tool_calls": None,
+        "prompt_logprobs": None,
         "error_code": failure.code,
         "error_message": failure.message,
         "completion_tokens": None,

@@ -24,7 +24,7 @@ from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.constraints.thinking import Thinking
 from swiftbatch.worker.drafters.catalogue import PLAIN_ENGINE
 from swiftbatch.worker.engine.job_sequence import sequence_of
-from swiftbatch.worker.engine.stopping import StopRule, answer_of, text_of
+from swiftbatch.worker.engine.stopping import StopRule, answer_of, echo_of, text_of
 from swiftbatch.worker.forward.hardware import cpu_capability
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
@@ -176,12 +176,12 @@ class Verifier:
         """Return a result's tokens, drawn again if they are not at hand, or None if this model draws others."""
         known = self.known_tokens(record, choice)
         if known is None:
-            sequence, _ = self._replay.again(record, shown_text(choice))
+            sequence, _ = self._replay.again(record, _output_text(record, choice, self.codec))
             known = sequence.output_ids
         return known if tokens_sha256(known.astype(np.uint32)) == choice["token_ids_sha256"] else None
 
     def _verify_whole(self, record: JobRecord, choice: Line) -> tuple[int, list[Mismatch]]:
-        recorded = shown_text(choice)
+        recorded = _output_text(record, choice, self.codec)
         sequence, thinking = self._replay.again(record, recorded)
         is_same = tokens_sha256(sequence.output_ids.astype(np.uint32)) == choice["token_ids_sha256"]
         if is_same and sequence.finish_reason == _end_of(choice):
@@ -213,10 +213,15 @@ def known_tokens(
     try:
         return logs.read(record.job_id).token_ids.astype(np.int64)
     except DamagedFileError:
-        text = codec.encode(shown_text(choice), add_special_tokens=False)
+        text = codec.encode(_output_text(record, choice, codec), add_special_tokens=False)
     found = (np.asarray([*text, *end], np.int64) for end in [(), *((token_id,) for token_id in eos_token_ids)])
     is_its = (ids for ids in found if tokens_sha256(ids.astype(np.uint32)) == choice["token_ids_sha256"])
     return next(is_its, None)
+
+
+def _output_text(record: JobRecord, choice: Line, codec: TextCodec) -> str:
+    """Return the text of a choice behind its prompt's, if that stands before it."""
+    return shown_text(choice).removeprefix(echo_of(record.job, unpacked(record.prompt_token_ids), codec))
 
 
 def verify_run(

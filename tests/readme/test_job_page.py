@@ -80,6 +80,6 @@ def test_every_field_of_other_programs_is_named() -> None:
 def test_what_is_told_is_what_the_page_shows(tmp_path: Path) -> None:
     told, refused, _ = (block.strip() for block in blocks(OTHERS))
     assert told == str(FieldsWithoutEffect({"user": 120, "stream": 3}))
-    body = {"prompt": "Once", "echo": True}
+    body = {"prompt": "Once", "watermarking": True}
     _, (reject,) = read_lines(tmp_path, {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body})
     assert refused == reject.reason
