@@ -56,6 +56,7 @@ class SubmitOptions(TypedDict, total=False):
     logprobs_mode: LogprobsMode | None
     sampling_defaults: SamplingDefaults | None
     lenient_schemas: bool
+    plain_content: bool
     thinking_markers: Sequence[str] | None
     clock: str | None
     engine: str | None

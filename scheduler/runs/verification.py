@@ -107,7 +107,8 @@ def load_model(run: Run, model: str | None = None) -> tuple[TargetModel, TextCod
     computation = replace(computation_of(manifest, Settings()), engine=PLAIN_ENGINE, draft_model=None)
     torch.set_num_threads(manifest.num_threads)
     files = located_model(manifest.model, run) if model is None else locate_model(model)
-    codec = TextCodec(files, manifest.thinking_markers, manifest.clock, lenient_schemas=manifest.lenient_schemas)
+    text_settings = (manifest.thinking_markers, manifest.clock, manifest.lenient_schemas, manifest.plain_content)
+    codec = TextCodec(files, *text_settings)
     return loaded_target(EngineConfig(**asdict(computation)), files, run, codec.textless_ids), codec
 
 
