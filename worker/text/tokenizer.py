@@ -20,6 +20,7 @@ from swiftbatch.worker.constraints.grammar import GrammarTokenizer
 from swiftbatch.worker.constraints.thinking import Markers, Opening, Thinking, ThinkingRule, markers_of
 from swiftbatch.worker.model.model_files import ModelFiles, eos_token_ids_of
 from swiftbatch.worker.sampling.token_masks import ConstraintError
+from swiftbatch.worker.text.call_grammars import rule_of_calls
 from swiftbatch.worker.text.chat_template import ChatTemplate, words_of
 from swiftbatch.worker.text.output_text import BROKEN_CHARACTER, ByteText, LibraryText, OutputText
 from swiftbatch.worker.text.plain_content import BREAK, PlainContent
@@ -27,7 +28,7 @@ from swiftbatch.worker.text.tekken import BYTES_AS_THEY_ARE, TekkenBytes, Tekken
 from swiftbatch.worker.text.token_bytes import DecoderSteps, TokenBytes, steps_of
 from swiftbatch.worker.text.tokenizer_cache import WordTokens, cuts_at_spaces
 from swiftbatch.worker.text.tokenizer_loading import loaded_tokenizer
-from swiftbatch.worker.text.tool_calls import UNKNOWN_FORM, CallForm, form_of, rule_of_calls
+from swiftbatch.worker.text.tool_calls import UNKNOWN_FORM, CallForm, form_of
 
 if TYPE_CHECKING:
     from swiftbatch.worker.sampling.sequence import Rule
