@@ -29,6 +29,7 @@ from swiftbatch.jobs.run.run_records import (
 from swiftbatch.jobs.sampling_params import LoopAction, ThinkingEnd
 from swiftbatch.scheduler.api.run_handle import Path, RunHandle
 from swiftbatch.scheduler.api.run_process import RunProcess
+from swiftbatch.scheduler.api.table_files import write_parquet
 from swiftbatch.worker.config import CheckpointKind
 
 NOT_KEYWORDS = {"run", "quiet", "json"}
@@ -90,7 +91,7 @@ Jobs = Path | Sequence[Path] | Iterable[Mapping[str, Any]]
 def submit(jobs: Jobs, run: Path | None = None, **options: Unpack[SubmitOptions]) -> RunHandle:
     """Start a run of jobs in a process of its own, and return it while it works.
 
-    `jobs` are a file, several files, dicts of a list or generator, or a table of pandas, Arrow or DuckDB with a
+    `jobs` are a file, several files, dicts of a list or generator, or a table of pandas, polars, Arrow or DuckDB with a
     row for each job. `run` is the run's folder; for one file it is `jobs.run` beside it by default. The same call goes
     on with a run that was stopped. Raises UserError with the words of the command `submit`.
     """
@@ -101,9 +102,10 @@ def submit(jobs: Jobs, run: Path | None = None, **options: Unpack[SubmitOptions]
     if isinstance(jobs, (str, os.PathLike)):
         jobs = [jobs]
     if is_table:
-        with tempfile.NamedTemporaryFile(suffix=".parquet") as file:
-            _write_parquet(jobs, file.name)
-            return _started([file.name], _needed(run), arguments)
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "jobs.parquet")
+            write_parquet(jobs, path)
+            return _started([path], _needed(run), arguments)
     if isinstance(jobs, Sequence) and jobs and all(isinstance(each, (str, os.PathLike)) for each in jobs):
         files = [os.path.expanduser(each) for each in jobs if isinstance(each, (str, os.PathLike))]
         return _started(files, run_folder_beside(tuple(files)) if run is None else _needed(run), arguments)
@@ -144,15 +146,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"found {type(value).__name__}")
-
-
-def _write_parquet(jobs: Any, path: str) -> None:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    table = pa.table(jobs)
-    index = [name for name in table.column_names if name.startswith("__index_level_")]  # of a pandas table
-    parquet.write_table(table.drop_columns(index), path)
 
 
 def arguments_of(options: Mapping[str, Any]) -> list[str]:
