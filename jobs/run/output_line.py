@@ -77,7 +77,7 @@ def success_line(
     of_prompt: dict[str, Any] = {} if prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs}
     of_prompt |= {"prompt_token_ids": unpacked(record.prompt_token_ids)} if asks_for_ids else {}
     choice |= ({} if is_chat else of_prompt) | ({"token_ids": token_ids.tolist()} if asks_for_ids else {})
-    choice |= {"ignored_schema_keywords": list(ignored_keywords)} if ignored_keywords else {}
+    choice |= {IGNORED: list(ignored_keywords)} if ignored_keywords else {}
     body = {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{record.job_id}",
         "object": "chat.completion" if is_chat else "text_completion",
@@ -148,6 +148,7 @@ def _finite(value: Any) -> Any:
 
 LINE_ID = "batch_req_"  # the job's id follows it
 TOKEN_COLUMNS = ("prompt_token_ids", "token_ids")
+IGNORED = "ignored_schema_keywords"
 
 
 class _Part(BaseModel):
@@ -174,6 +175,7 @@ class _Choice(_Part):
     prompt_logprobs: list[dict[str, Any] | None] | None = None
     prompt_token_ids: list[int] | None = None
     token_ids: list[int] | None = None
+    ignored_schema_keywords: list[str] | None = None
 
     @model_validator(mode="after")
     def _has_text(self) -> Self:
@@ -257,10 +259,10 @@ def texts_of(body: dict[str, Any], choice: dict[str, Any]) -> dict[str, str | No
     }
 
 
-def token_ids_of(body: dict[str, Any], choice: dict[str, Any]) -> dict[str, list[int] | None]:
-    """Return the token ids of a choice and its prompt as columns, None unless the line asked for them."""
+def lists_of(body: dict[str, Any], choice: dict[str, Any]) -> dict[str, list[Any] | None]:
+    """Return the lists of a choice and its prompt as columns: token ids if asked for, and ignored keywords."""
     said = body | choice  # a chat has its prompt's in the body
-    return {name: said.get(name) for name in TOKEN_COLUMNS}
+    return {name: said.get(name) for name in (*TOKEN_COLUMNS, IGNORED)}
 
 
 def plain(text: str) -> str:

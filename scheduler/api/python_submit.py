@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal, TypedDict, Unpack
 
 import click
@@ -85,7 +86,7 @@ class SubmitOptions(TypedDict, total=False):
     webhook_jobs: bool
 
 
-Jobs = Path | Sequence[Path] | Iterable[Mapping[str, Any]]
+Jobs = Path | Iterable[Path] | Iterable[Mapping[str, Any]]
 
 
 def submit(jobs: Jobs, run: Path | None = None, **options: Unpack[SubmitOptions]) -> RunHandle:
@@ -99,17 +100,30 @@ def submit(jobs: Jobs, run: Path | None = None, **options: Unpack[SubmitOptions]
     is_table = hasattr(jobs, "__arrow_c_stream__")
     if isinstance(jobs, Mapping) or not (is_table or isinstance(jobs, (str, os.PathLike, Iterable))):
         raise UserError(f"submit(): found {type(jobs).__name__} as jobs, expected files, a list of dicts, or a table")
-    if isinstance(jobs, (str, os.PathLike)):
-        jobs = [jobs]
     if is_table:
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "jobs.parquet")
             write_parquet(jobs, path)
             return _started([path], _needed(run), arguments)
-    if isinstance(jobs, Sequence) and jobs and all(isinstance(each, (str, os.PathLike)) for each in jobs):
-        files = [os.path.expanduser(each) for each in jobs if isinstance(each, (str, os.PathLike))]
-        return _started(files, run_folder_beside(tuple(files)) if run is None else _needed(run), arguments)
-    return _started(["-"], _needed(run), arguments, _lines(jobs))
+    files, others = _files_or_dicts(jobs)
+    if not files:
+        return _started(["-"], _needed(run), arguments, _lines(others))
+    return _started(files, run_folder_beside(tuple(files)) if run is None else _needed(run), arguments)
+
+
+def _files_or_dicts(jobs: Any) -> tuple[list[str], Iterable[Any]]:
+    """Return files, or other jobs if the first one is no path. Raises UserError."""
+    if isinstance(jobs, (str, os.PathLike)):
+        jobs = [jobs]
+    rest = iter(sorted(jobs, key=str) if isinstance(jobs, (set, frozenset)) else jobs)
+    for first in rest:
+        if not isinstance(first, (str, os.PathLike)):
+            return [], chain([first], rest)
+        files = [first, *rest]
+        if others := [each for each in files if not isinstance(each, (str, os.PathLike))]:
+            raise UserError(f"submit(): found {type(others[0]).__name__} among files, expected files alone, or dicts")
+        return [os.path.expanduser(os.fspath(each)) for each in files], ()
+    raise UserError("submit(): found no jobs, expected at least one")
 
 
 async def submit_async(jobs: Jobs, run: Path | None = None, **options: Unpack[SubmitOptions]) -> RunHandle:
