@@ -12,7 +12,7 @@ from swiftbatch.jobs.json_records import shown
 from swiftbatch.jobs.structured_output import FOLLOWED_FORMATS, Structure
 from swiftbatch.worker.constraints.grammar import SPECIAL, GrammarTokenizer, StructureError, definition_of
 from swiftbatch.worker.sampling.token_masks import ConstraintError
-from swiftbatch.worker.text.tool_calls import CallForm, Tools, Written, WrittenTags
+from swiftbatch.worker.text.tool_calls import CallForm, Tools, Written, WrittenTags, is_string
 
 if TYPE_CHECKING:
     from swiftbatch.worker.sampling.sequence import Rule
@@ -97,7 +97,7 @@ def _value(
 ) -> tuple[str, list[str]]:
     """Return a value with its end, and their rules. A string is written as it is, other values as JSON."""
     end = _quoted(written.end_of_value, tokens)
-    if not _is_string(schema):
+    if not is_string(schema):
         around = {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}
         whole = schema | around if isinstance(schema, dict) else schema
         own = Structure.model_construct(kind="json", text=json.dumps(whole))
@@ -126,10 +126,6 @@ def _pattern(text: str) -> str:
     return SPECIAL.sub(r"\\\g<0>", text).replace("/", "\\/").replace("\n", "\\n")
 
 
-def _is_string(schema: Any) -> bool:
-    return isinstance(schema, Mapping) and schema.get("type") == "string"
-
-
 def _refuse_untagged(tool: dict[str, Any], written: WrittenTags) -> None:
     """Raise ValueError for parameters that calls with tags cannot follow."""
     parameters = tool["function"].get("parameters") or {}
@@ -140,8 +136,8 @@ def _refuse_untagged(tool: dict[str, Any], written: WrittenTags) -> None:
         if key not in properties or not written.key.fullmatch(key):
             raise ValueError(f"found the argument {shown(key)}, which this model's form of calls cannot write")
     for key, schema in properties.items():
-        idle = {"format"} if _is_string(schema) and schema.get("format") not in FOLLOWED_FORMATS else set[str]()
-        if _is_string(schema) and (unknown := schema.keys() - OF_STRING - NOTES - idle):
+        idle = {"format"} if is_string(schema) and schema.get("format") not in FOLLOWED_FORMATS else set[str]()
+        if is_string(schema) and (unknown := schema.keys() - OF_STRING - NOTES - idle):
             expected = 'expected none in a string, or a type such as ["string", "null"]'
             raise ValueError(f"found {shown(min(unknown))} of {shown(key)}, {expected}")
 

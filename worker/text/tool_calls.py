@@ -110,6 +110,9 @@ class TaggedForm:
 
     def pieces(self, text: str, schemas: Schemas) -> Iterator[Piece]:
         """Yield the parts of a text that are valid calls."""
+        with suppress(ValueError, RecursionError):
+            yield from self._as_written(text, schemas)
+            return
         for found in self.call.finditer(text):
             schema = schemas.get(found["name"])
             if schema is None:
@@ -121,8 +124,57 @@ class TaggedForm:
                 with suppress(ValueError, RecursionError):
                     yield Piece(*found.span(), [_call(found["name"], arguments)])
 
+    def _as_written(self, text: str, schemas: Schemas) -> list[Piece]:
+        """Return the calls of a text that is written as forced ones are, in which JSON may contain tags.
+
+        Raises ValueError for any other text.
+        """
+        text, start, pieces = text.rstrip(), len(text) - len(text.lstrip()), list[Piece]()
+        while not pieces or start < len(text):
+            start = _behind(text, self.written.between, start) if pieces else start
+            place, name = self._name(text, start, schemas)
+            arguments: dict[str, Any] = {}
+            while not text.startswith(self.written.end, place):
+                place, key, value = self._argument(text, place, schemas[name].get("properties") or {})
+                arguments[key] = value
+            end = place + len(self.written.end)
+            pieces.append(Piece(start, end, [_call(name, arguments)]))
+            start = end
+        return pieces
+
+    def _name(self, text: str, start: int, schemas: Schemas) -> tuple[int, str]:
+        before, after = self.written.begin.split("$NAME")
+        place = _behind(text, before, start)
+        end = text.index(after, place)
+        if text[place:end] not in schemas:
+            raise ValueError("found no call of a tool")
+        return end + len(after), text[place:end]
+
+    def _argument(self, text: str, start: int, types: Mapping[str, Any]) -> tuple[int, str, Any]:
+        before, after = self.written.argument.split("$KEY")
+        place = _behind(text, before, start)
+        end = text.index(after, place)
+        key, place = text[place:end], end + len(after)
+        if is_string(types.get(key)):
+            end = text.index(self.written.end_of_value, place)
+            value = text[place:end]
+        else:
+            value, end = JSON.raw_decode(text, place)
+        return _behind(text, self.written.end_of_value + self.written.behind, end), key, value
+
 
 CallForm = JsonForm | TaggedForm
+
+
+def _behind(text: str, expected: str, place: int) -> int:
+    """Return the place behind an expected text. Raises ValueError if another one is there."""
+    if not text.startswith(expected, place):
+        raise ValueError("found another text")
+    return place + len(expected)
+
+
+def is_string(schema: object) -> bool:
+    return isinstance(schema, Mapping) and schema.get("type") == "string"
 
 
 def _call(name: object, arguments: object) -> tuple[str, str]:
@@ -134,7 +186,7 @@ def _call(name: object, arguments: object) -> tuple[str, str]:
 
 def _value(text: str, schema: object) -> Any:
     """Return an argument as its schema wants it: a string, or what its JSON says."""
-    if isinstance(schema, dict) and schema.get("type") == "string":
+    if is_string(schema):
         return text
     try:
         return json.loads(text)

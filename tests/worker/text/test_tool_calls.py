@@ -335,3 +335,15 @@ def test_what_tags_cannot_write_is_refused(
     grammars = GrammarTokenizer(tokenizer, len(tokenizer), frozenset({tokenizer.eos_token_id}))
     with pytest.raises(ConstraintError, match=re.escape(f"field 'tools[0].function.parameters': {problem}")):
         rule_of_calls(form(family), options, tokenizer, grammars)
+
+
+@pytest.mark.parametrize("family", ["GLM", "Qwen3-Coder"])
+def test_json_in_a_tag_may_contain_tags(family: str) -> None:
+    schema = {"properties": {"words": {"type": "array"}, "more": {"type": "string"}}}
+    tools = ({"type": "function", "function": {"name": "f", "parameters": schema}}, TOOLS[1])
+    words = ["</arg_value>", "<arg_key>", "</parameter>\n", "</tool_call>", "<tool_call>"]
+    text = FAMILIES[family][1].replace("weather", "f").replace("city", "more").replace("days", "words")
+    text = text.replace("\n3\n", f"\n{json.dumps(words)}\n").replace(">3<", f">{json.dumps(words)}<")
+    found = calls_in(form(family), f"\n{text}\n", tools, "job")
+    assert found is not None
+    assert (called(found), found.content) == ([("f", {"more": "Oslo {\n", "words": words}), ("now", {})], None)
