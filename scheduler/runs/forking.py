@@ -116,7 +116,11 @@ def _refuse_other_jobs(run: Run, made: Sequence[JobRecord]) -> None:
 
 
 def _fork(parent: JobRecord, custom_id: str, number: int, begun: Sequence[int], fingerprint: str) -> JobRecord:
-    own = {"seed": derive_seed(parent.job.sampling.seed or 0, f"fork {number}"), "logprobs": None}
+    own = {
+        "seed": derive_seed(parent.job.sampling.seed or 0, f"fork {number}"),
+        "logprobs": None,
+        "prompt_logprobs": None,
+    }
     changes = {"custom_id": custom_id, "choice_index": 0, "num_choices": 1, "begun_ids": tuple(begun) or None}
     job = parent.job.model_copy(update={**changes, "sampling": parent.job.sampling.model_copy(update=own)})
     if not custom_id.isprintable() or custom_id.startswith("#") or len(custom_id) > MAX_CUSTOM_ID:

@@ -16,7 +16,7 @@ from swiftbatch.jobs.job import JobRecord, unpacked
 from swiftbatch.jobs.json_records import Frozen
 from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.run.job_index import JobIndex
-from swiftbatch.jobs.run.output_line import CALLED, message_of, shown_text, token_ids_of, tokens_sha256
+from swiftbatch.jobs.run.output_line import CALLED, message_of, shown_text, tokens_sha256
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import RunError
 from swiftbatch.jobs.sampling_params import MAX_TOP_LOGPROBS
@@ -27,7 +27,7 @@ from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.constraints.thinking import Thinking
 from swiftbatch.worker.drafters.catalogue import PLAIN_ENGINE
 from swiftbatch.worker.engine.job_sequence import sequence_of
-from swiftbatch.worker.engine.stopping import StopRule, answer_of, text_of
+from swiftbatch.worker.engine.stopping import StopRule, answer_of, echo_of, text_of
 from swiftbatch.worker.forward.hardware import cpu_capability
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
@@ -115,7 +115,8 @@ def load_model(run: Run, model: str | None = None) -> tuple[TargetModel, TextCod
     )
     torch.set_num_threads(manifest.num_threads)
     files = located_model(manifest.model, run) if model is None else locate_model(model)
-    codec = TextCodec(files, manifest.thinking_markers, manifest.clock, lenient_schemas=manifest.lenient_schemas)
+    text_settings = (manifest.thinking_markers, manifest.clock, manifest.lenient_schemas, manifest.plain_content)
+    codec = TextCodec(files, *text_settings)
     return loaded_target(EngineConfig(**asdict(computation)), files, run, codec.textless_ids), codec
 
 
@@ -157,7 +158,7 @@ class Verifier:
             if own != prompt_ids or job.job_id(self._fingerprint) != record.job_id:
                 found.append(_mismatch(record, "job"))
         named = (line["custom_id"], choice.get("index"), body["usage"]["prompt_tokens"])
-        shown_ids = token_ids_of(body, choice)["prompt_token_ids"]
+        shown_ids = (body | choice).get("prompt_token_ids")
         is_its = named == (job.custom_id, job.choice_index, len(prompt_ids)) and shown_ids in (None, prompt_ids)
         return found if is_its else [*found, _mismatch(record, "line")]
 
@@ -209,12 +210,12 @@ class Verifier:
         """Return a result's tokens, drawn again if they are not at hand, or None if this model draws others."""
         known = self.known_tokens(record, choice)
         if known is None:
-            sequence, _ = self._replay.again(record, shown_text(choice))
+            sequence, _ = self._replay.again(record, _output_text(record, choice, self.codec))
             known = sequence.output_ids
         return known if tokens_sha256(known.astype(np.uint32)) == choice["token_ids_sha256"] else None
 
     def _verify_whole(self, record: JobRecord, choice: Line) -> tuple[int, list[Mismatch]]:
-        recorded = shown_text(choice)
+        recorded = _output_text(record, choice, self.codec)
         sequence, thinking = self._replay.again(record, recorded, record.job.sampling.logprobs)
         is_same = tokens_sha256(sequence.output_ids.astype(np.uint32)) == choice["token_ids_sha256"]
         if is_same and sequence.finish_reason == _end_of(choice):
@@ -247,10 +248,15 @@ def known_tokens(
     try:
         return logs.read(record.job_id).token_ids.astype(np.int64)
     except DamagedFileError:
-        text = codec.encode(shown_text(choice), add_special_tokens=False)
+        text = codec.encode(_output_text(record, choice, codec), add_special_tokens=False)
     found = (np.asarray([*text, *end], np.int64) for end in [(), *((token_id,) for token_id in eos_token_ids)])
     is_its = (ids for ids in found if tokens_sha256(ids.astype(np.uint32)) == choice["token_ids_sha256"])
     return next(is_its, None)
+
+
+def _output_text(record: JobRecord, choice: Line, codec: TextCodec) -> str:
+    """Return the text of a choice behind its prompt's, if that stands before it."""
+    return shown_text(choice).removeprefix(echo_of(record.job, unpacked(record.prompt_token_ids), codec))
 
 
 def verify_run(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from transformers.convert_slow_tokenizer import import_protobuf
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.text import tokenizer
+from swiftbatch.worker.text import tokenizer_loading
 from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.worker.model.paper_configs import pickle_weights, publish
 
@@ -64,8 +63,7 @@ def test_a_tokenizer_of_pieces_reads_and_writes_texts(folder: Path) -> None:
 
 
 def test_without_the_library_a_line_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer, "find_spec", lambda name: None)
-    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    monkeypatch.setattr(tokenizer_loading, "find_spec", lambda name: None)
     with pytest.raises(ModelError) as caught:
         TextCodec(locate_model(str(folder)))
     assert str(caught.value) == (
