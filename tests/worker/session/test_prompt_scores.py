@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from swiftbatch.jobs.job import unpacked
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.runs.verification import verify_run
+from swiftbatch.worker.forward.native_forwards import NativeForwards
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.replay.scoring import Scorer
@@ -129,3 +130,15 @@ def test_a_job_that_lost_its_result_alone_reads_its_prompt(
     undisturbed = make_run(tmp_path / "undisturbed")
     to_the_end(session(undisturbed, tiny_model), claimed(undisturbed, job))
     assert body(run, job)["choices"] == body(undisturbed, job)["choices"]
+
+
+def test_chunks_beside_other_rows_give_the_same_bits(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's prefill fills the rest of forwards with known tokens."""
+    asked = {"logprobs": 1, "echo": True, "prompt_logprobs": 0}
+    jobs = [record("a", 20, prompt=LONG), record("b", 20, asked, prompt=f"the lazy dog {LONG}")]
+    expected = choices(finished(tmp_path / "run", tiny_model, *jobs))
+    monkeypatch.setattr(NativeForwards, "rows_per_forward", 32)
+    found = choices(finished(tmp_path / "chunks", tiny_model, *jobs))
+    assert {name: found[name] for name in "ab"} == {name: expected[name] for name in "ab"}
