@@ -66,6 +66,8 @@ def _key(_context: click.Context, _parameter: click.Parameter, path: Path | None
 @click.option("--max-tokens", type=WholeNumber(1))
 @click.option("--sampling-defaults", type=click.Choice(get_args(SamplingDefaults)))
 @click.option("--logprobs-mode", type=click.Choice(get_args(LogprobsMode)))
+@click.option("--lenient-schemas", is_flag=True, default=None)
+@click.option("--plain-content", is_flag=True, default=None)
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="File for the report.")
 @click.option(
     "--sign",

@@ -33,7 +33,9 @@ def imported_run(output: str, jobs: Sequence[str], folder: str, settings: Settin
             if record.custom_id in found
         ]
         if not results:
-            raise UserError(f"{shown_input(output)} has no result of a job in {', '.join(map(shown_input, jobs))}")
+            others = "".join(f"; {each.place} was rejected: {each.reason}" for each in submitted.rejects[:1])
+            place = ", ".join(map(shown_input, jobs))
+            raise UserError(f"{shown_input(output)} has no result of a job in {place}{others}")
         run.write_segment("imported", ResultSegment(results))
     return Run.open(folder)
 

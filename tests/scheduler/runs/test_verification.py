@@ -439,16 +439,16 @@ def test_the_command_names_the_first_differing_token(tmp_path: Path, tiny_model:
     assert f" in 1 job, among {LONG} tokens of 3 spans in 1 job" in done.output
 
 
-def _output_and_jobs(folder: Path, model: Path, *lines: dict[str, Any]) -> tuple[Path, list[str]]:
-    """Return an output file, and the arguments that verify it."""
+def _output_and_jobs(folder: Path, model: Path, *lines: dict[str, Any], **settings: Any) -> tuple[Path, list[str]]:
+    """Return an output file, and the arguments that verify it, without those for `settings`."""
     lines = lines or (
         {"custom_id": "long", "prompt": "the quick", "max_tokens": LONG, "seed": 3, "ignore_eos": True},
         {"custom_id": "two", "prompt": "the brown", "max_tokens": 40, "n": 2},
     )
     jobs = write_jobs(folder / "jobs.jsonl", *lines)
-    options = {"dtype": "float32", "num_threads": 1, "seed": 5}
+    options = {"dtype": "float32", "num_threads": 1, "seed": 5} | settings
     run = submit_file(jobs, str(folder / "run"), model=str(model), **options).run
-    to_the_end(session(run, model, checkpoint_seconds=600.0), *(claimed(run, job) for job in run.jobs()))
+    to_the_end(session(run, model, checkpoint_seconds=600.0, **settings), *(claimed(run, job) for job in run.jobs()))
     Run.open(run.store.uri).write_output()
     output = folder / "run" / "output.jsonl"
     verify = ["verify", str(output), "--jobs", jobs, "--model", str(model), "--dtype", "float32"]
@@ -462,6 +462,18 @@ def test_an_output_file_is_verified_without_its_run(tmp_path: Path, tiny_model: 
     exact = "exact: 780 tokens of 5 spans in 3 jobs are what this model draws (sample seed 0)\n"
     assert (done.exit_code, done.output) == (0, exact)
     assert invoke(*arguments[:-1], "6").exit_code == 1  # another seed for the line without one
+
+
+def test_an_output_file_is_verified_with_the_options_that_changed_its_prompts_and_rules(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    few = {"json": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2, "uniqueItems": True}}
+    line = {"custom_id": "list", "prompt": "the", "max_tokens": 30, "structured_outputs": few}
+    settings = {"lenient_schemas": True, "plain_content": True}
+    _, arguments = _output_and_jobs(tmp_path, tiny_model, line, **settings)
+    done = invoke(*arguments, "--lenient-schemas", "--plain-content")
+    assert (done.exit_code, done.output[:6]) == (0, "exact:"), done.output
+    assert "uniqueItems" in refusal(*arguments, "--plain-content")
 
 
 def test_an_output_file_that_was_changed_is_found(tmp_path: Path, tiny_model: Path) -> None:
