@@ -80,7 +80,7 @@ def source_of(model: str) -> Source:
 
 
 def _stored_in(path: Path) -> tuple[tuple[str, StoredTensor], ...] | None:
-    files = [file for file in weight_files(path) if file.is_file()]
+    files = [file for file in weight_files(path) if file.parent == path and file.is_file()]  # an index may name others
     try:
         return tuple(pair for file in files for pair in heads_in(file).items()) or None
     except FormatError as error:

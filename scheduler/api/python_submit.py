@@ -189,12 +189,18 @@ def _arguments(option: click.Option, value: Any) -> list[str]:
         return []
     if option.is_flag:
         return [name]
-    if isinstance(value, Mapping):
-        return [f"{name}={field}={column}" for field, column in value.items()]
-    if "\0" in str(value):
+    pairs = [f"{field}={_text(each)}" for field, each in value.items()] if isinstance(value, Mapping) else None
+    if any("\0" in text for text in pairs or [str(value)]):
         raise UserError(f"option {name[2:]}: found a character NUL, expected text")
+    if pairs is not None:
+        return [f"{name}={pair}" for pair in pairs]
     if option.nargs == 1:
         return [f"{name}={value}"]
     if isinstance(value, str) or len(value) != option.nargs:
         raise UserError(f"option {name[2:]}: found {value!r}, expected {option.nargs} texts")
     return [name, *map(str, value)]
+
+
+def _text(value: object) -> str:
+    """Return a value as the command takes it: 3,3 for (3, 3)."""
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from swiftbatch.worker.kv.gpu_memory_plan import DraftMemoryOf
 
 FINGERPRINT, ORIGIN = "model_fingerprint", "origin"  # keys in a part file's header; the latter if it was imported
-FINGERPRINT = "model_fingerprint"  # key in a part file's header
 HeadKind = Literal["tokenswift", "medusa"]
 
 DrafterFactory = Callable[["TargetModel", "Costs", "Path | None"], "Drafter"]

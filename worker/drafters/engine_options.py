@@ -8,13 +8,14 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.json_records import Frozen, reasons
+from swiftbatch.jobs.json_records import Frozen, reasons, shown
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
 
 AS_PROMPT = 0  # a budget as large as a job's prompt
 LEAST_BUDGET, MOST_PROMPT_BUDGET = 256, 8192  # bounds of such a budget; TokenSwift's longest prompts have 8,192 tokens
 CacheName = Literal["summary", "importance", "retrieval"]
-Count = Annotated[int, Field(ge=1)]
+LONGEST = 1 << 20  # tokens; longer than any model's text
+Count = Annotated[int, Field(ge=1, le=MAX_TREE_NODES)]
 
 
 def _numbers(value: Any) -> Any:
@@ -26,7 +27,7 @@ def _budget(value: Any) -> Any:
 
 
 Numbers = Annotated[tuple[Count, ...], BeforeValidator(_numbers), Field(min_length=1, max_length=16)]
-Budget = Annotated[int, BeforeValidator(_budget), Field(ge=0)]
+Budget = Annotated[int, BeforeValidator(_budget), Field(ge=0, le=LONGEST)]
 
 
 class EngineOptions(Frozen):
@@ -38,8 +39,8 @@ class PartialCacheOptions(EngineOptions):
 
     cache: CacheName = "summary"
     budget: Budget = 2048  # entries; `prompt`, or 0: as many as the prompt has tokens
-    chunk_size: Count = 8  # of the retrieval cache (TriForce 4.1)
-    stride: Count = 256  # positions between two builds of the retrieval cache
+    chunk_size: int = Field(default=8, ge=1, le=4096)  # of the retrieval cache (TriForce 4.1)
+    stride: int = Field(default=256, ge=1, le=LONGEST)  # positions between two builds of the retrieval cache
     rebuild_below: float = Field(default=0.0, ge=0.0, lt=1.0)  # lower rolling acceptance rates ask for a build
 
     @property
@@ -114,6 +115,12 @@ class GriffinOptions(EngineOptions):
     at_every_step: bool = False  # False: as many nodes and levels as pay, in steps where drafts pay
     context: Literal["window", "whole"] = "window"  # what the draft layer sees
 
+    @model_validator(mode="after")
+    def _with_room(self) -> GriffinOptions:
+        if (expanded := self.breadth * (self.max_depth - 1)) > MAX_TREE_NODES:
+            raise ValueError(f"breadth * (max_depth - 1): found {expanded}, expected at most {MAX_TREE_NODES}")
+        return self
+
 
 class RecyclingOptions(EngineOptions):
     """Options of Token Recycling as published."""
@@ -144,7 +151,7 @@ def with_given(options: Options, engine: str, given: tuple[str, ...]) -> Options
         name, is_one, value = text.partition("=")
         if not is_one or name in values:
             problem = "given twice" if is_one else "expected NAME=VALUE"
-            raise ModelError(f"--engine-option {text}: {problem}")
+            raise ModelError(f"--engine-option {text if text.isprintable() else shown(text)}: {problem}")
         values[name] = value
     try:
         return changed(options, values)

@@ -36,8 +36,9 @@ def folder_fault(path: Path) -> str | None:
         return f"no model.safetensors or pytorch_model.bin in {path}, nor an index; other weights are not loaded"
     for name in sorted(names):
         if Path(name).name != name or not os.path.isfile(path / name):
-            index = path / (index_name(path) or INDEX_FILE)
-            return f"{index} names {shown(name)}, which is no file of this folder; copy all files again"
+            if (index := index_name(path)) is None:
+                return f"{path / name} is no file; copy it again"
+            return f"{path / index} names {shown(name)}, which is no file of this folder; copy all files again"
     return None
 
 

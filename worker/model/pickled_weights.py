@@ -70,8 +70,9 @@ def mapped_tensors(file: Path) -> dict[str, torch.Tensor]:
             raise PickledError(
                 f"holds {shown(str(name))} as {type(each).__name__}, expected tensors by name; {BY_SAFETENSORS}"
             )
-        if each.layout != torch.strided or each.is_quantized:
-            raise PickledError(f"holds {shown(name)} as {each.layout}, expected plain tensors; {BY_SAFETENSORS}")
+        if each.layout != torch.strided or each.is_quantized or each.is_meta:
+            found = f"{each.dtype} on {each.device}" if each.layout == torch.strided else each.layout
+            raise PickledError(f"holds {shown(name)} as {found}, expected plain tensors; {BY_SAFETENSORS}")
     return {name: each.detach() for name, each in sorted(found.items(), key=lambda pair: pair[1].data_ptr())}
 
 

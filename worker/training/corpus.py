@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.job import Message, TemplateOptions
-from swiftbatch.jobs.json_records import Strict, list_of, reasons
+from swiftbatch.jobs.json_records import Strict, is_utf8, list_of, reasons
 from swiftbatch.worker.text.tokenizer import Chat, TextCodec
 
 TEXT, MESSAGES, CONVERSATIONS = "text", "messages", "conversations"  # the last is ShareGPT's
@@ -50,7 +50,7 @@ def read_records(data: Path, pattern: str) -> Iterator[Record]:
 
     Raises CorpusError for records that are neither text nor chat, and if there is no text at all.
     """
-    paths = [data] if data.is_file() else sorted(data.rglob(pattern))
+    paths = [data] if data.is_file() else sorted(path for path in data.rglob(pattern) if path.is_file())
     if not paths:
         raise CorpusError(f"{data}: no file matches {pattern}; expected JSONL records, each {EXPECTED}")
     is_empty = True
@@ -67,13 +67,15 @@ def read_records(data: Path, pattern: str) -> Iterator[Record]:
 def _record(where: str, line: bytes) -> Record:
     try:
         values = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorpusError(f"{where}: expected {EXPECTED}: {error}") from error
     if not isinstance(values, dict) or not values.keys() & {TEXT, MESSAGES, CONVERSATIONS}:
         raise CorpusError(f"{where}: expected {EXPECTED}")
     if TEXT in values:
         if not isinstance(values[TEXT], str):
             raise CorpusError(f"{where}, {TEXT}: found {type(values[TEXT]).__name__}, expected a string")
+        if not is_utf8(values[TEXT]):
+            raise CorpusError(f"{where}, {TEXT}: found half a surrogate pair, expected text that UTF-8 can write")
         return Record(where, values[TEXT])
     return Record(where, _chat(where, values[MESSAGES if MESSAGES in values else CONVERSATIONS]))
 

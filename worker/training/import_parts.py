@@ -16,6 +16,7 @@ from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.drafters.catalogue import DRAFT_MODEL, FINGERPRINT, ORIGIN, ReadPart, Shape
 from swiftbatch.worker.drafters.engine_options import TriForceOptions
 from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig, GriffinModel, save_griffin
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.config_values import BASE, POSITIVE, SIZE, Config
 from swiftbatch.worker.model.digests import digests_of, weight_files
 from swiftbatch.worker.model.file_checks import PICKLED_FILE, SINGLE_FILE, json_object
@@ -86,6 +87,7 @@ def _import_draft(folder: Path, files: ModelFiles, output: Path) -> Path:
     if any(file.suffix == SUFFIX for file in weight_files(source.path)):
         raise ModelError(f"{folder}: its weights are a GGUF file, which is used as it is; name it with --draft-model")
     file = _free(output / SINGLE_FILE)
+    TargetModel.load(source, "float32", "cpu")  # refuses tensors that are missing, too many, of other shapes or NaN
     tensors = {name: each.clone().contiguous() for name, each in _tensors(source.path).items()}
     header = {"format": "pt", FINGERPRINT: files.fingerprint, ORIGIN: _origin("draft", source.path)}
     save_file(tensors, file, metadata=header)
@@ -101,8 +103,11 @@ def _import_layer(kind: str, folder: Path, files: ModelFiles, output: Path) -> P
         raise ModelError(f"{folder}: it has {other}, so it is EAGLE-3's, which reads three of the model's layers")
     embedding, config = tensors.pop(TOKENS, None), _config(kind, folder, tensors)
     _refuse_other_model(folder, embedding, config.hidden_size, files)
+    with torch.device("meta"):  # a wrong config may say sizes that no memory holds
+        expected = GriffinModel(config)
+    checked = _checked(kind, folder, tensors, expected)
     model = GriffinModel(config)
-    model.load_state_dict(_checked(kind, folder, tensors, model))
+    model.load_state_dict(checked)
     file = _free(output / GRIFFIN_FILE)
     save_griffin(output, model, files.fingerprint, _origin(kind, folder))
     return file
@@ -175,7 +180,7 @@ def _refuse_other_model(folder: Path, embedding: Tensor | None, hidden: int, fil
     if embedding is None or expected is None:
         return
     same = embedding.shape == expected.shape
-    if not same or float((embedding.float() - expected).norm()) > MOST_DISTANCE * float(expected.norm()):
+    if not same or not float((embedding.float() - expected).norm()) <= MOST_DISTANCE * float(expected.norm()):  # NaN
         raise ModelError(f"{folder}: its {TOKENS} is not that of {files.name}; name the model that it was made for")
 
 

@@ -30,6 +30,12 @@ def test_keywords_are_the_options_of_the_command() -> None:
 def test_keywords_become_arguments() -> None:
     asked = {"workers": 2, "strict": True, "takeover": False, "model": None, "slots": "auto", "seed": -3}
     assert arguments_of(asked) == ["--workers=2", "--strict", "--slots=auto", "--seed=-3"]
+    assert arguments_of({"engine_option": {"tree": (3, 3), "rounds": 1}}) == [
+        "--engine-option=tree=3,3",
+        "--engine-option=rounds=1",
+    ]
+    with pytest.raises(swiftbatch.UserError, match="option engine-option: found a character NUL, expected text"):
+        arguments_of({"engine_option": {"cache": "a\0"}})
     assert arguments_of({"column": {"prompt": "text"}, "thinking_markers": ("<a>", "</a>")}) == [
         *("--column=prompt=text", "--thinking-markers", "<a>", "</a>")
     ]

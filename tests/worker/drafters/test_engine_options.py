@@ -23,9 +23,9 @@ CHANGES = {
     "triforce": [("width=3", "at_every_step=true", "gamma_1=3", "gamma_2=4"), ("window=16", "budget=prompt")],
     "griffin": [("context=whole", "at_every_step=true"), ("max_nodes=5", "max_depth=2", "breadth=2")],
     "token-recycling-paper": [("update=first", "tree=measured"), ("update=merged", "candidates=3", "with_noise=no")],
-    "tokenswift-paper": [("tree=2,2", "ngram_size=3", "num_ngrams=5"), ("num_ngrams=0", "recycles=true")],
+    "tokenswift-paper": [("tree=2,2", "ngram_size=3", "num_ngrams=5"), ("tree=127", "num_ngrams=0", "recycles=true")],
     "triforce-paper": [("budget=48", "stride=20", "rebuild_below=0.9", "chunk_size=4"), ("gamma_1=0",)],
-    "griffin-paper": [("context=whole",), ("breadth=3", "max_depth=3")],
+    "griffin-paper": [("context=whole",), ("breadth=31", "max_depth=5", "max_nodes=127")],
 }
 
 
@@ -66,6 +66,11 @@ def test_options_change_no_token(target: TargetModel, plain: list[int], engine: 
         ("tokenswift", "stride=9", r"stride: an option of cache=retrieval, found cache=summary"),
         ("triforce", "gamma_2=63", r"gamma_1 \+ gamma_2: found 2 \+ 63, expected at most 64"),
         ("triforce", "gamma_1", r"--engine-option gamma_1: expected NAME=VALUE"),
+        ("triforce", "a\nb", r'--engine-option "a\\nb": expected NAME=VALUE'),
+        ("tokenswift", "tree=128", r"field 'tree\[0\]': found \"128\", expected a value less than or equal to 127"),
+        ("tokenswift", "budget=1048577", r"field 'budget': .* expected a value less than or equal to 1048576"),
+        ("triforce-paper", "chunk_size=4097", r"field 'chunk_size': .* expected a value less than or equal to 4096"),
+        ("griffin-paper", "breadth=26", r"breadth \* \(max_depth - 1\): found 130, expected at most 127"),
         ("griffin-paper", "context=all", r"field 'context': found \"all\", expected 'window' or 'whole'"),
         ("suffix", "width=2", r"--engine-option width=2: engine suffix has no options; see docs/engines.md"),
     ],

@@ -140,6 +140,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda file: torch.save({"a": torch.ones(2, 2).to_sparse()}, file),
         "holds a as torch.sparse_coo, expected plain tensors",
     ),
+    "a tensor without numbers": (
+        lambda file: torch.save({"a": torch.ones(2, device="meta")}, file),
+        "holds a as torch.float32 on meta, expected plain tensors",
+    ),
     "a call": (
         lambda file: torch.save({"a": Command()}, file),
         f"asks for {os.system.__module__}.system, and weights need tensors alone, so it is not read",
@@ -170,6 +174,23 @@ def test_a_shard_that_is_missing_is_named_with_its_index(folder: Path) -> None:
     with pytest.raises(ModelError, match=rf"\A.*{words}.*\Z"):
         locate_model(str(folder))
     assert words in str(inspect_model(str(folder)).refusal)
+
+
+def test_a_file_outside_the_folder_is_not_looked_at(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    pickle_weights(folder, 2)
+    (other := tmp_path_factory.mktemp("other") / "other.bin").write_text("no weights")
+    index = json.loads((folder / PICKLED_INDEX).read_text())
+    index["weight_map"]["lm_head.weight"] = str(other)
+    (folder / PICKLED_INDEX).write_text(json.dumps(index))
+    assert "which is no file of this folder" in str(inspect_model(str(folder)).refusal)
+
+
+def test_a_folder_in_place_of_the_weights_is_named(folder: Path) -> None:
+    pickle_weights(folder)
+    (folder / PICKLED_FILE).unlink()
+    (folder / PICKLED_FILE).mkdir()
+    with pytest.raises(ModelError, match=f"{folder / PICKLED_FILE} is no file; copy it again"):
+        locate_model(str(folder))
 
 
 def test_a_pickled_model_is_quantized_to_safetensors(folder: Path, tmp_path: Path) -> None:

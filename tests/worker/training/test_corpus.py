@@ -79,6 +79,7 @@ def test_chats_that_the_template_refuses_are_left_out_and_counted(model: Path, t
         ({"conversations": [{"from": "gpt"}]}, r"field 'messages\[0\].content': found nothing, expected a value"),
         ({"messages": [{"role": "user", "content": 3}]}, r"field 'messages\[0\].content': found 3, expected"),
         ({"text": 3}, "text: found int, expected a string"),
+        ({"text": "a\ud800"}, "text: found half a surrogate pair, expected text that UTF-8 can write"),
     ],
 )
 def test_what_is_no_text_and_no_chat_is_named(
@@ -102,3 +103,16 @@ def test_all_tokens_of_a_chat_have_features_and_count(model: Path, tmp_path: Pat
     [text] = TextSource(target, data, tmp_path / "features", TextRecipe(), 5, lambda line: None).books()
     assert text.first_row == 0
     assert text.features.equal(hidden_states(target, text.token_ids.tolist()))
+
+
+def test_lists_within_too_many_lists_are_refused_in_a_line(model: Path, tmp_path: Path) -> None:
+    data = written(tmp_path / "data")
+    (data / "train.jsonl").write_text("[" * 100_000, encoding="utf-8")
+    with pytest.raises(CorpusError, match=r"train.jsonl, line 1: expected a JSON object .*recursion"):
+        encoded(model, data, [])
+
+
+def test_a_folder_with_a_file_s_name_is_no_data(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "data" / "train.jsonl").mkdir(parents=True)
+    with pytest.raises(CorpusError, match=r"no file matches \*train\*.jsonl"):
+        encoded(model, tmp_path / "data", [])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear, silu
 
 from swiftbatch.jobs.sampling_params import SamplingParams
@@ -44,6 +45,7 @@ CONFIG = {
     "rope_theta": THETA,
     "vocab_size": 300,
 }
+NORM = "model.norm.weight"
 LAYER = "layers.0."
 MATRICES = {
     **{f"self_attn.{name}_proj": (HIDDEN, HIDDEN) for name in "qkvo"},
@@ -208,6 +210,13 @@ REFUSALS: dict[str, tuple[str, Callable[[Tensors], object], dict[str, Any], str]
         {},
         "its embed_tokens.weight is not that of",
     ),
+    "an embedding of NaN": (
+        "eagle",
+        lambda t: t.update({"embed_tokens.weight": torch.full((300, HIDDEN), torch.nan)}),
+        {},
+        "its embed_tokens.weight is not that of",
+    ),
+    "sizes that no memory holds": ("eagle", len, {"intermediate_size": 10**12}, "expected floats [1000000000000, 64]"),
     "another width": ("eagle", len, {"hidden_size": 128}, "it reads features of 128 numbers, and"),
     "no sizes": ("eagle", len, {"num_attention_heads": None}, "its num_attention_heads is None; expected the sizes"),
     "other heads": ("eagle", len, {"num_attention_heads": 3}, "its hidden_size is 64 for 3 heads; expected the sizes"),
@@ -313,4 +322,16 @@ def test_a_small_model_that_cannot_draft_is_refused(
     (folder / "config.json").write_text(json.dumps(said | change))
     result = bring("draft", folder, target_folder, tmp_path / "parts")
     assert (result.exit_code, words in result.output) == (2, True), result.output
+    assert not (tmp_path / "parts").exists()
+
+
+@pytest.mark.parametrize("harm", [lambda t: t.pop(NORM), lambda t: t[NORM].fill_(torch.nan)])
+def test_a_small_model_with_damaged_weights_is_refused(
+    harm: Callable[[Tensors], Any], tiny_model: Path, target_folder: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny_model / PARTS_FOLDER / "draft", tmp_path / "small"))
+    harm(tensors := load_file(folder / "model.safetensors"))
+    save_file(tensors, folder / "model.safetensors")
+    result = bring("draft", folder, target_folder, tmp_path / "parts")
+    assert result.exit_code == 2, result.output
     assert not (tmp_path / "parts").exists()
