@@ -158,7 +158,7 @@ def papers() -> None:
 
     \b
     Example:
-      python -m bench papers tokenswift --runs 5 --json tokenswift.jsonl
+      python -m bench papers token-recycling --table 1 --runs 5 --json table1.jsonl
     """
 
 

@@ -14,7 +14,7 @@ from swiftbatch.worker.exactness.gpu_doctor.findings import cell_of
 
 PAPERS = {
     name: f"bench.{name.replace('-', '_')}_ablation"
-    for name in ("tokenswift", "triforce", "griffin")
+    for name in ("token-recycling", "tokenswift", "triforce", "griffin")
 }
 """Modules with `Options`, `each_table`, `run` and `shown`, and `CURVES` by table."""
 
