@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
-from bench.options import one_of
+from bench.options import ALL, one_of
 from bench.prompt_arms import Prompt, PromptArms, num_plain_tokens, read_prompt
-from bench.tables import Record, only, pivot
+from bench.tables import Curve, Record, only, pivot
 from swiftbatch.scheduler.commands.options.option_types import say
 from swiftbatch.worker.decode_bench import (
     BenchError,
@@ -308,7 +308,7 @@ OPTIONS: dict[Plan, GriffinOptions] = {"own": GriffinOptions(), "paper": GRIFFIN
 
 
 class Options(BenchOptions):
-    table: str  # a name in `GRIFFIN_TABLES`
+    table: str = ALL  # a name in `GRIFFIN_TABLES`
     data: Path  # books to train on
     work: Path  # trainings are kept here for other tables
     num_steps: int = GRIFFIN_RECIPE.num_steps
@@ -321,6 +321,17 @@ class Options(BenchOptions):
     num_tokens: int = 256  # more than the first step commits
 
 
+CURVES: dict[str, Curve] = {}
+
+
+def each_table(options: Options) -> list[Options]:
+    """Return the options of each wanted table that can be had."""
+    if options.table != ALL:
+        return [options]
+    names = [name for name, table in GRIFFIN_TABLES.items() if options.text is not None or not table.plans]
+    return [options.model_copy(update={"table": name}) for name in names]
+
+
 def run(options: Options, recipe: GriffinRecipe = GRIFFIN_RECIPE) -> Iterator[Record]:
     """Repeat a table or figure of the GRIFFIN paper: train what its rows compare, then let them draft.
 
@@ -329,7 +340,7 @@ def run(options: Options, recipe: GriffinRecipe = GRIFFIN_RECIPE) -> Iterator[Re
 
     \b
     Example:
-      python -m bench ablation griffin --table 2 --data books --text test.jsonl --work griffin --json table2.jsonl
+      python -m bench papers griffin --table 2 --data books --text test.jsonl --work griffin --json table2.jsonl
     """
     table, files = one_of(GRIFFIN_TABLES, options.table), locate_model(options.model)
     prompts = _prompts(options, files) if table.plans else []

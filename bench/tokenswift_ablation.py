@@ -15,8 +15,8 @@ from typing import Any, Literal
 from bench import long
 from bench.compared_caches import without_cache
 from bench.long import METERED, generated, metered_drafter
-from bench.options import one_of
-from bench.tables import Record, pivot
+from bench.options import ALL, one_of
+from bench.tables import Curve, Record, pivot
 from swiftbatch.worker.decode_bench import BenchOptions, bench_slots, check_length
 from swiftbatch.worker.drafters.engine_options import TokenSwiftOptions, changed
 from swiftbatch.worker.forward.step_costs import step_costs_of
@@ -139,11 +139,16 @@ ABLATIONS: dict[str, Ablation] = {
     ),
 }
 
+CURVES = {
+    "fig3": Curve("tokens", tuple((f"k = 20 {rate}", f"k = 0 {rate}") for rate in ("alpha", "speedup"))),
+    "fig4": Curve("arm", (("alpha", "beta"), ("speedup",))),
+}
+
 
 class Options(BenchOptions):
     """Options; a table's five lengths are fifths of `num_tokens`."""
 
-    table: str  # a name in `ABLATIONS`; 15 also gives 16
+    table: str = ALL  # a name in `ABLATIONS`; 15 also gives 16
     engine: str = "tokenswift-paper"  # the engine to vary: K = 1 with whole trees, or `tokenswift` with what pays
     draft_model: Path | None = None
     num_tokens: int = 20_000  # at least 320, so that two records are more than one step apart
@@ -161,12 +166,17 @@ class Options(BenchOptions):
         return changed(one_of(METERED, self.engine), changes), new_cache
 
 
+def each_table(options: Options) -> list[Options]:
+    """Return the options of each wanted table."""
+    return [options.model_copy(update={"table": name}) for name in ABLATIONS] if options.table == ALL else [options]
+
+
 def run(options: Options) -> Iterator[Record]:
     """Repeat an ablation of the TokenSwift paper. Its five lengths are fifths of `--tokens`.
 
     \b
     Example:
-      python -m bench ablation tokenswift --table 5 --tokens 20000 --json table5.jsonl
+      python -m bench papers tokenswift --table 5 --tokens 20000 --json table5.jsonl
     """
     files, arms = locate_model(options.model), one_of(ABLATIONS, options.table).arms
     longest = max(arm.prefill + options.arm_options(arm).num_tokens for arm in arms)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bench.compared_caches import StreamingKVCache, without_cache
-from bench.options import one_of
+from bench.options import ALL, one_of
 from bench.prompt_arms import (
     NEEDLE,
     Prompt,
@@ -21,7 +21,7 @@ from bench.prompt_arms import (
     num_text_tokens,
     read_prompt,
 )
-from bench.tables import Record, only
+from bench.tables import Curve, Record, only
 from swiftbatch.worker.decode_bench import BenchError, BenchOptions, bench_slots, check_length, encode, text_tokens
 from swiftbatch.worker.drafters.catalogue import check_parts
 from swiftbatch.worker.drafters.drafter_interface import Drafter
@@ -210,10 +210,15 @@ PROMPT_TABLES: dict[str, Callable[[int, str], PromptTable]] = {
     "6b": _figure_6b,
 }
 """Each takes the prompt's length and the model's name."""
+ON_DISK = "3"  # the table of caches outside the device
+CURVES = {
+    name: Curve(x, (("acceptance", "middle acceptance"), ("speed-up",)))
+    for name, x in (("6a", "budget"), ("6b", "chunk size"))
+}
 
 
 class Options(BenchOptions):
-    table: str  # a name in `PROMPT_TABLES`
+    table: str = ALL  # a name in `PROMPT_TABLES`
     text: Path  # whole books
     draft_model: Path | None = None
     prefill: int = 32_768  # at least 257; in table 4 the total
@@ -225,6 +230,15 @@ class Options(BenchOptions):
         return one_of(PROMPT_TABLES, self.table)(self.prefill, Path(self.model).name)
 
 
+def each_table(options: Options) -> list[Options]:
+    """Return the options of each wanted table that can be had."""
+    if options.table != ALL:
+        return [options]
+    names = [name for name in PROMPT_TABLES if name != ON_DISK or options.kv_offload is not None]
+    folders = {ON_DISK: options.kv_offload}
+    return [options.model_copy(update={"table": name, "kv_offload": folders.get(name)}) for name in names]
+
+
 def run(options: Options) -> Iterator[Record]:
     """Repeat a table or figure of the TriForce paper, with prompts of `--prefill` tokens (table 4: in all).
 
@@ -233,10 +247,10 @@ def run(options: Options) -> Iterator[Record]:
 
     \b
     Example:
-      python -m bench ablation triforce --table 2 --prefill 100000 --text books.jsonl --json table2.jsonl
+      python -m bench papers triforce --table 2 --prefill 100000 --text books.jsonl --json table2.jsonl
     """
     table, files = options.layout(), locate_model(options.model)
-    if (options.kv_offload is not None) != (options.table == "3"):
+    if (options.kv_offload is not None) != (options.table == ON_DISK):
         raise BenchError(f"table {options.table}: --kv-offload DIR belongs to table 3, and table 3 needs it")
     check_length(files, max(length_of(prompts, options.prefill) for prompts in _all_prompts(table)), options.num_tokens)
     check_parts("triforce", options.model, files.fingerprint, options.draft_model)

@@ -162,7 +162,7 @@ def test_prompts_are_stretches_from_all_over_the_text(make_options: Callable[...
 
 def bench(folder: Path, model: Path, *args: str) -> Result:
     shared = ["--model", str(model), "--data", str(folder / "books"), "--threads", "1", "--work", str(folder / "cli")]
-    return CliRunner().invoke(main, ["ablation", "griffin", *shared, *args])
+    return CliRunner().invoke(main, ["papers", "griffin", *shared, *args])
 
 
 @pytest.mark.parametrize(
