@@ -6,10 +6,9 @@ All start from a setting of table 10, by default LLaMA3.1-8b's: 4,096 prompt tok
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,22 +16,18 @@ from pydantic import Field
 
 from bench import long
 from bench.compared_caches import without_cache
+from bench.large_trees import LargeTrees, room_for
 from bench.long import METERED, ReuseTally, generated, metered_drafter
 from bench.options import one_of
 from bench.tables import Record, pivot
 from swiftbatch.worker.config import Computation
-from swiftbatch.worker.decode_bench import BenchError, BenchOptions, bench_slots, check_length
-from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
+from swiftbatch.worker.decode_bench import BenchOptions, bench_slots, check_length
+from swiftbatch.worker.drafters.drafter_interface import Drafter
 from swiftbatch.worker.drafters.engine_options import TokenSwiftOptions, changed
-from swiftbatch.worker.drafters.self_speculation import SelfSpeculationDrafter, partial_cache
-from swiftbatch.worker.drafters.tokenswift.decoding_heads import DecodingHeads
-from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftProposer, whole_trees
 from swiftbatch.worker.forward.step_costs import Costs, step_costs_of
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
 from swiftbatch.worker.kv.sparse_cache import SparseCacheFactory
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.sampling.draft_tree import DraftTree
 
 SHARED_SAMPLING: dict[str, Any] = {"temperature": 1.0, "penalty_window": 1024}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -62,6 +57,7 @@ class AblationArm:
     sampling: dict[str, Any] = field(default_factory=dict)
     prefill: int = PAPER_PREFILL
     method: Method = "given"
+    num_first: int = 1  # tokens of the partial cache that stand on top of the tree
 
 
 @dataclass(frozen=True)
@@ -88,7 +84,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "min-p 0.1": {"min_p": 0.1, "top_p": 1.0},
     "eta 2e-4": {"min_p": 0.0, "top_p": 1.0, "eta": 2e-4},
 }
-DIGITS = ((9, 9, 9), (3, 3, 3))  # below the drawn token: 819 and 39 nodes
+DIGITS = ((3, 3, 3, 3), (1, 9, 9, 9), (1, 3, 3, 3))  # the partial cache's tokens, then each head's: 120, 820, 40 nodes
 CACHES = {
     "full": "full cache",
     "static": "partial cache",
@@ -135,7 +131,9 @@ ABLATIONS: dict[str, Ablation] = {
         (View("Table 6: contextual penalty and sampling methods", "at_end", (*DIVERSITY, "speedup")),),
     ),
     "7": Ablation(
-        tuple(AblationArm(str(list(digits)), NO_REUSE | {"tree": digits}) for digits in DIGITS),
+        tuple(
+            AblationArm(str(list(digits)), NO_REUSE | {"tree": digits[1:]}, num_first=digits[0]) for digits in DIGITS
+        ),
         (View("Table 7: tree configurations, k = 0", "by_length", RATES),),
     ),
     "8": Ablation(
@@ -179,32 +177,6 @@ ABLATIONS: dict[str, Ablation] = {
 }
 
 
-def num_nodes(digits: tuple[int, ...]) -> int:
-    return sum(math.prod(digits[:depth]) for depth in range(1, len(digits) + 1))
-
-
-def room_for(options: TokenSwiftOptions) -> int:
-    """Return how many positions a cache needs for trees larger than those of engines."""
-    return max(0, 1 + num_nodes(options.tree) - MAX_TREE_NODES)
-
-
-class LargeTrees(SelfSpeculationDrafter):
-    """Whole trees of any size, with TokenSwift's partial cache and without n-grams."""
-
-    @classmethod
-    def make(cls, target: TargetModel, parts_folder: Path | None, options: TokenSwiftOptions) -> LargeTrees:
-        """Raises ModelError, and BenchError on a GPU."""
-        if target.forwards.arena is not None:
-            raise BenchError(f"tree {options.tree}: {num_nodes(options.tree)} nodes need a CPU; use --device cpu")
-        proposer = TokenSwiftProposer(DecodingHeads.load(parts_folder, target), options, None)
-        most = 1 + num_nodes(options.tree)
-        plan = replace(whole_trees(options.rounds), num_nodes=most)
-        return cls(target, proposer, partial_cache(options), options.partial_budget, plan, options.budget_of)
-
-    def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
-        return super().propose([request._replace(max_nodes=self.plan.num_nodes) for request in requests])
-
-
 class Options(BenchOptions):
     """Options; a table's five lengths are fifths of `num_tokens`."""
 
@@ -242,8 +214,8 @@ class Options(BenchOptions):
             return metered_drafter("triforce-paper", target, costs, self.draft_model)
         parts = self.medusa if arm.method == "medusa" else self.draft_model
         drafting, new_cache = self.drafting(arm)
-        if room_for(drafting):
-            return LargeTrees.make(target, parts, drafting), None
+        if room_for(drafting) or arm.num_first > 1:
+            return LargeTrees.make(target, parts, drafting, arm.num_first), None
         return metered_drafter(self.engine, target, costs, parts, drafting, new_cache)
 
 
