@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from swiftbatch.jobs.job import Job
+from swiftbatch.jobs.sampling_params import ALONE
 
 NO_TOKEN = -1
 UNLIKELY = -9999.0  # stands for -inf, which JSON lacks
@@ -45,8 +46,20 @@ class TokenLogprobs:
     def num_top(self) -> int:
         return int(self.top_ids.shape[1])
 
+    def top(self, num_top: int) -> TokenLogprobs:
+        """Return them with fewer of the likeliest tokens."""
+        return TokenLogprobs(self.logprobs, self.top_ids[:, :num_top], self.top_logprobs[:, :num_top])
+
     def part(self, start: int, end: int) -> TokenLogprobs:
         return TokenLogprobs(self.logprobs[start:end], self.top_ids[start:end], self.top_logprobs[start:end])
+
+
+class PromptLogprobs(NamedTuple):
+    """Log-probabilities of a prompt's tokens but the first, which follows nothing."""
+
+    token_ids: Sequence[int]  # all of them
+    logprobs: TokenLogprobs
+    ranks: NDArray[np.int64]  # [num_tokens - 1], 1 for the likeliest
 
 
 class TokenTexts(Protocol):
@@ -60,17 +73,26 @@ class TokenTexts(Protocol):
 
 
 def shown_logprobs(
-    job: Job, token_ids: NDArray[np.uint32], logprobs: TokenLogprobs, tokenizer: TokenTexts
+    job: Job,
+    token_ids: NDArray[np.uint32],
+    logprobs: TokenLogprobs,
+    tokenizer: TokenTexts,
+    prompt: PromptLogprobs | None = None,
+    echo: str = "",
 ) -> dict[str, Any]:
-    """Return all log-probabilities in OpenAI's form.
+    """Return all log-probabilities in OpenAI's form, after those of a `prompt` whose text is the `echo`.
 
     Tokens after the end of the text have offsets as if they were shown.
     """
     if len(logprobs) != len(token_ids):
         raise ValueError(f"found {len(logprobs)} log-probabilities for {len(token_ids)} tokens")
-    if job.messages is None:
-        return completion_logprobs(token_ids.tolist(), logprobs, tokenizer)
-    return _of_chat(token_ids.tolist(), logprobs, tokenizer)
+    if job.messages is not None:
+        return _of_chat(token_ids.tolist(), logprobs, tokenizer)
+    num_shown = 0 if job.sampling.echo == ALONE else len(token_ids)
+    own = completion_logprobs(token_ids[:num_shown].tolist(), logprobs.part(0, num_shown), tokenizer)
+    if prompt is None or not job.sampling.echo:
+        return own
+    return _behind(_of_prompt(prompt, logprobs.num_top, tokenizer), own, len(echo))
 
 
 def completion_logprobs(token_ids: Sequence[int], logprobs: TokenLogprobs, tokenizer: TokenTexts) -> dict[str, Any]:
@@ -90,6 +112,41 @@ def completion_logprobs(token_ids: Sequence[int], logprobs: TokenLogprobs, token
         "top_logprobs": tops,
         "text_offset": tokenizer.text_offsets(token_ids),
     }
+
+
+def _of_prompt(prompt: PromptLogprobs, num_top: int, tokenizer: TokenTexts) -> dict[str, Any]:
+    found = completion_logprobs(prompt.token_ids[1:], prompt.logprobs.top(num_top), tokenizer)
+    return {
+        "tokens": [_Texts(tokenizer, "bytes:")[prompt.token_ids[0]][0], *found["tokens"]],
+        "token_logprobs": [None, *found["token_logprobs"]],
+        "top_logprobs": [None, *found["top_logprobs"]],
+        "text_offset": tokenizer.text_offsets(prompt.token_ids),
+    }
+
+
+def _behind(prompt: dict[str, Any], own: dict[str, Any], num_characters: int) -> dict[str, Any]:
+    """Return the lists of an output behind those of its prompt, whose text has so many characters."""
+    own = own | {"text_offset": [num_characters + each for each in own["text_offset"]]}
+    return {name: [*values, *own[name]] for name, values in prompt.items()}
+
+
+def shown_prompt_logprobs(
+    prompt: PromptLogprobs, num_top: int, tokenizer: TokenTexts
+) -> list[dict[str, dict[str, Any]] | None]:
+    """Return vLLM's form: null, then of each token itself and the likeliest ones, by their ids."""
+
+    def entry(token_id: int, value: float, rank: int) -> dict[str, Any]:
+        text = tokenizer.token_bytes(token_id).decode(errors="replace")
+        return {"logprob": value, "rank": rank, "decoded_token": text}
+
+    shown: list[dict[str, dict[str, Any]] | None] = [None]
+    own, logprobs = _finite(prompt.logprobs.logprobs).tolist(), prompt.logprobs.top(num_top)
+    rows = _rows(prompt.token_ids[1:], own, logprobs)
+    for (token_id, value, ids, values), rank in zip(rows, prompt.ranks.tolist(), strict=True):
+        top = [(each, number) for each, number in zip(ids, values, strict=True) if each != NO_TOKEN]
+        others = {str(each): entry(each, number, place) for place, (each, number) in enumerate(top, start=1)}
+        shown.append({str(token_id): entry(token_id, value, rank), **others})
+    return shown
 
 
 def _of_chat(token_ids: Sequence[int], logprobs: TokenLogprobs, tokenizer: TokenTexts) -> dict[str, Any]:
@@ -133,3 +190,51 @@ class _Texts(dict[int, tuple[str, list[int]]]):
 
 def _finite(values: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.maximum(values, np.float32(UNLIKELY))
+
+
+# Readers of both forms.
+
+Name = tuple[str, tuple[int, ...]]  # text, and bytes in a chat
+
+
+class ShownToken(NamedTuple):
+    """A token of an output with its log-probability, and the likeliest tokens with theirs."""
+
+    name: Name
+    logprob: float
+    top: list[tuple[Name, float]]
+
+    def with_top(self, num_top: int) -> ShownToken:
+        return self._replace(top=self.top[:num_top])
+
+
+def shown_tokens(job: Job, shown: Mapping[str, Any]) -> list[ShownToken]:
+    """Read log-probabilities as `shown_logprobs` writes them.
+
+    Raises KeyError, TypeError, AttributeError or ValueError for anything else.
+    """
+    if job.messages is not None:
+        return [
+            ShownToken(*_named(entry), [_named(each) for each in entry["top_logprobs"]]) for entry in shown["content"]
+        ]
+    rows = zip(shown["tokens"], shown["token_logprobs"], shown["top_logprobs"], strict=True)
+    return [
+        ShownToken(_name(token), _number(value), [(_name(text), _number(each)) for text, each in top.items()])
+        for token, value, top in rows
+    ]
+
+
+def _named(entry: Mapping[str, Any]) -> tuple[Name, float]:
+    return _name(entry["token"], entry["bytes"]), _number(entry["logprob"])
+
+
+def _name(text: Any, its_bytes: Any = ()) -> Name:
+    if type(text) is not str or any(type(each) is not int for each in its_bytes):
+        raise TypeError(f"found {text!r} with bytes {its_bytes!r}, expected a token")
+    return text, (*its_bytes,)
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float):
+        raise TypeError(f"found {value!r}, expected a log-probability")
+    return float(value)

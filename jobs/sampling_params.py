@@ -100,6 +100,8 @@ MIN_PENALTY, MAX_PENALTY = 1e-6, 1e6
 NO_LOGPROBS = "with logprobs, expected no such field: a marker that is put into the text has none"
 
 ThinkingEnd = Literal["stop", "close"]
+ALONE: Literal["alone"] = "alone"
+"""An echo in place of the output, which is one token that the result does not show."""
 
 # Fields added later: at their defaults, these do not change a job's id.
 LATER_FIELDS = (
@@ -118,6 +120,8 @@ LATER_FIELDS = (
     "stop_in_reasoning",
     "return_token_ids",
     "truncate_prompt_tokens",
+    "echo",
+    "prompt_logprobs",
 )
 
 WRITTEN_OTHERWISE = {"logit_bias", "repetition_detection", "structured_outputs"}  # JSON changes only these
@@ -176,7 +180,8 @@ class SamplingParams(Strict):
     `logprobs` is the number of likeliest tokens to report; `return_token_ids` reports the tokens of prompt and output.
     After `thinking_token_budget` tokens a thought is closed. `thinking_end` "close" (not in vLLM) closes a thought
     where the text would end. Stop strings match in the answer, or with `stop_in_reasoning` also in thoughts.
-    `truncate_prompt_tokens` keeps the prompt's last tokens; -1 keeps as many as fit.
+    `truncate_prompt_tokens` keeps the prompt's last tokens; -1 keeps as many as fit. `echo` puts the prompt before the
+    output, or in its place; `prompt_logprobs` is the number of likeliest tokens to report for each of the prompt's.
     """
 
     max_tokens: int = Field(ge=1, le=MAX_COUNT)
@@ -205,10 +210,12 @@ class SamplingParams(Strict):
     stop_in_reasoning: bool = False
     return_token_ids: bool = False
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=MAX_COUNT)
+    echo: bool | Literal["alone"] = False
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
 
     @field_validator(
         *("max_tokens", "top_k", "penalty_window", "seed", "min_tokens", "logprobs", "thinking_token_budget"),
-        "truncate_prompt_tokens",
+        *("truncate_prompt_tokens", "prompt_logprobs"),
         mode="before",
     )
     @classmethod
@@ -284,6 +291,12 @@ class SamplingParams(Strict):
     def with_own(self, max_tokens: int, seed: int) -> Self:
         """Return a copy with this `max_tokens` and `seed`, which must be valid."""
         return of_checked(type(self), {**self.__dict__, "max_tokens": max_tokens, "seed": seed})
+
+    @property
+    def num_top_of_prompt(self) -> int | None:
+        """Return how many likeliest tokens are needed for each of the prompt's, or None for no log-probabilities."""
+        asked = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        return max((each for each in asked if each is not None), default=None)
 
     def identity(self) -> dict[str, Any]:
         """Return JSON for a job's id, without later fields at their defaults."""

@@ -48,6 +48,7 @@ class Computation:
     thinking_end: ThinkingEnd | None = None  # action for jobs without their own; None: a text may end within a thought
     sampling_defaults: SamplingDefaults = "model"  # for sampling fields that a line leaves out
     lenient_schemas: bool = False  # leave keywords out that a grammar cannot hold, in place of a reject
+    plain_content: bool = False  # keep texts that spell control tokens texts
     thinking_markers: ThinkingMarkers = None  # texts around a thought; None: the model's own, if known
     clock: str | None = None  # the ISO time for chat templates; None: the creation of the run
 

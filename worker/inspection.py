@@ -28,6 +28,8 @@ from swiftbatch.worker.model.config_faults import config_fault, keys_fault
 from swiftbatch.worker.model.config_values import shown
 from swiftbatch.worker.model.digests import has_tekken_alone, weight_files
 from swiftbatch.worker.model.file_checks import (
+    PICKLED_FILE,
+    PICKLED_INDEX,
     adapter_fault,
     folder_fault,
     json_object,
@@ -91,9 +93,9 @@ def _has_others(path: Path) -> bool:
 
 
 def _stored_on_hub(model: str) -> tuple[tuple[str, StoredTensor], ...] | None:
-    """Return tensor headers from the hub; None if it is unreachable.
+    """Return tensor headers from the hub; None if it is unreachable, or has pickled weights, which have no header.
 
-    Raises ModelError for a model without safetensors.
+    Raises ModelError for a model without weights that are loaded.
     """
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import NotASafetensorsRepoError
@@ -102,9 +104,8 @@ def _stored_on_hub(model: str) -> tuple[tuple[str, StoredTensor], ...] | None:
     try:
         files = get_safetensors_metadata(name, revision=revision).files_metadata.values()
     except NotASafetensorsRepoError:
-        raise ModelError(
-            f"model {model}: no model.safetensors on the hub, nor an index; other weights are not loaded"
-        ) from None
+        _refuse_without_pickles(model)
+        return None
     except Exception:  # the hub's client raises many kinds
         return None
     return tuple(
@@ -112,6 +113,21 @@ def _stored_on_hub(model: str) -> tuple[tuple[str, StoredTensor], ...] | None:
         for file in files
         for name, each in file.tensors.items()
     )
+
+
+def _refuse_without_pickles(model: str) -> None:
+    from huggingface_hub import list_repo_files
+
+    name, revision, _ = HubName.of(model)
+    try:
+        found = list_repo_files(name, revision=revision)
+    except Exception:  # the hub's client raises many kinds
+        return
+    if not {PICKLED_FILE, PICKLED_INDEX} & set(found):
+        raise ModelError(
+            f"model {model}: no model.safetensors or pytorch_model.bin on the hub, nor an index; other weights are not "
+            "loaded"
+        )
 
 
 DTYPE = "bfloat16"  # bytes and slots are reported for it

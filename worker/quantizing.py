@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -21,13 +20,14 @@ from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 from swiftbatch.worker.model.digests import text_files, weight_files
-from swiftbatch.worker.model.file_checks import INDEX_FILE, SINGLE_FILE
+from swiftbatch.worker.model.file_checks import INDEX_FILE, PICKLED_FILE, SINGLE_FILE
 from swiftbatch.worker.model.formats.contract import ITEM_BITS, StoredTensor
 from swiftbatch.worker.model.formats.layout import heads_in
 from swiftbatch.worker.model.gguf.gguf_model import link_names
 from swiftbatch.worker.model.model_files import ModelFiles, let_others_read, read_whole_config, stored_layout
+from swiftbatch.worker.model.pickled_weights import NAMES
 from swiftbatch.worker.model.text_config import text_name, text_view
-from swiftbatch.worker.model.weight_files import DTYPES
+from swiftbatch.worker.model.weight_files import stored_tensors
 from swiftbatch.worker.text.tokenizer import TextCodec
 
 GROUP = 32  # divides nearly all models' widths, for half a bit per weight
@@ -36,7 +36,6 @@ BLOCKS = (128, 64, 32)
 LARGEST_E4M3 = 448.0
 SMALLEST = 1e-12
 WORD = 32
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -225,14 +224,15 @@ def _write(files: ModelFiles, format_: str, folder: Path) -> _Plan:
     placed: dict[str, str] = {}
     for file in weight_files(files.path):
         heads = plan.heads(heads_in(file))
-        write_tensors(folder / file.name, heads, _tensors(files.name, file, plan))
-        let_others_read(folder / file.name)
-        placed |= dict.fromkeys(heads, file.name)
+        written = SINGLE_FILE if file.name == PICKLED_FILE else f"{file.stem}.safetensors"
+        write_tensors(folder / written, heads, _tensors(files.name, file, plan))
+        let_others_read(folder / written)
+        placed |= dict.fromkeys(heads, written)
     if set(placed.values()) != {SINGLE_FILE}:
         size = sum(file.stat().st_size for file in folder.iterdir())
         _write_json(folder / INDEX_FILE, {"metadata": {"total_size": size}, "weight_map": placed})
     _write_json(folder / "config.json", config | {"quantization_config": plan.rounding.config(list(plan.left))})
-    _copy_small_files(files.path, folder)
+    copy_small_files(files.path, folder)
     return plan
 
 
@@ -256,20 +256,18 @@ def _is_wanted(name: str | None) -> bool:
 
 def _tensors(model: str, file: Path, plan: _Plan) -> Iterator[tuple[str, Tensor]]:
     """Yield a file's tensors or their parts. Raises ModelError for non-finite numbers."""
-    with safe_open(file, framework="pt") as stored:
-        for name in stored.keys():  # noqa: SIM118 (no mapping)
-            tensor: Tensor = stored.get_tensor(name)
-            if name not in plan.matrices:
-                yield name, tensor
-                continue
-            weight = tensor.float()
-            if not bool(weight.isfinite().all()):
-                raise ModelError(f"model {model}: {file} has {name} with numbers that are not finite; copy it again")
-            parts = plan.rounding.parts(weight)
-            yield from ((f"{name.removesuffix('weight')}{part}", each) for part, each in parts.items())
+    for name, tensor in stored_tensors(file):
+        if name not in plan.matrices:
+            yield name, tensor
+            continue
+        weight = tensor.float()
+        if not bool(weight.isfinite().all()):
+            raise ModelError(f"model {model}: {file} has {name} with numbers that are not finite; copy it again")
+        parts = plan.rounding.parts(weight)
+        yield from ((f"{name.removesuffix('weight')}{part}", each) for part, each in parts.items())
 
 
-def _copy_small_files(source: Path, folder: Path) -> None:
+def copy_small_files(source: Path, folder: Path) -> None:
     """Copy all files that are neither weights nor already written."""
     files = [file for file in source.iterdir() if file.is_file() and not file.name.endswith(OTHER_WEIGHTS)]
     for file in dict.fromkeys([*files, *text_files(source)]):

@@ -29,6 +29,7 @@ from swiftbatch.jobs.input.request_fields import (
 from swiftbatch.jobs.job import CHAT, COMPLETIONS, MAX_CUSTOM_ID, Job, JobUrl, Message, Messages, TemplateOptions
 from swiftbatch.jobs.json_records import code_of, is_utf8, of_checked, reasons, shown
 from swiftbatch.jobs.sampling_params import (
+    ALONE,
     MAX_COUNT,
     MAX_SEED,
     MIN_SEED,
@@ -226,6 +227,8 @@ def _job_line(
     sampling = {name: getattr(fields, name) for name in SAMPLING_FIELDS}
     sampling["logprobs"] = asked_logprobs(fields, is_chat=messages is not None)
     sampling["structured_outputs"] = fields.structure
+    if fields.max_tokens == 0:
+        sampling["echo"] = ALONE
     if fields.top_p == 0:
         sampling |= {"top_k": 1, "top_p": TOP_P}
     if fields.structure is not None:
@@ -244,7 +247,7 @@ def _job_line(
         template=fields.template if isinstance(fields, ChatFields) and messages is not None else None,
         sampling=sampling,
         num_choices=fields.n,
-        max_tokens=fields.max_completion_tokens if fields.max_tokens is None else fields.max_tokens,
+        max_tokens=fields.max_completion_tokens if fields.max_tokens is None else max(1, fields.max_tokens),
         priority=fields.priority,
         without_effect=without_effect,
         format_field=fields.format_field,
@@ -300,6 +303,7 @@ class ParsedLineCache:
             len(self._firsts) < MAX_CACHED_LINES
             and len(kind) <= MAX_KEY_CHARACTERS
             and not fields.keys() & set(FIELDS_BOUND_TO_OWN)
+            and line.sampling["echo"] != ALONE  # the line's `max_tokens` says so
         ):
             self._firsts.setdefault(kind, line)
         return line

@@ -136,7 +136,7 @@ TemplateKwargs = Annotated[dict[str, Scalar], BeforeValidator(checked_kwargs)]
 class LineFields(SamplingParams):
     """The fields of every form of line; the run sets the model."""
 
-    max_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)  # type: ignore[assignment]  # may be omitted
+    max_tokens: int | None = Field(default=None, ge=0, le=MAX_COUNT)  # type: ignore[assignment]  # may be omitted
     top_p: float = Field(default=TOP_P, ge=0.0, le=1.0)  # 0, which OpenAI accepts, keeps the likeliest token
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     model: str = ""
@@ -146,6 +146,7 @@ class LineFields(SamplingParams):
     logprobs: Logprobs = None  # `asked_logprobs` says what each form takes
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     response_format: Structure | None = None
+    echo: bool = False
 
     @field_validator("max_completion_tokens", "n", "best_of", "priority", "top_logprobs", mode="before")
     @classmethod
@@ -162,7 +163,7 @@ class LineFields(SamplingParams):
     def _minus_one_is_no_limit(cls, value: object) -> object:
         return None if value == -1 else value
 
-    @field_validator("top_logprobs", mode="before")
+    @field_validator("top_logprobs", "prompt_logprobs", mode="before")
     @classmethod
     def _false_is_none(cls, value: object) -> object:
         return None if value is False else value
@@ -176,6 +177,8 @@ class LineFields(SamplingParams):
     def _one_limit_and_no_choosing(self) -> Self:
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("fields 'max_tokens' and 'max_completion_tokens': found two limits, expected one")
+        if self.max_tokens == 0 and not self.echo:
+            raise FieldError("max_tokens", "found 0, expected a value greater than or equal to 1, or echo")
         if self.best_of not in (None, self.n):
             raise FieldError("best_of", f"found {self.best_of}, not supported; expected {self.n}, as many as n")
         if self.response_format is not None and self.structured_outputs is not None:
@@ -204,6 +207,8 @@ def asked_logprobs(fields: LineFields, is_chat: bool) -> int | None:
     said, num_top = fields.logprobs, fields.top_logprobs
     if is_chat and type(said) is int and said > 0:
         raise FieldError("logprobs", f"found {said}, expected true or false, and that number as top_logprobs")
+    if is_chat and fields.echo:
+        raise FieldError("echo", "found true, which is for completions; expected false, or no such field")
     if is_chat and num_top and not said:
         raise FieldError("top_logprobs", f"found {num_top}, and logprobs is not true; expected both or none")
     if not is_chat and said is True:
@@ -384,9 +389,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {  # with the values that ask for no
     "guided_choice": (),
     "guided_grammar": (),
     "structural_tag": (),
-    "prompt_logprobs": (False, 0),
     "logprob_token_ids": ([],),
-    "echo": (False,),
     "suffix": ("",),
     "use_beam_search": (False,),
     "length_penalty": (1,),

@@ -11,7 +11,7 @@ from typing import IO, Any, BinaryIO
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.json_records import dump_line
 from swiftbatch.jobs.run.job_table import in_groups
-from swiftbatch.jobs.run.output_line import TOKEN_COLUMNS, line_id, plain, texts_of, token_ids_of
+from swiftbatch.jobs.run.output_line import IGNORED, TOKEN_COLUMNS, line_id, lists_of, plain, texts_of
 from swiftbatch.jobs.storage.store import Store, StoreError, new_spool, spool
 
 MAX_MESSAGES = 3
@@ -94,10 +94,10 @@ CHARACTERS_PER_NUMBER = 36  # bytes of a token id in a list of Python's
 
 TEXT_COLUMNS = (
     *("custom_id", "status", "text", "reasoning_content", "finish_reason", "logprobs"),
-    *("tool_calls", "error_code", "error_message"),
+    *("tool_calls", "prompt_logprobs", "error_code", "error_message"),
 )
 COUNT_COLUMNS = ("choice_index", "prompt_tokens", "completion_tokens")
-FIXED_COLUMNS = {*TEXT_COLUMNS, *COUNT_COLUMNS, *TOKEN_COLUMNS}
+FIXED_COLUMNS = {*TEXT_COLUMNS, *COUNT_COLUMNS, *TOKEN_COLUMNS, IGNORED}
 METRIC_COLUMNS: dict[str, type] = {  # columns of every table, even without results
     **dict.fromkeys(["num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_attempts", "num_resumes"], int),
     **dict.fromkeys(["num_recovered_tokens", "num_recomputed_tokens", "num_rewinds", "num_rewound_tokens"], int),
@@ -169,8 +169,8 @@ def _row(line: dict[str, Any], choice: dict[str, Any], numbers: dict[str, Any]) 
         "custom_id": plain(line["custom_id"]),
         "choice_index": choice.get("index", 0),
         "status": "finished",
-        **texts_of(choice),
-        **token_ids_of(line["response"]["body"], choice),
+        **texts_of(line["response"]["body"], choice),
+        **lists_of(line["response"]["body"], choice),
         "prompt_tokens": numbers["usage"]["prompt_tokens"],
         "completion_tokens": numbers["usage"]["completion_tokens"],
     }
@@ -188,7 +188,7 @@ def _write_table(target: BinaryIO, rows: Iterator[dict[str, Any]], metric_types:
     from pyarrow import parquet
 
     fields = [(name, pa.large_string()) for name in TEXT_COLUMNS] + [(name, pa.int64()) for name in COUNT_COLUMNS]
-    fields += [(name, pa.list_(pa.int32())) for name in TOKEN_COLUMNS]
+    fields += [(name, pa.list_(pa.int32())) for name in TOKEN_COLUMNS] + [(IGNORED, pa.list_(pa.string()))]
     fields += [(name, pa.float64() if kind is float else pa.int64()) for name, kind in sorted(metric_types.items())]
     schema = pa.schema(fields)
     with parquet.ParquetWriter(target, schema) as writer:

@@ -58,6 +58,7 @@ def success_line(
     reasoning: Reasoning | None = None,
     calls: ToolCalls | None = None,
     ignored_keywords: tuple[str, ...] = (),
+    prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None,
 ) -> dict[str, Any]:
     """Return a finished job's output line; `token_ids` are all generated tokens.
 
@@ -73,9 +74,10 @@ def success_line(
         "token_ids_sha256": tokens_sha256(token_ids),
     }
     asks_for_ids = record.job.sampling.return_token_ids
-    prompt_ids = {"prompt_token_ids": unpacked(record.prompt_token_ids)} if asks_for_ids else {}
-    choice |= ({} if is_chat else prompt_ids) | ({"token_ids": token_ids.tolist()} if asks_for_ids else {})
-    choice |= {"ignored_schema_keywords": list(ignored_keywords)} if ignored_keywords else {}
+    of_prompt: dict[str, Any] = {} if prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs}
+    of_prompt |= {"prompt_token_ids": unpacked(record.prompt_token_ids)} if asks_for_ids else {}
+    choice |= ({} if is_chat else of_prompt) | ({"token_ids": token_ids.tolist()} if asks_for_ids else {})
+    choice |= {IGNORED: list(ignored_keywords)} if ignored_keywords else {}
     body = {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{record.job_id}",
         "object": "chat.completion" if is_chat else "text_completion",
@@ -83,7 +85,7 @@ def success_line(
         "model": model,
         "system_fingerprint": system_fingerprint,
         "choices": [choice],
-        **(prompt_ids if is_chat else {}),
+        **(of_prompt if is_chat else {}),
         "usage": _usage(record.num_prompt_tokens, len(token_ids), reasoning),
         "metrics": {name: _finite(value) for name, value in metrics.items()},
     }
@@ -146,6 +148,7 @@ def _finite(value: Any) -> Any:
 
 LINE_ID = "batch_req_"  # the job's id follows it
 TOKEN_COLUMNS = ("prompt_token_ids", "token_ids")
+IGNORED = "ignored_schema_keywords"
 
 
 class _Part(BaseModel):
@@ -169,8 +172,10 @@ class _Choice(_Part):
     text: str | None = None
     message: _Message | None = None
     logprobs: dict[str, Any] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
     prompt_token_ids: list[int] | None = None
     token_ids: list[int] | None = None
+    ignored_schema_keywords: list[str] | None = None
 
     @model_validator(mode="after")
     def _has_text(self) -> Self:
@@ -188,6 +193,7 @@ class _Usage(_Part):
 class _Body(_Part):
     choices: list[_Choice] = Field(min_length=1)
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
     usage: _Usage
     metrics: dict[str, Any]
     created: int = 0
@@ -238,8 +244,9 @@ def num_completion_tokens(line: dict[str, Any]) -> int:
     return int(line["response"]["body"]["usage"]["completion_tokens"])
 
 
-def texts_of(choice: dict[str, Any]) -> dict[str, str | None]:
+def texts_of(body: dict[str, Any], choice: dict[str, Any]) -> dict[str, str | None]:
     """Return a choice's texts as columns; log-probabilities as JSON."""
+    of_prompt = (body | choice).get("prompt_logprobs")  # a chat has them in the body
     message = choice.get("message") or {"content": choice.get("text")}
     reasoning, logprobs, calls = message.get("reasoning_content"), choice.get("logprobs"), message.get("tool_calls")
     return {
@@ -248,13 +255,14 @@ def texts_of(choice: dict[str, Any]) -> dict[str, str | None]:
         "finish_reason": plain(choice["finish_reason"]),
         "logprobs": None if logprobs is None else json.dumps(logprobs),
         "tool_calls": None if calls is None else json.dumps(calls),
+        "prompt_logprobs": None if of_prompt is None else json.dumps(of_prompt),
     }
 
 
-def token_ids_of(body: dict[str, Any], choice: dict[str, Any]) -> dict[str, list[int] | None]:
-    """Return the token ids of a choice and its prompt as columns, None unless the line asked for them."""
+def lists_of(body: dict[str, Any], choice: dict[str, Any]) -> dict[str, list[Any] | None]:
+    """Return the lists of a choice and its prompt as columns: token ids if asked for, and ignored keywords."""
     said = body | choice  # a chat has its prompt's in the body
-    return {name: said.get(name) for name in TOKEN_COLUMNS}
+    return {name: said.get(name) for name in (*TOKEN_COLUMNS, IGNORED)}
 
 
 def plain(text: str) -> str:

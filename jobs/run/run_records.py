@@ -83,6 +83,7 @@ class RunManifest(Frozen):
     logprobs_mode: LogprobsMode = "raw_logprobs"  # source of reported log-probabilities
     sampling_defaults: SamplingDefaults = "openai"  # for lines that leave fields out
     lenient_schemas: bool = False  # keywords that a grammar cannot hold are left out
+    plain_content: bool = False  # texts that spell control tokens stay texts
     thinking_markers: ThinkingMarkers = None  # () for a model that does not think
     clock: str  # the ISO time given to chat templates
     reads_clock: bool = False  # its chat template uses `clock`
@@ -101,6 +102,7 @@ class RunManifest(Frozen):
         later: list[str] = [] if self.kv_dtype is None else [self.kv_dtype]
         later += [self.clock] if self.reads_clock else []
         later += ["lenient_schemas"] if self.lenient_schemas else []
+        later += ["plain_content"] if self.plain_content else []
         decisive = json.dumps([*model, self.dtype, self.logprobs_mode, *later])
         return f"fp_{hashlib.sha256(decisive.encode()).hexdigest()[:16]}"
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, Self, get_
 
 from pydantic import Field, ValidationError
 
-from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.job import JobRecord, Message
 from swiftbatch.jobs.json_records import Frozen, dump_line
 from swiftbatch.jobs.run.job_table import newest_with
 from swiftbatch.jobs.run.output import row_groups
-from swiftbatch.jobs.run.output_line import TOKEN_COLUMNS, plain, texts_of, token_ids_of
+from swiftbatch.jobs.run.output_line import IGNORED, TOKEN_COLUMNS, lists_of, plain, texts_of
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import RunError, in_parallel, pretty, read_model
 from swiftbatch.jobs.storage.store import Store, spool
@@ -149,7 +149,7 @@ def packed(
 
 Row = dict[str, Any]
 
-MESSAGE = ("role", "content", "name")
+MESSAGE = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")
 COLUMNS: dict[str, str] = {  # type names shared by Arrow and `datasets`
     "custom_id": "string",
     "choice_index": "int64",
@@ -174,6 +174,8 @@ COLUMNS: dict[str, str] = {  # type names shared by Arrow and `datasets`
     "token_ids": "list of int32",
     "logprobs": "string",
     "tool_calls": "string",
+    "prompt_logprobs": "string",
+    "ignored_schema_keywords": "list of string",
     "job_id": "string",
 }
 ROWS_PER_GROUP = 1000
@@ -191,12 +193,12 @@ def finished_row(record: JobRecord, revision: int, line: dict[str, Any]) -> Row:
     choice = body["choices"][0]
     return _asked(record, revision) | {
         "status": "finished",
-        **texts_of(choice),
+        **texts_of(body, choice),
         "error_code": None,
         "error_message": None,
         "completion_tokens": body["usage"]["completion_tokens"],
         "token_ids_sha256": choice.get("token_ids_sha256"),
-        **token_ids_of(body, choice),
+        **lists_of(body, choice),
     }
 
 
@@ -208,24 +210,24 @@ def failed_row(record: JobRecord, revision: int, failure: Failure) -> Row:
         "finish_reason": None,
         "logprobs": None,
         "tool_calls": None,
+        "prompt_logprobs": None,
         "error_code": failure.code,
         "error_message": failure.message,
         "completion_tokens": None,
         "token_ids_sha256": None,
-        **dict.fromkeys(TOKEN_COLUMNS),
+        **dict.fromkeys((*TOKEN_COLUMNS, IGNORED)),
     }
 
 
 def _asked(record: JobRecord, revision: int) -> Row:
     job = record.job
-    messages = job.messages and [{name: getattr(message, name) for name in MESSAGE} for message in job.messages]
     return {
         "custom_id": job.custom_id,
         "choice_index": job.choice_index,
         "revision": revision,
         "prompt": job.prompt,
         "prompt_ids": None if job.prompt_ids is None else list(job.prompt_ids),
-        "messages": messages,
+        "messages": job.messages and list(map(_message, job.messages)),
         "prompt_tokens": record.num_prompt_tokens,
         "seed": _as_int64(job.sampling.seed),
         "max_tokens": job.sampling.max_tokens,
@@ -233,6 +235,11 @@ def _asked(record: JobRecord, revision: int) -> Row:
         "sampling": json.dumps(job.sampling.identity(), sort_keys=True),
         "job_id": record.job_id,
     }
+
+
+def _message(message: Message) -> Row:
+    calls = [call.model_dump(mode="json") for call in message.tool_calls]
+    return {name: getattr(message, name) for name in MESSAGE} | {"tool_calls": json.dumps(calls) if calls else None}
 
 
 def _as_int64(seed: int | None) -> int | None:
@@ -259,6 +266,7 @@ def arrow_schema() -> pa.Schema:
         "float64": pa.float64(),
         "list of int32": pa.list_(pa.int32()),
         "list of int64": pa.list_(pa.int64()),
+        "list of string": pa.list_(pa.string()),
         "list of messages": pa.list_(pa.struct([(name, pa.string()) for name in MESSAGE])),
     }
     return pa.schema([(name, kinds[kind]) for name, kind in COLUMNS.items()])

@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal, TypedDict, Unpack
 
 import click
@@ -29,6 +30,7 @@ from swiftbatch.jobs.run.run_records import (
 from swiftbatch.jobs.sampling_params import LoopAction, ThinkingEnd
 from swiftbatch.scheduler.api.run_handle import Path, RunHandle
 from swiftbatch.scheduler.api.run_process import RunProcess
+from swiftbatch.scheduler.api.table_files import write_parquet
 from swiftbatch.worker.config import CheckpointKind
 
 NOT_KEYWORDS = {"run", "quiet", "json"}
@@ -56,6 +58,7 @@ class SubmitOptions(TypedDict, total=False):
     logprobs_mode: LogprobsMode | None
     sampling_defaults: SamplingDefaults | None
     lenient_schemas: bool
+    plain_content: bool
     thinking_markers: Sequence[str] | None
     clock: str | None
     engine: str | None
@@ -84,13 +87,13 @@ class SubmitOptions(TypedDict, total=False):
     webhook_jobs: bool
 
 
-Jobs = Path | Sequence[Path] | Iterable[Mapping[str, Any]]
+Jobs = Path | Iterable[Path] | Iterable[Mapping[str, Any]]
 
 
 def submit(jobs: Jobs, run: Path | None = None, **options: Unpack[SubmitOptions]) -> RunHandle:
     """Start a run of jobs in a process of its own, and return it while it works.
 
-    `jobs` are a file, several files, dicts of a list or generator, or a table of pandas, Arrow or DuckDB with a
+    `jobs` are a file, several files, dicts of a list or generator, or a table of pandas, polars, Arrow or DuckDB with a
     row for each job. `run` is the run's folder; for one file it is `jobs.run` beside it by default. The same call goes
     on with a run that was stopped. Raises UserError with the words of the command `submit`.
     """
@@ -98,16 +101,30 @@ def submit(jobs: Jobs, run: Path | None = None, **options: Unpack[SubmitOptions]
     is_table = hasattr(jobs, "__arrow_c_stream__")
     if isinstance(jobs, Mapping) or not (is_table or isinstance(jobs, (str, os.PathLike, Iterable))):
         raise UserError(f"submit(): found {type(jobs).__name__} as jobs, expected files, a list of dicts, or a table")
+    if is_table:
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "jobs.parquet")
+            write_parquet(jobs, path)
+            return _started([path], _needed(run), arguments)
+    files, others = _files_or_dicts(jobs)
+    if not files:
+        return _started(["-"], _needed(run), arguments, _lines(others))
+    return _started(files, run_folder_beside(tuple(files)) if run is None else _needed(run), arguments)
+
+
+def _files_or_dicts(jobs: Any) -> tuple[list[str], Iterable[Any]]:
+    """Return files, or other jobs if the first one is no path. Raises UserError."""
     if isinstance(jobs, (str, os.PathLike)):
         jobs = [jobs]
-    if is_table:
-        with tempfile.NamedTemporaryFile(suffix=".parquet") as file:
-            _write_parquet(jobs, file.name)
-            return _started([file.name], _needed(run), arguments)
-    if isinstance(jobs, Sequence) and jobs and all(isinstance(each, (str, os.PathLike)) for each in jobs):
-        files = [os.path.expanduser(each) for each in jobs if isinstance(each, (str, os.PathLike))]
-        return _started(files, run_folder_beside(tuple(files)) if run is None else _needed(run), arguments)
-    return _started(["-"], _needed(run), arguments, _lines(jobs))
+    rest = iter(sorted(jobs, key=str) if isinstance(jobs, (set, frozenset)) else jobs)
+    for first in rest:
+        if not isinstance(first, (str, os.PathLike)):
+            return [], chain([first], rest)
+        files = [first, *rest]
+        if others := [each for each in files if not isinstance(each, (str, os.PathLike))]:
+            raise UserError(f"submit(): found {type(others[0]).__name__} among files, expected files alone, or dicts")
+        return [os.path.expanduser(os.fspath(each)) for each in files], ()
+    raise UserError("submit(): found no jobs, expected at least one")
 
 
 async def submit_async(jobs: Jobs, run: Path | None = None, **options: Unpack[SubmitOptions]) -> RunHandle:
@@ -144,15 +161,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"found {type(value).__name__}")
-
-
-def _write_parquet(jobs: Any, path: str) -> None:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    table = pa.table(jobs)
-    index = [name for name in table.column_names if name.startswith("__index_level_")]  # of a pandas table
-    parquet.write_table(table.drop_columns(index), path)
 
 
 def arguments_of(options: Mapping[str, Any]) -> list[str]:

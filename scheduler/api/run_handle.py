@@ -17,7 +17,7 @@ from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.run.output import joined, write_table
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.run_lease import current_progress, liveness
-from swiftbatch.scheduler.runs.cancellation import cancel_jobs
+from swiftbatch.scheduler.runs.cancellation import cancel_jobs, stop_driver
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -135,10 +135,14 @@ class RunHandle:
         return cancel_jobs(self._folder, custom_id)
 
     def stop(self) -> Progress:
-        """Save all tokens and end the process that works on the run. The same `submit` goes on."""
-        if self._process is None:
-            raise UserError(f"the run at {self.uri} was not started by this program; `cancel` ends it for good")
-        self._process.stop()
+        """Save all tokens and end the process that works on the run, if it is on this machine, whoever started it.
+
+        The same `submit` goes on. Raises UserError for a process of another machine.
+        """
+        if self._process is not None:
+            self._process.stop()
+        else:
+            stop_driver(self._folder)
         return self.progress()
 
     def _is_over(self, seconds: float) -> bool:

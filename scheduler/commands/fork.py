@@ -59,7 +59,8 @@ def fork(
     refuse_changed_model(run)
     files = locate_model(run.manifest.stored_model)
     with showing as display, RunLease(run, may_take_over, forgets_cancel=True) as hold:
-        made = forks(run, custom_id, choice, num_kept, num_seeds, text, name or f"{custom_id}@{num_kept}", files)
+        name = f"{custom_id}@{num_kept}" if name is None else name
+        made = forks(run, custom_id, choice, num_kept, num_seeds, text, name, files)
         run.add_jobs(made)
         outcome = launch_shown(hold, len(run.job_ids()), settings, display)
     end(run, outcome, 0, display)

@@ -186,6 +186,12 @@ token_option = options_of("What decides the tokens; stored in the run")
     help="Leave schema keywords out that no grammar holds; results name them.",
 )
 @token_option(
+    "--plain-content",
+    is_flag=True,
+    default=None,
+    help="Keep texts that spell control tokens text.",
+)
+@token_option(
     "--thinking-markers",
     nargs=2,
     metavar="A B",

@@ -5,21 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
-from swiftbatch.scheduler.commands.options.option_types import MODEL, WholeNumber
+from swiftbatch.scheduler.commands.options.option_types import MODEL, Amount, WholeNumber
+from swiftbatch.worker.drafters.catalogue import HeadKind
 from swiftbatch.worker.training import recipes
 from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE, GriffinRecipe
 
 Command = Callable[..., Any]
+MAX_FEATURE_WEIGHT = 1000
 
 DATA = click.option(
     "--data",
     type=click.Path(path_type=Path),
     required=True,
     help="JSONL file with a field `text`, or a folder of them.",
+)
+PART_DATA = click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="JSONL file with a field `text`, `messages` or `conversations`, or a folder of them.",
 )
 OUTPUT = click.option(
     "--output", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder to write."
@@ -35,7 +43,7 @@ SEED = click.option("--seed", type=WholeNumber(0), default=recipes.HeadRecipe.se
 FEATURES = click.option(
     "--features",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of the model's features, which trainings may share. [default: `features` in the output]",
+    help="Folder of the model's features, which trainings may share. [default: a folder in the output]",
 )
 
 
@@ -46,6 +54,16 @@ def steps_option(default: int) -> Callable[[Command], Command]:
 def own_texts_option(default: int) -> Callable[[Command], Command]:
     help_text = "Also learn from this many texts that the model generates."
     return click.option("--own-texts", "num_own_texts", type=WholeNumber(0), default=default, help=help_text)
+
+
+def labels_option(default: recipes.Labels) -> Callable[[Command], Command]:
+    help_text = "Learn the model's distributions, or as in the paper the text's next tokens."
+    return click.option("--labels", type=click.Choice(get_args(recipes.Labels)), default=default, help=help_text)
+
+
+def samples_option(default: int) -> Callable[[Command], Command]:
+    help_text = "Samples of a step; GRIFFIN's paper has 4 per GPU."
+    return click.option("--samples", "num_step_windows", type=WholeNumber(1), default=default, help=help_text)
 
 
 @click.group()
@@ -105,9 +123,36 @@ def target(data: Path, output: Path, num_tokens: int, kind: str) -> None:
 
 @train.command()
 @MODEL
-@DATA
+@PART_DATA
 @OUTPUT
+@click.option(
+    "--kind",
+    type=click.Choice(get_args(HeadKind)),
+    default=recipes.HeadRecipe.kind,
+    help="Each head reads the head before it, or as in Medusa the model's hidden state.",
+)
+@click.option(
+    "--heads",
+    "num_heads",
+    type=WholeNumber(1, recipes.MOST_HEADS),
+    default=recipes.HeadRecipe.num_heads,
+    help="Number of heads; a drafted tree is as deep.",
+)
 @steps_option(recipes.HeadRecipe.num_steps)
+@click.option(
+    "--rows",
+    "num_step_rows",
+    type=WholeNumber(1),
+    default=recipes.HeadRecipe.num_step_rows,
+    help="Tokens to learn from in a step, of all texts; the paper has 120 texts of up to 8192.",
+)
+@click.option(
+    "--book-tokens",
+    "num_book_tokens",
+    type=WholeNumber(1),
+    default=recipes.HeadRecipe.num_book_tokens,
+    help="Tokens of a book, from its beginning.",
+)
 @click.option(
     "--own-texts",
     "num_own_texts",
@@ -116,48 +161,63 @@ def target(data: Path, output: Path, num_tokens: int, kind: str) -> None:
     show_default=False,
     help="Learn from this many texts that the model generates.",
 )
+@FEATURES
 @SEED
-def tokenswift(model: str, data: Path, output: Path, num_steps: int, num_own_texts: int, seed: int) -> None:
+def tokenswift(model: str, data: Path, output: Path, features: Path | None, **options: Any) -> None:
     """Train a model's decoding heads for the engine `tokenswift`. The model itself is not changed.
 
     They learn from the beginnings of the books in *train*.jsonl, or with --own-texts from the model's continuations of
-    parts of them. Accuracy is measured on *test*.jsonl. The embedded model's heads used --own-texts 512.
+    parts of them. Accuracy is measured on *test*.jsonl. The embedded model's heads used --own-texts 512. After a kill,
+    the same command continues.
 
     \b
     Example:
       swiftbatch train tokenswift --model my-model --data books --output my-model/parts
     """
+    from swiftbatch.worker.training.data_parallel import joined
     from swiftbatch.worker.training.train_tokenswift import train_heads
 
-    recipe = recipes.HeadRecipe(num_steps=num_steps, num_own_texts=num_own_texts, seed=seed)
-    train_heads(model, data, output, recipe, click.echo)
+    with joined(click.echo) as report:
+        train_heads(model, data, output, recipes.HeadRecipe(**options), report, features)
 
 
 @train.command()
 @MODEL
-@DATA
+@PART_DATA
 @OUTPUT
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    help="The config.json of a Llama, or its folder, for the shape; without it the embedded model's.",
+)
 @steps_option(recipes.DraftRecipe.num_steps)
+@own_texts_option(recipes.DRAFT_TEXTS.num_own_texts)
+@labels_option(recipes.DraftRecipe.labels)
+@samples_option(recipes.DraftRecipe.num_step_windows)
+@FEATURES
 @SEED
-def draft(model: str, data: Path, output: Path, num_steps: int, seed: int) -> None:
+def draft(model: str, data: Path, output: Path, config: Path | None, features: Path | None, **options: Any) -> None:
     """Train a small draft model for the engine `triforce`. The model itself is not changed.
 
     It learns the model's distributions on the books in *train*.jsonl and on the model's continuations of parts of them.
     *test*.jsonl measures how often both draw the same token. Engines find it without --draft-model in the folder
-    `parts/draft` of the model's.
+    `parts/draft` of the model's. After a kill, the same command continues.
 
     \b
     Example:
       swiftbatch train draft --model my-model --data books --output my-model/parts/draft
     """
-    from swiftbatch.worker.training.train_draft import train_draft
+    from swiftbatch.worker.training.data_parallel import joined
+    from swiftbatch.worker.training.train_draft import read_shape, train_draft
 
-    train_draft(model, data, output, recipes.draft_recipe(num_steps, seed), click.echo)
+    shape = None if config is None else read_shape(config)
+    with joined(click.echo) as report:
+        train_draft(model, data, output, recipes.draft_recipe(**options, shape=shape), report, features)
 
 
 @train.command()
 @MODEL
-@DATA
+@PART_DATA
 @OUTPUT
 @steps_option(GRIFFIN_RECIPE.num_steps)
 @own_texts_option(GRIFFIN_RECIPE.texts.num_own_texts)
@@ -173,6 +233,28 @@ def draft(model: str, data: Path, output: Path, num_steps: int, seed: int) -> No
     type=WholeNumber(0),
     help=f"Top tokens of an earlier pass that count as aligned; 0: no mask. [default: {GRIFFIN_RECIPE.align_top_k}]",
 )
+@labels_option(GRIFFIN_RECIPE.labels)
+@click.option(
+    "--feature-weight",
+    type=Amount("times", MAX_FEATURE_WEIGHT, min_open=False),
+    default=GRIFFIN_RECIPE.feature_weight,
+    help="Weight of the features' distance in the loss; 0: tokens alone.",
+)
+@click.option(
+    "--warmup",
+    "num_warmup_steps",
+    type=WholeNumber(1),
+    default=GRIFFIN_RECIPE.num_warmup_steps,
+    help="Steps until the full learning rate; 2000 in the paper.",
+)
+@click.option(
+    "--rows",
+    "window_length",
+    type=WholeNumber(2, GRIFFIN_RECIPE.texts.num_book_tokens),
+    default=GRIFFIN_RECIPE.window_length,
+    help="Most tokens of a sample; 2048 in the paper.",
+)
+@samples_option(GRIFFIN_RECIPE.num_step_windows)
 @click.option("--no-token-alignment", is_flag=True, help="Use one pass and no mask, as in EAGLE-2.")
 @click.option("--no-token-guided-fusion", is_flag=True, help="Fuse features and tokens once, as in EAGLE.")
 @click.option("--no-token-enhanced-head", is_flag=True, help="Use one feature for tokens and for the next forward.")
@@ -189,14 +271,16 @@ def griffin(model: str, data: Path, output: Path, features: Path | None, **optio
     Example:
       swiftbatch train griffin --model my-model --data books --output my-model/parts
     """
+    from swiftbatch.worker.training.data_parallel import joined
     from swiftbatch.worker.training.train_griffin import train_griffin
 
-    train_griffin(model, data, output, _griffin_recipe(**options), click.echo, features)
+    with joined(click.echo) as report:
+        train_griffin(model, data, output, _griffin_recipe(**options), report, features)
 
 
 @train.command()
 @MODEL
-@DATA
+@PART_DATA
 @OUTPUT
 @steps_option(recipes.MTPRecipe.num_steps)
 @own_texts_option(recipes.MTPRecipe.texts.num_own_texts)
@@ -214,33 +298,54 @@ def mtp(
     Example:
       swiftbatch train mtp --model my-model --data books --output my-model/parts
     """
+    from swiftbatch.worker.training.data_parallel import joined
     from swiftbatch.worker.training.train_mtp import train_mtp
 
     recipe = recipes.MTPRecipe(num_steps=num_steps, seed=seed)
     texts = replace(recipe.texts, num_own_texts=num_own_texts)
-    train_mtp(model, data, output, replace(recipe, texts=texts), click.echo, features)
+    with joined(click.echo) as report:
+        train_mtp(model, data, output, replace(recipe, texts=texts), report, features)
+
+
+@train.command("import")
+@click.argument("kind", type=click.Choice(recipes.PUBLISHED_PARTS))
+@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@MODEL
+@OUTPUT
+def import_(kind: str, folder: Path, model: str, output: Path) -> None:
+    """Convert a part that others trained for a model and published. The model itself is not changed.
+
+    KIND is `eagle` for a layer of EAGLE, EAGLE-2 or HASS, `griffin` for GRIFFIN's own (both for the engine `griffin`),
+    or `draft` for a small model with the same vocabulary (for `triforce`). TokenSwift's own heads are refused: they
+    need a hidden state that no forward here hands out.
+
+    \b
+    Example:
+      swiftbatch train import eagle EAGLE-Vicuna-7B-v1.3 --model vicuna-7b-v1.3 --output parts
+    """
+    from swiftbatch.worker.training.import_parts import import_part
+
+    import_part(kind, folder, model, output, click.echo)
 
 
 def _griffin_recipe(
-    num_steps: int,
     num_own_texts: int,
     num_passes: int | None,
     align_top_k: int | None,
     no_token_alignment: bool,
     no_token_guided_fusion: bool,
     no_token_enhanced_head: bool,
-    seed: int,
+    **fields: Any,
 ) -> GriffinRecipe:
     if no_token_alignment and not (num_passes is None and align_top_k is None):
         raise click.UsageError("--no-token-alignment means one pass and no mask; leave out --passes and --top-k")
     top_k = GRIFFIN_RECIPE.align_top_k if align_top_k is None else align_top_k or None
     return replace(
         GRIFFIN_RECIPE,
-        num_steps=num_steps,
         num_passes=1 if no_token_alignment else num_passes or GRIFFIN_RECIPE.num_passes,
         align_top_k=None if no_token_alignment else top_k,
         fusion="none" if no_token_guided_fusion else GRIFFIN_RECIPE.fusion,
         has_token_enhanced_head=not no_token_enhanced_head,
         texts=replace(GRIFFIN_RECIPE.texts, num_own_texts=num_own_texts),
-        seed=seed,
+        **fields,
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from swiftbatch.jobs.run.run_records import SamplingDefaults
+from swiftbatch.jobs.run.run_records import LogprobsMode, SamplingDefaults
 from swiftbatch.scheduler.commands.exit_codes import SOME_FAILED
 from swiftbatch.scheduler.commands.options.option_types import ANY_WHOLE_NUMBER, DTYPES, KV_DTYPES, WholeNumber, filled
 
@@ -65,6 +65,9 @@ def _key(_context: click.Context, _parameter: click.Parameter, path: Path | None
 @click.option("--seed", "run_seed", type=ANY_WHOLE_NUMBER)
 @click.option("--max-tokens", type=WholeNumber(1))
 @click.option("--sampling-defaults", type=click.Choice(get_args(SamplingDefaults)))
+@click.option("--logprobs-mode", type=click.Choice(get_args(LogprobsMode)))
+@click.option("--lenient-schemas", is_flag=True, default=None)
+@click.option("--plain-content", is_flag=True, default=None)
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="File for the report.")
 @click.option(
     "--sign",
@@ -100,6 +103,8 @@ def verify(
     """
     from swiftbatch.scheduler.runs.verification import verify_run
 
+    if json_path is not None and not json_path.parent.is_dir():
+        raise click.UsageError(f"--json: found no folder {json_path.parent}, expected a file in one that exists")
     if key is not None and json_path is None:
         raise click.UsageError("--sign: expected --json with it, the file to sign")
     settings = {"seed" if name == "run_seed" else name: value for name, value in said.items() if value is not None}
@@ -128,6 +133,10 @@ def _run(place: str, jobs: tuple[str, ...], said: dict[str, Any]) -> Iterator[Ru
     """Open a run, or make one of an output file and its jobs for a while."""
     from swiftbatch.jobs.run.run import Run
 
+    if jobs and Path(place).is_dir():
+        raise click.UsageError(f"--jobs: found the folder {place} with it, expected an output FILE; a run has its own")
+    if not jobs and Path(place).is_file():
+        raise click.UsageError(f"{place} is a file: expected --jobs and --model with it, as its run had them")
     if not jobs:
         yield Run.open(place)
         return
@@ -178,6 +187,8 @@ def _problem(finding: Mismatch) -> str:
         return "its token log is not that of its result"
     if finding.what == "text":
         return "its text is not that of its tokens"
+    if finding.what == "logprobs":
+        return _problem_of_logprobs(finding, place)
     if finding.what == "output":
         return f"this model draws another text{'' if place is None else f' from character {place} on'}"
     if finding.recorded is None and finding.drawn is None:
@@ -188,3 +199,11 @@ def _problem(finding: Mismatch) -> str:
         return f"it goes on with token {place}, this model ends before it"
     margin = "" if finding.margin is None else f" by a margin of {finding.margin:.3g}"
     return f"token {place} is {finding.recorded}, this model draws {finding.drawn}{margin}"
+
+
+def _problem_of_logprobs(finding: Mismatch, place: str | None) -> str:
+    if place is None:
+        return "its log-probabilities are missing, or do not fit its tokens"
+    if finding.margin is None:
+        return f"the log-probabilities of token {place} name other tokens than this model's"
+    return f"a log-probability of token {place} is not this model's, by {finding.margin:.3g}"

@@ -28,16 +28,23 @@ def own_key() -> ProcessKey | None:
     return _own_key(os.getpid())
 
 
+def is_of_this_machine(host: str, key: ProcessKey | None) -> bool:
+    """Return whether a process has a number here. Without a `key`, equal host names count as one host."""
+    if key is None:
+        return host == socket.gethostname()
+    own = own_key()
+    return own is not None and (key.boot_id, key.pid_namespace) == (own.boot_id, own.pid_namespace)
+
+
 def is_gone(host: str, pid: int, key: ProcessKey | None) -> bool:
     """Return whether a process has surely ended.
 
     Without a `key`, equal host names count as one host.
     """
-    if key is None:
-        return host == socket.gethostname() and not _exists(pid)
-    own = own_key()
-    if own is None or (key.boot_id, key.pid_namespace) != (own.boot_id, own.pid_namespace):
+    if not is_of_this_machine(host, key):
         return False
+    if key is None:
+        return not _exists(pid)
     try:
         return _start(pid) != key.start_ticks
     except FileNotFoundError:

@@ -1,7 +1,9 @@
-"""Cancels a run or a job, and expires jobs."""
+"""Cancels a run or a job, expires jobs, and stops the process that works on a run."""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Sequence
 
@@ -12,10 +14,27 @@ from swiftbatch.jobs.run.run_records import RunError
 from swiftbatch.scheduler.driver.queue_loading import count_jobs, write_cancelled
 from swiftbatch.scheduler.driver.run_lease import STALE_SECONDS, RunLease, RunTakenError, has_begun, liveness
 from swiftbatch.scheduler.driver.shard_writing import finish_shards
+from swiftbatch.scheduler.process.process_id import is_gone, is_of_this_machine
 
 POLL_SECONDS = 0.1
 EXPIRED = "batch_expired"  # OpenAI's error code of a job that did not end in time
 EXPIRED_MESSAGE = "This request could not be executed before the completion window expired."
+
+
+def stop_driver(run: Run) -> None:
+    """Ask the process of this machine that works on a run to save all tokens and end, and wait for that.
+
+    Raises RunError if the process is on another machine.
+    """
+    progress = run.progress()
+    if progress is None or liveness(run, progress) == "gone":
+        return
+    if not is_of_this_machine(progress.driver_host, progress.driver_process):
+        who = f"process {progress.driver_pid} on {progress.driver_host}"
+        raise RunError(f"{who} works on the run at {run.store.shown_uri}: send it SIGTERM there, or cancel the run")
+    os.kill(progress.driver_pid, signal.SIGTERM)
+    while not is_gone(progress.driver_host, progress.driver_pid, progress.driver_process):
+        time.sleep(POLL_SECONDS)
 
 
 def find_jobs(run: Run, custom_id: str) -> list[JobEntry]:

@@ -16,6 +16,7 @@ from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.run.output_line import tokens_sha256
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import RunState, in_parallel
+from swiftbatch.jobs.sampling_params import ALONE
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.metrics.report.attempts import parsed_history
 from swiftbatch.scheduler.display.progress_line import counted
@@ -146,6 +147,10 @@ def _is_due(record: JobRecord, line: Line | None, max_tokens: int, is_named: boo
         if is_named:
             code = line["error"]["code"]
             raise NotExtendedError(f"it has no result ({code}); `swiftbatch resume --retry-failed` runs it again")
+        return False
+    if record.job.sampling.echo == ALONE:
+        if is_named:
+            raise NotExtendedError("it asked for its prompt alone: there is nothing to go on to")
         return False
     if own >= max_tokens:
         if is_named and own > max_tokens:

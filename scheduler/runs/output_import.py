@@ -9,13 +9,15 @@ from swiftbatch.jobs.errors import LineError, UserError
 from swiftbatch.jobs.input.job_files import InputFileError, open_input, shown_input
 from swiftbatch.jobs.input.line_parsing import parse_object
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.jobs.run.output_line import line_id
+from swiftbatch.jobs.json_records import dump_line
+from swiftbatch.jobs.run.output_line import line_id, parse_line
 from swiftbatch.jobs.run.result_files import ResultSegment
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.scheduler.runs.submission import submission
 
 Line = dict[str, Any]
+EXPECTED = "expected an output line of swiftbatch"
 
 
 def imported_run(output: str, jobs: Sequence[str], folder: str, settings: Settings) -> Run:
@@ -31,7 +33,9 @@ def imported_run(output: str, jobs: Sequence[str], folder: str, settings: Settin
             if record.custom_id in found
         ]
         if not results:
-            raise UserError(f"{shown_input(output)} has no result of a job in {', '.join(map(shown_input, jobs))}")
+            others = "".join(f"; {each.place} was rejected: {each.reason}" for each in submitted.rejects[:1])
+            place = ", ".join(map(shown_input, jobs))
+            raise UserError(f"{shown_input(output)} has no result of a job in {place}{others}")
         run.write_segment("imported", ResultSegment(results))
     return Run.open(folder)
 
@@ -45,8 +49,10 @@ def _lines_by_name(path: str) -> dict[str, Line]:
                 line = parse_object(text.decode())
                 if line.get("error") is None:
                     found[line["custom_id"]] = line
-            except (LineError, UnicodeDecodeError, KeyError) as error:
-                raise InputFileError(f"{path}:{number}: {error}; expected an output line of swiftbatch") from None
+            except UnicodeDecodeError:
+                raise InputFileError(f"{path}:{number}: found no UTF-8; {EXPECTED}") from None
+            except (LineError, KeyError, TypeError) as error:
+                raise InputFileError(f"{path}:{number}: {error}; {EXPECTED}") from None
     return found
 
 
@@ -64,4 +70,8 @@ def _own_line(record: JobRecord, line: Line, fingerprint: str, path: str) -> Lin
     if not is_ours:
         place = f"{path}: the line of {record.custom_id!r}"
         raise InputFileError(f"{place} is no result of swiftbatch with choice {record.job.choice_index}")
-    return {**line, "id": line_id(record.job_id), "response": {**response, "body": own}}
+    found = {**line, "id": line_id(record.job_id), "response": {**response, "body": own}}
+    try:
+        return parse_line(dump_line(found), record.job_id, fingerprint)
+    except ValueError as error:
+        raise InputFileError(f"{path}: the line of {record.custom_id!r}: {error}; {EXPECTED}") from None

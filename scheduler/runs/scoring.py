@@ -14,11 +14,12 @@ from swiftbatch.jobs.input.line_parsing import parse_object
 from swiftbatch.jobs.input.request_fields import LineId
 from swiftbatch.jobs.job import JobRecord, Messages, unpacked
 from swiftbatch.jobs.json_records import FieldError, Strict, is_utf8, reasons, shown
-from swiftbatch.jobs.logprobs import TokenLogprobs, completion_logprobs, shown_logprobs
+from swiftbatch.jobs.logprobs import completion_logprobs, shown_logprobs
 from swiftbatch.jobs.run.output import joined
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.runs.verification import Verifier
 from swiftbatch.worker.config import Computation
+from swiftbatch.worker.engine.stopping import echo_of
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.replay.scoring import Scorer
@@ -61,8 +62,10 @@ def scored_results(run: Run, num_top: int) -> Iterator[Line]:
         [choice] = line["response"]["body"]["choices"]
         token_ids = verifier.tokens(record, choice)
         if token_ids is not None:
-            found = scorer.logprobs(unpacked(record.prompt_token_ids), token_ids.tolist(), num_top)
-            choice["logprobs"] = shown_logprobs(record.job, token_ids.astype(np.uint32), found, verifier.codec)
+            ids, codec, own = unpacked(record.prompt_token_ids), verifier.codec, token_ids.astype(np.uint32)
+            found, echo = scorer.logprobs(ids, token_ids.tolist(), num_top), echo_of(record.job, ids, codec)
+            prompt = scorer.scores(ids[:1], ids[1:], num_top).of_prompt() if record.job.sampling.echo else None
+            choice["logprobs"] = shown_logprobs(record.job, own, found, codec, prompt, echo)
         return line
 
     lines = ((record, line) for record, line in run.output_lines() if line is not None)
@@ -110,12 +113,11 @@ class TextScorer:
                 f"found {len(prompt_ids) + len(token_ids)} tokens, expected at most the model's {self._max_positions}"
             )
         found = self._scorer.logprobs(prompt_ids, token_ids, max(1, num_top))  # one tells whether a token is greedy
-        shown = TokenLogprobs(found.logprobs, found.top_ids[:, :num_top], found.top_logprobs[:, :num_top])
         return {
             "num_tokens": len(token_ids),
             "logprob": float(found.logprobs.sum(dtype=np.float64)),
             "is_greedy": bool((found.top_ids[:, 0] == np.asarray(token_ids)).all()),
-            "logprobs": completion_logprobs(token_ids, shown, self._codec),
+            "logprobs": completion_logprobs(token_ids, found.top(num_top), self._codec),
         }
 
     def _tokens(self, line: TextLine) -> tuple[list[int], list[int]]:

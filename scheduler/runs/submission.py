@@ -282,7 +282,8 @@ def submission(
     is_for_gpus = not manifest.model_fingerprint and manifest.device != "cpu"  # otherwise its rows are set
     said = [jobs] if isinstance(jobs, str) else jobs
     files = locate_model(manifest.stored_model)
-    codec = TextCodec(files, manifest.thinking_markers, manifest.clock, manifest.lenient_schemas)
+    text_settings = (manifest.thinking_markers, manifest.clock, manifest.lenient_schemas, manifest.plain_content)
+    codec = TextCodec(files, *text_settings)
     manifest = with_markers(with_model(manifest, files), codec)
     defaults = sampling_defaults_of(files) if manifest.sampling_defaults == "model" else {}
     reader, notes = JobReader(manifest.seed, columns, endpoint, defaults), LineNotes()

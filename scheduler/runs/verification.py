@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
@@ -14,21 +14,25 @@ from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.file_owner import DamagedFileError
 from swiftbatch.jobs.job import JobRecord, unpacked
 from swiftbatch.jobs.json_records import Frozen
+from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.run.job_index import JobIndex
 from swiftbatch.jobs.run.output_line import CALLED, message_of, shown_text, tokens_sha256
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import RunError
+from swiftbatch.jobs.sampling_params import MAX_TOP_LOGPROBS
+from swiftbatch.scheduler.runs.logprobs_comparison import largest_difference
 from swiftbatch.scheduler.runs.run_manifest import computation_of, versions
 from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.constraints.thinking import Thinking
 from swiftbatch.worker.drafters.catalogue import PLAIN_ENGINE
 from swiftbatch.worker.engine.job_sequence import sequence_of
-from swiftbatch.worker.engine.stopping import StopRule, answer_of, text_of
+from swiftbatch.worker.engine.stopping import StopRule, answer_of, echo_of, text_of
 from swiftbatch.worker.forward.hardware import cpu_capability
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.replay.replay import Replay
+from swiftbatch.worker.replay.scoring import Scorer
 from swiftbatch.worker.sampling.sequence import Sequence as TokenSequence
 from swiftbatch.worker.sampling.token_masks import ConstraintError
 from swiftbatch.worker.session.session import loaded_target, located_model
@@ -36,7 +40,8 @@ from swiftbatch.worker.text.tokenizer import TextCodec
 
 SPAN = 256  # tokens
 FEWEST_SPANS = 20
-TIE = 0.01  # another order of sums can turn over scores that differ by less
+# another order of sums can move scores and log-probabilities by less; measured in bfloat16: 0.012 and 0.085
+TIE, LOGPROBS_TIE = 0.05, 0.25
 
 Line = dict[str, Any]
 Verdict = Literal["exact", "exact up to ties", "differs"]
@@ -47,12 +52,13 @@ class Mismatch(Frozen):
 
     `what`: the `job`, whose prompt or id is not its own; the `line`, whose names or counts are not the job's; a
     `token`; the `end`, where one of both outputs goes on; the `output` as a whole, with the first differing character
-    as position; the `text`, which is not that of the tokens; the token `log`, which is not the result's.
+    as position; the `text`, which is not that of the tokens; the token `log`, which is not the result's; the
+    `logprobs`, with the largest difference of the output as margin.
     """
 
     custom_id: str
     choice: int
-    what: Literal["job", "line", "token", "end", "output", "text", "log"]
+    what: Literal["job", "line", "token", "end", "output", "text", "log", "logprobs"]
     position: int | None = None
     recorded: int | None = None
     drawn: int | None = None
@@ -104,10 +110,13 @@ def load_model(run: Run, model: str | None = None) -> tuple[TargetModel, TextCod
     import torch
 
     manifest = run.manifest
-    computation = replace(computation_of(manifest, Settings()), engine=PLAIN_ENGINE, draft_model=None)
+    computation = replace(
+        computation_of(manifest, Settings()), engine=PLAIN_ENGINE, engine_options=(), draft_model=None
+    )
     torch.set_num_threads(manifest.num_threads)
     files = located_model(manifest.model, run) if model is None else locate_model(model)
-    codec = TextCodec(files, manifest.thinking_markers, manifest.clock, lenient_schemas=manifest.lenient_schemas)
+    text_settings = (manifest.thinking_markers, manifest.clock, manifest.lenient_schemas, manifest.plain_content)
+    codec = TextCodec(files, *text_settings)
     return loaded_target(EngineConfig(**asdict(computation)), files, run, codec.textless_ids), codec
 
 
@@ -118,7 +127,8 @@ class Verifier:
         """Raise errors as `load_model` does."""
         self.target, self.codec = load_model(run, model)
         self.model, self.numerics = self.target.files.name, self.target.numerics
-        self._replay, self._logs = Replay(self.target, self.codec), KeptLogs.of(run)
+        self._replay = Replay(self.target, self.codec, run.manifest.logprobs_mode)
+        self._scorer, self._logs = Scorer(self.target), KeptLogs.of(run)
         self._is_of_run, self._fingerprint = model is None, run.manifest.model_fingerprint
 
     def verify(self, record: JobRecord, line: Line, spans: Sequence[range]) -> tuple[int, list[Mismatch]]:
@@ -148,7 +158,8 @@ class Verifier:
             if own != prompt_ids or job.job_id(self._fingerprint) != record.job_id:
                 found.append(_mismatch(record, "job"))
         named = (line["custom_id"], choice.get("index"), body["usage"]["prompt_tokens"])
-        is_its = named == (job.custom_id, job.choice_index, len(prompt_ids))
+        shown_ids = (body | choice).get("prompt_token_ids")
+        is_its = named == (job.custom_id, job.choice_index, len(prompt_ids)) and shown_ids in (None, prompt_ids)
         return found if is_its else [*found, _mismatch(record, "line")]
 
     def _verify_spans(
@@ -158,7 +169,7 @@ class Verifier:
         is_its = len(token_ids) == body["usage"]["completion_tokens"] and token_ids[: len(begun)].tolist() == begun
         if not is_its or tokens_sha256(token_ids.astype(np.uint32)) != choice["token_ids_sha256"]:
             return 0, [_mismatch(record, "log")]
-        sequence, thinking = sequence_of(record, self.codec, self.target)
+        sequence, thinking = sequence_of(record, self.codec, self.target.vocab_size, self.target.device)
         sequence = sequence.with_output(token_ids[: record.job.sampling.max_tokens].tolist())
         sequence.eos_token_ids = self.target.eos_token_ids
         ends = StopRule(sequence, self.codec.output_text, thinking).now()
@@ -166,28 +177,52 @@ class Verifier:
         sequence.finish_reason = _end_of(choice)
         found += [] if self._shows(record, sequence, thinking, choice) else [_mismatch(record, "text")]
         drawn = [range(max(span.start, len(begun)), span.stop) for span in spans if span.stop > len(begun)]
-        for draw in self._replay.differing(record, token_ids, drawn):
+        spans_drawn = self._replay.drawn(record, token_ids, drawn, record.job.sampling.logprobs)
+        for draw in (draw for span in spans_drawn for draw in span.differing):
             what: Literal["token", "end"] = "end" if None in (draw.recorded, draw.drawn) else "token"
             found = [each for each in found if what != "end" or each.what != "end"]  # this one says more
             found.append(_mismatch(record, what, **draw._asdict()))
-        return sum(map(len, drawn)), found
+        others = {each.position for each in found if each.position is not None}
+        parts = [(span.start, each.logprobs) for span, each in zip(drawn, spans_drawn, strict=True)]
+        return sum(map(len, drawn)), found + self._other_logprobs(record, choice, token_ids, parts, others)
+
+    def _other_logprobs(
+        self,
+        record: JobRecord,
+        choice: Line,
+        token_ids: NDArray[np.int64],
+        drawn: Iterable[tuple[int, TokenLogprobs | None]],
+        others: Collection[int] = (),
+    ) -> list[Mismatch]:
+        """Compare log-probabilities; those that `swiftbatch score` added to a result are computed as it does."""
+        parts = [(first, each) for first, each in drawn if each is not None]
+        if record.job.sampling.logprobs is None:
+            if choice.get("logprobs") is None:
+                return []
+            prompt_ids = unpacked(record.prompt_token_ids)
+            parts = [(0, self._scorer.logprobs(prompt_ids, token_ids.tolist(), MAX_TOP_LOGPROBS))]
+        found = largest_difference(
+            record.job, choice.get("logprobs"), token_ids.astype(np.uint32), parts, others, self.codec
+        )
+        return [] if found is None else [_mismatch(record, "logprobs", position=found.position, margin=found.size)]
 
     def tokens(self, record: JobRecord, choice: Line) -> NDArray[np.int64] | None:
         """Return a result's tokens, drawn again if they are not at hand, or None if this model draws others."""
         known = self.known_tokens(record, choice)
         if known is None:
-            sequence, _ = self._replay.again(record, shown_text(choice))
+            sequence, _ = self._replay.again(record, _output_text(record, choice, self.codec))
             known = sequence.output_ids
         return known if tokens_sha256(known.astype(np.uint32)) == choice["token_ids_sha256"] else None
 
     def _verify_whole(self, record: JobRecord, choice: Line) -> tuple[int, list[Mismatch]]:
-        recorded = shown_text(choice)
-        sequence, thinking = self._replay.again(record, recorded)
+        recorded = _output_text(record, choice, self.codec)
+        sequence, thinking = self._replay.again(record, recorded, record.job.sampling.logprobs)
         is_same = tokens_sha256(sequence.output_ids.astype(np.uint32)) == choice["token_ids_sha256"]
         if is_same and sequence.finish_reason == _end_of(choice):
-            return sequence.num_generated_tokens, (
-                [] if self._shows(record, sequence, thinking, choice) else [_mismatch(record, "text")]
-            )
+            found = [] if self._shows(record, sequence, thinking, choice) else [_mismatch(record, "text")]
+            drawn_logprobs, num_begun = sequence.kept_logprobs, len(record.job.begun_ids or ())
+            found += self._other_logprobs(record, choice, sequence.output_ids, [(num_begun, drawn_logprobs)])
+            return sequence.num_generated_tokens, found
         drawn = text_of(sequence, self.codec.output_text, thinking)
         differs = (place for place, (one, other) in enumerate(zip(recorded, drawn, strict=False)) if one != other)
         place = next(differs, min(len(recorded), len(drawn)))
@@ -213,10 +248,15 @@ def known_tokens(
     try:
         return logs.read(record.job_id).token_ids.astype(np.int64)
     except DamagedFileError:
-        text = codec.encode(shown_text(choice), add_special_tokens=False)
+        text = codec.encode(_output_text(record, choice, codec), add_special_tokens=False)
     found = (np.asarray([*text, *end], np.int64) for end in [(), *((token_id,) for token_id in eos_token_ids)])
     is_its = (ids for ids in found if tokens_sha256(ids.astype(np.uint32)) == choice["token_ids_sha256"])
     return next(is_its, None)
+
+
+def _output_text(record: JobRecord, choice: Line, codec: TextCodec) -> str:
+    """Return the text of a choice behind its prompt's, if that stands before it."""
+    return shown_text(choice).removeprefix(echo_of(record.job, unpacked(record.prompt_token_ids), codec))
 
 
 def verify_run(
@@ -228,11 +268,11 @@ def verify_run(
     verifier = Verifier(run, model)
     num_drawn, findings, may_tie = 0, list[Mismatch](), not _computes_alike(run)
     for job, record, line in _read(run, index, chosen):
-        may_tie |= line["response"]["body"]["metrics"].get("exactness") == "exact up to ties"
+        may_tie |= _had_other_bits(line["response"]["body"]["metrics"], verifier.numerics)
         number, found = verifier.verify(record, line, job.spans)
         num_drawn += number
         findings += found
-    are_ties = may_tie and all(each.margin is not None and each.margin < TIE for each in findings)
+    are_ties = may_tie and all(map(_is_tie, findings))
     return VerificationReport(
         run_id=run.manifest.run_id,
         system_fingerprint=run.manifest.fingerprint,
@@ -282,12 +322,27 @@ def _computes_alike(run: Run) -> bool:
     return same and manifest.device == "cpu"
 
 
+def _is_tie(finding: Mismatch) -> bool:
+    return finding.margin is not None and finding.margin < (LOGPROBS_TIE if finding.what == "logprobs" else TIE)
+
+
+def _had_other_bits(metrics: Line, numerics: str) -> bool:
+    """Return whether a result says that it was computed with other numerics than this machine's."""
+    said = metrics.get("attempts")
+    attempts = [each for each in said if isinstance(each, dict)] if isinstance(said, list) else []
+    return metrics.get("exactness") == "exact up to ties" or any(
+        (each.get("numerics") or numerics) != numerics for each in attempts
+    )
+
+
 def _was_changed(record: JobRecord, metrics: Line) -> bool:
     """Return whether a loop was rewound, or a thought may have been closed with a marker that nobody drew."""
-    sampling = record.job.sampling
-    detection = sampling.repetition_detection
-    closes = sampling.thinking_end == "close" or (detection is not None and detection.action == "close")
-    return closes or metrics.get("num_rewinds", 0) > 0
+    return closes_thoughts(record) or metrics.get("num_rewinds", 0) != 0
+
+
+def closes_thoughts(record: JobRecord) -> bool:
+    detection = record.job.sampling.repetition_detection
+    return record.job.sampling.thinking_end == "close" or (detection is not None and detection.action == "close")
 
 
 def _mismatch(record: JobRecord, what: Any, **fields: Any) -> Mismatch:

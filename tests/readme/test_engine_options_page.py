@@ -13,8 +13,8 @@ from tests.readme.command_lines import page, table
 def shown(name: str, value: Any) -> str:
     if name == "budget" and value == AS_PROMPT:
         return "prompt"
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
+    if value is None:
+        return "3 each"
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from swiftbatch.jobs.python_processes import environment_of_code, module_command
@@ -150,11 +151,28 @@ def test_inspect_takes_a_model_in_several_files_without_them(tiny_model: Path, t
         assert ran.returncode == 0, ran.stdout + ran.stderr
         assert json.loads(ran.stdout)["num_bytes"] > 0
         (folder / "model.safetensors.index.json").unlink()
-        (folder / "model-1.safetensors").rename(folder / "pytorch_model.bin")
+        (folder / "model-1.safetensors").rename(folder / "consolidated.00.pth")
         shutil.rmtree(tmp_path / "cache")
         ran = run(hub, tmp_path, "inspect", "some/model")
     assert ran.returncode == 1
-    assert "model some/model: no model.safetensors on the hub, nor an index; other weights" in ran.stdout
+    assert "model some/model: no model.safetensors or pytorch_model.bin on the hub, nor an index; oth" in ran.stdout
+
+
+def test_pickled_weights_are_fetched_where_there_are_no_safetensors(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "jobs.jsonl").write_text(json.dumps(LINE) + "\n")
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model", ignore=shutil.ignore_patterns("parts")))
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    submit = ("submit", "jobs.jsonl", "--model", "some/model", "--deadline", "0s")  # nothing runs
+    with hub_of({"some/model": folder}) as hub:
+        ran = run(hub, tmp_path, *submit, "--run", "both")
+        assert (ran.returncode, "pytorch_model.bin" in hub.sent) == (3, False), ran.stderr
+        (folder / "model.safetensors").unlink()
+        hub.sent.clear()
+        shutil.rmtree(tmp_path / "cache")
+        ran = run(hub, tmp_path, "inspect", "some/model")
+        assert (ran.returncode, "pytorch_model.bin" in hub.sent) == (0, False), ran.stdout
+        ran = run(hub, tmp_path, *submit, "--run", "pickled")
+        assert (ran.returncode, "pytorch_model.bin" in hub.sent) == (3, True), ran.stderr
 
 
 def test_inspect_reads_the_heads_of_weights_alone(tiny_model: Path, tmp_path: Path) -> None:

@@ -144,21 +144,21 @@ def test_a_disk_that_is_full_leaves_nothing(plain: Path, tmp_path: Path, monkeyp
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(quantizing, "_copy_small_files", full)
+    monkeypatch.setattr(quantizing, "copy_small_files", full)
     with pytest.raises(ModelError, match="No space left on device; name a folder that can be written"):
         quantize_model(locate_model(str(plain)), "int4", tmp_path / "made")
     assert [each.name for each in tmp_path.iterdir()] == ["plain"]
 
 
 def test_of_two_at_once_the_later_is_refused(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    output, copy = tmp_path / "made", quantizing._copy_small_files
+    output, copy = tmp_path / "made", quantizing.copy_small_files
 
     def copy_while_another_is_sooner(source: Path, folder: Path) -> None:
         copy(source, folder)
-        monkeypatch.setattr(quantizing, "_copy_small_files", copy)
+        monkeypatch.setattr(quantizing, "copy_small_files", copy)
         quantize_model(locate_model(str(plain)), "int8", output)
 
-    monkeypatch.setattr(quantizing, "_copy_small_files", copy_while_another_is_sooner)
+    monkeypatch.setattr(quantizing, "copy_small_files", copy_while_another_is_sooner)
     with pytest.raises(ModelError, match="found something there already; name a new folder"):
         quantize_model(locate_model(str(plain)), "int4", output)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["made", "plain"]

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from safetensors import SafetensorError, safe_open
 
@@ -50,7 +50,9 @@ if TYPE_CHECKING:
     from swiftbatch.worker.forward.target_model import TargetModel
     from swiftbatch.worker.kv.gpu_memory_plan import DraftMemoryOf
 
+FINGERPRINT, ORIGIN = "model_fingerprint", "origin"  # keys in a part file's header; the latter if it was imported
 FINGERPRINT = "model_fingerprint"  # key in a part file's header
+HeadKind = Literal["tokenswift", "medusa"]
 
 DrafterFactory = Callable[["TargetModel", "Costs", "Path | None"], "Drafter"]
 """Makes a drafter for a target with its costs, and a folder of trained parts, or None for the target's own."""
@@ -106,7 +108,8 @@ class DraftModelPart(TrainedPart):
                 f"engine {self.engine}: no draft model in {path}; {self._moved(model_path) or self.advice(model)}"
             )
         found, expected = locate_model(str(path)).vocab_size, read_config(model, model_path)["vocab_size"]
-        if found != expected or _tokens(path) not in (None, _tokens(model_path)):
+        theirs, ours = _tokens(path), _tokens(model_path)  # either may have another kind of tokenizer
+        if found != expected or (theirs != ours and None not in (theirs, ours)):
             raise ModelError(
                 f"draft model {path}: its vocabulary ({found:,} tokens) is not that of {model} ({expected:,} tokens); "
                 f"a draft model needs the same one: {self.advice(model)}"

@@ -69,7 +69,7 @@ class PartialCacheOptions(EngineOptions):
 class TokenSwiftOptions(PartialCacheOptions):
     """Options of TokenSwift."""
 
-    tree: Numbers = (3, 3, 3)  # candidates of each head, one number for each head that is used
+    tree: Numbers | None = None  # candidates of each head that is used; None: 3 of each
     num_ngrams: int = Field(default=20, ge=0)  # k; 0: no n-grams
     ngram_size: int = Field(default=4, ge=2, le=16)
     rounds: int = Field(default=0, ge=0, le=16)  # whole trees that the partial cache checks; 0: chains where they pay

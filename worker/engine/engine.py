@@ -11,6 +11,7 @@ from swiftbatch.metrics.counters import EngineCounters, timed
 from swiftbatch.worker.constraints.constrained_tree import NOTHING_LEFT, ConstrainedTree, Constraints
 from swiftbatch.worker.constraints.thinking import Thinking
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
+from swiftbatch.worker.engine.known_scores import KnownScores
 from swiftbatch.worker.engine.prefill import KeptPrefixes, PrefillChunk, Prefiller, PrefixSharing, Slot
 from swiftbatch.worker.engine.stopping import ERROR, StopRule, ending_tokens, rewind_distance
 from swiftbatch.worker.forward.target_model import StepOutputs, TargetModel
@@ -122,11 +123,12 @@ class Engine:
         cache: FullKVCache | None = None,
         num_shared_tokens: int = 0,
         thinking: Thinking | None = None,
+        scores: KnownScores | None = None,
     ) -> Slot:
         """Add a sequence; the next steps prefill the tokens that its `cache` lacks.
 
         The first `num_shared_tokens` are kept for later sequences. With `thinking`, stop strings in a thought do not
-        count.
+        count. The prefill completes the `scores` of the prompt; then the cache must be empty.
         """
         sequence.eos_token_ids = self.target.eos_token_ids
         slot = Slot(
@@ -136,6 +138,7 @@ class Engine:
             StopRule(sequence, self._output_text, thinking),
             Constraints(sequence),
             num_shared_tokens,
+            scores,
         )
         sequence.finish_reason = slot.stop_rule.now()  # a resumed sequence may have lost only its result
         if sequence.num_generated_tokens == 0:
@@ -156,11 +159,11 @@ class Engine:
         """Replace a sequence by one of the same id, rewound or with another output."""
         slot = self._slots[again.sequence_id]
         replaced, cache, num_shared_tokens = slot.sequence, slot.cache, slot.num_shared_tokens
-        thinking = slot.stop_rule.thinking
+        thinking, scores = slot.stop_rule.thinking, slot.scores
         del slot  # frees a GPU's room for its counts
         self._drop(replaced)
         cache.roll_back(min(cache.length, len(again) - 1))
-        self.start(again, cache, num_shared_tokens, thinking)
+        self.start(again, cache, num_shared_tokens, thinking, scores)
 
     def step(self) -> list[tuple[Sequence, Verification]]:
         """Advance every unfinished sequence; return those that received tokens.

@@ -21,6 +21,7 @@ from swiftbatch.jobs.checkpoints.kv_segments import LayerStates
 from swiftbatch.metrics.counters import EngineCounters
 from swiftbatch.worker.constraints.constrained_tree import Constraints
 from swiftbatch.worker.drafters.drafter_interface import Drafter, ReadRows
+from swiftbatch.worker.engine.known_scores import KnownScores
 from swiftbatch.worker.engine.stopping import StopRule
 from swiftbatch.worker.forward.forward_interface import MOST_READ
 from swiftbatch.worker.forward.target_model import StepOutputs, TargetModel
@@ -46,6 +47,12 @@ class Slot:
     stop_rule: StopRule
     constraints: Constraints
     num_shared_tokens: int = 0  # first ones known to be shared with other, perhaps later, sequences
+    scores: KnownScores | None = None  # of the prompt's tokens, if the job asks for them
+
+    @property
+    def reads_itself(self) -> bool:
+        """Return whether a copy would not do: the prompt's logits are needed."""
+        return self.scores is not None and not self.scores.are_complete
 
     @property
     def num_to_prefill(self) -> int:
@@ -108,7 +115,9 @@ class PrefixSharing:
             self.kept.keep(own.token_ids[:end], min(num_shared, end), slot.cache)
 
     def waits(self, slot: Slot) -> bool:
-        """Return whether an earlier sequence is still prefilling tokens that the slot lacks."""
+        """Return whether an earlier sequence is still prefilling tokens that the slot lacks and may copy."""
+        if slot.reads_itself:
+            return False
         own, length = self._members[slot.sequence.sequence_id], slot.cache.length
         for name, other in self._members.items():
             if other is own:
@@ -122,7 +131,7 @@ class PrefixSharing:
     def take_over(self, slot: Slot) -> int:
         """Copy positions that the slot lacks from another sequence or a kept prefix; return how many were copied."""
         start = slot.cache.length
-        if slot.num_to_prefill < SHORTEST:
+        if slot.num_to_prefill < SHORTEST or slot.reads_itself:
             return 0
         source, end = max(self._sources(slot), key=lambda pair: pair[1])
         if source is None or end - start < SHORTEST:
@@ -310,12 +319,14 @@ class Prefiller:
         """Commit the cache entries that a forward wrote for chunks; drafters learn from `outputs`."""
         if prefill_chunks and self._drafter.needs_top_k:
             self._drafter.learn(self._prefilled_rows(prefill_chunks, outputs))
-        given = iter(outputs.hidden)
+        given = zip(outputs.hidden, outputs.logits, strict=True)
         for prefill_chunk in prefill_chunks:
-            parts = [next(given) for _ in prefill_chunk.rows]
+            slot, parts = prefill_chunk.slot, [next(given) for _ in prefill_chunk.rows]
             if self._drafter.needs_hidden:
-                self._drafter.read(prefill_chunk.slot.sequence, prefill_chunk.slot.cache.length, torch.cat(parts))
-            prefill_chunk.slot.cache.advance(prefill_chunk.num_rows)
+                self._drafter.read(slot.sequence, slot.cache.length, torch.cat([hidden for hidden, _ in parts]))
+            if slot.scores is not None:
+                slot.scores.take(slot.cache.length, torch.cat([logits for _, logits in parts]))
+            slot.cache.advance(prefill_chunk.num_rows)
             self._counters.num_read_tokens += prefill_chunk.num_rows
 
     def _prefilled_rows(self, prefill_chunks: list[PrefillChunk], outputs: StepOutputs) -> ReadRows:
@@ -334,7 +345,8 @@ class Prefiller:
         deadline, num_before = time.perf_counter() + PREFILL_SECONDS, slot.cache.length
         while slot.num_to_prefill and time.perf_counter() < deadline:
             start, known = slot.cache.length, slot.sequence.token_ids[:-1]
-            hidden = prefill_tile(self._target, slot.cache, known, [self._drafter], self._batch_sampler)
+            scores = slot.scores if slot.reads_itself else None
+            hidden = prefill_tile(self._target, slot.cache, known, [self._drafter], self._batch_sampler, scores)
             if self._drafter.needs_hidden:
                 self._drafter.read(slot.sequence, start, hidden)
             self._target.synchronize()
@@ -342,19 +354,30 @@ class Prefiller:
 
 
 def prefill_tile(
-    target: TargetModel, cache: FullKVCache, token_ids: np.ndarray, drafters: list[Drafter], drawing: BatchSampler
+    target: TargetModel,
+    cache: FullKVCache,
+    token_ids: np.ndarray,
+    drafters: list[Drafter],
+    drawing: BatchSampler,
+    scores: KnownScores | None = None,
 ) -> torch.Tensor:
-    """Prefill the next tile of known tokens; drafters learn from it.
+    """Prefill the next tile of known tokens; drafters learn from it, and `scores` takes its logits.
 
     Returns the target's final hidden states, `[num_read, hidden]`.
     """
-    start = cache.length
-    hidden = target.read(cache, token_ids[start : start + MOST_READ].tolist())
+    start, logits = cache.length, None
+    tile = token_ids[start : start + MOST_READ].tolist()
+    if scores is None:
+        hidden = target.read(cache, tile)
+    else:
+        hidden, logits = target.read_with_logits(cache, tile)
+        scores.take(start, logits)
     learners = [drafter for drafter in drafters if drafter.needs_top_k]
     if learners:
         positions = np.arange(start, cache.length)
         previous_ids = token_ids[np.maximum(positions - 1, 0)]
-        rows = ReadRows(previous_ids, token_ids[positions], *drawing.top_candidates(target.logits(hidden)))
+        read = target.logits(hidden) if logits is None else logits
+        rows = ReadRows(previous_ids, token_ids[positions], *drawing.top_candidates(read))
         for drafter in learners:
             drafter.learn(rows)
     return hidden

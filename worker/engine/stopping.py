@@ -8,7 +8,7 @@ import numpy as np
 
 from swiftbatch.jobs.job import Job
 from swiftbatch.jobs.run.output_line import Reasoning, ToolCalls
-from swiftbatch.jobs.sampling_params import RepetitionDetection, SamplingParams
+from swiftbatch.jobs.sampling_params import ALONE, RepetitionDetection, SamplingParams
 from swiftbatch.worker.constraints.thinking import Thinking, reasoning_of
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.text.output_text import OutputText, first_stop
@@ -161,11 +161,23 @@ class Answer(NamedTuple):
 def answer_of(sequence: Sequence, job: Job, codec: TextCodec, thinking: Thinking | None) -> Answer:
     """Return what an ended job's result shows."""
     text, reasoning = _text_and_thought(sequence, codec.output_text, thinking)
+    if job.sampling.echo:
+        text = echo_of(job, sequence.token_ids[: sequence.num_prompt_tokens].tolist(), codec) + (
+            "" if job.sampling.echo == ALONE else text
+        )
     if job.template is None or not job.template.tools or codec.call_form is None:
         return Answer(text, reasoning)
     marked, thought = _text_and_thought(sequence, codec.marked_text, thinking)
     said = marked if thought is None else thought.content
     return Answer(text, reasoning, calls_in(codec.call_form, said, job.template.tools, sequence.sequence_id))
+
+
+def echo_of(job: Job, prompt_ids: list[int], codec: TextCodec) -> str:
+    """Return the prompt's text that stands before a job's output, or nothing if the job does not ask for it."""
+    if not job.sampling.echo:
+        return ""
+    is_whole = job.prompt is not None and job.sampling.truncate_prompt_tokens is None
+    return str(job.prompt) if is_whole else codec.decode(prompt_ids)
 
 
 def _text_and_thought(
@@ -243,6 +255,8 @@ def closed(sequence: Sequence, thinking: Thinking | None) -> Sequence | None:
 
 def may_be_extended(sequence: Sequence, thinking: Thinking | None) -> bool:
     """Return whether `max_tokens` alone ended a sequence, perhaps without room to close its thought."""
+    if sequence.sampling.echo == ALONE:
+        return False
     if sequence.finish_reason == LENGTH:
         return True
     output_ids = _with_marker(sequence, thinking)

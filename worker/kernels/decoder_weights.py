@@ -318,7 +318,7 @@ def layer_weights(layer: Any) -> LayerWeights:
         up=linear_of(mlp.up_proj),
         down=linear_of(mlp.down_proj),
         gate=linear_of(mlp.gate_proj),
-        input_norm=layer.input_layernorm.weight,
+        input_norm=getattr(layer.input_layernorm, "weight", None),
         mlp_norm=layer.post_attention_layernorm.weight,
         query_norm=query_norm,
         key_norm=key_norm,

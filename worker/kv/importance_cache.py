@@ -156,8 +156,8 @@ class RetrievalKVCache(ImportanceKVCache):
     def restore(self, state: dict[str, np.ndarray]) -> None:
         if not self._rebuild_below:
             return
-        found = state.get(STATE)
-        if found is None or found.shape != (2,) or not (0 <= found[0] <= 1 and found[1] >= 0):
+        found = state.get(STATE, np.array([1.0, 0.0]))  # an earlier attempt may have had other options
+        if found.shape != (2,) or not (0 <= found[0] <= 1 and found[1] >= 0):
             raise ValueError(f"retrieval cache: found {found}, expected an acceptance rate and a position")
         self._acceptance, self._rebuilt_at = float(found[0]), int(found[1])
 

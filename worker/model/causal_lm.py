@@ -22,11 +22,11 @@ from swiftbatch.worker.model.text_config import class_name, is_another, is_trans
 from swiftbatch.worker.model.weight_files import read_tensors
 
 MAX_WORDS = 500  # characters of another program's error
-OLD_BUFFERS = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")  # constants that were once saved
+OLD_BUFFERS = (".attention.bias", ".attention.masked_bias")  # constants that were once saved
 
 
 def load_causal_lm(files: ModelFiles, dtype: torch.dtype) -> Any:
-    """Load safetensors weights, without pickles or remote code. Raises ModelError or OtherModelError."""
+    """Load a model's weights, without remote code. Raises ModelError or OtherModelError."""
     weights, whole = read_tensors(files, dtype, plain), read_whole_config(files.name, files.path)
     view = read_config(files.name, files.path)
     tensors = {class_name(name, view): plain(weight) for name, weight in weights.items()}

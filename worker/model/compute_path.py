@@ -20,7 +20,7 @@ from swiftbatch.worker.model.formats.layout import CONFIG_KEYS
 PathName = Literal["kernels", "kernels attend", "transformers"]
 MOST_LAYERS = 1000
 KNOWN_LAYERS = {"attention", "full_attention", "sliding_attention", "*"} | RECURRENT | STATELESS
-SHIFTING = {"dynamic", "longrope", "su"}  # types of angles that change with the length of a text
+SHIFTING = {"dynamic", "dynamic-yarn", "longrope", "su"}  # types of angles that change with the length of a text
 
 
 @dataclass(frozen=True)

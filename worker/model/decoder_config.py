@@ -41,7 +41,6 @@ SIZES = {
     *("rope_scaling", "tie_word_embeddings"),
 }
 ONE_MEANING: dict[str, tuple[Any, ...]] = {  # keys that may change the forward, with the values at which they do not
-    "pretraining_tp": (1,),
     "use_mrope": (False,),
     "use_bidirectional_attention": (None, False),
     "attn_logit_softcapping": (None,),
@@ -60,6 +59,7 @@ SAID_ELSEWHERE = {  # about training, generation or towers beside the text, or e
     *("attention_bias", "attention_dropout", "attention_out_bias", "chunk_size_feed_forward", "embd_pdrop"),
     *("embedding_dropout", "hidden_dropout", "initializer_range", "layer_types", "max_position_embeddings"),
     *("max_window_layers", "mlp_bias", "num_nextn_predict_layers", "resid_pdrop", "residual_dropout"),
+    "pretraining_tp",  # how a training split matrices
     "original_max_position_embeddings",  # rotary scaling repeats it
     *GENERATING,
 }

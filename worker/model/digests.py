@@ -11,7 +11,13 @@ from functools import cached_property
 from io import BufferedReader
 from pathlib import Path
 
-from swiftbatch.worker.model.file_checks import GENERATION_FILE, INDEX_FILE, weight_names
+from swiftbatch.worker.model.file_checks import (
+    GENERATION_FILE,
+    INDEX_FILE,
+    PICKLED_INDEX,
+    index_name,
+    weight_names,
+)
 
 HASHED_FIRST = ("config.json", GENERATION_FILE, INDEX_FILE, "tokenizer.json", "tokenizer_config.json")
 TEKKEN_FILE = "tekken.json"  # some Mistral models have only this tokenizer
@@ -55,6 +61,7 @@ def digests_of(path: Path, known_weights: Mapping[str, str] | None = None) -> Di
     """Hash a model folder, except weight files whose SHA-256 is in `known_weights`."""
     known = known_weights or {}
     names = (*HASHED_FIRST, *((TEKKEN_FILE,) if has_tekken_alone(path) else ()))
+    names = (*names, *((PICKLED_INDEX,) if index_name(path) == PICKLED_INDEX else ()))
     first = {name: _digest(path / name) for name in names if (path / name).is_file()}
     weights = {file.name: known.get(file.name) or _digest(file) for file in weight_files(path)}
     return Digests(first | weights, {file.relative_to(path).as_posix(): _digest(file) for file in text_files(path)})

@@ -17,6 +17,9 @@ ADAPTER_FILE = "adapter_config.json"
 GENERATION_FILE = "generation_config.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+PICKLED = ".bin"
+PICKLED_FILE, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"  # read if there are no safetensors
+ENTRIES = (SINGLE_FILE, INDEX_FILE, PICKLED_FILE, PICKLED_INDEX)  # the first one counts
 
 
 def adapter_fault(path: Path) -> str | None:
@@ -30,10 +33,11 @@ def folder_fault(path: Path) -> str | None:
     if fault := small_files_fault(path):
         return fault
     if not (names := weight_names(path)):
-        return f"no model.safetensors in {path}, nor an index; other weights are not loaded"
+        return f"no model.safetensors or pytorch_model.bin in {path}, nor an index; other weights are not loaded"
     for name in sorted(names):
         if Path(name).name != name or not os.path.isfile(path / name):
-            return f"{path / INDEX_FILE} names {shown(name)}, which is no file of this folder; copy all files again"
+            index = path / (index_name(path) or INDEX_FILE)
+            return f"{index} names {shown(name)}, which is no file of this folder; copy all files again"
     return None
 
 
@@ -62,17 +66,26 @@ def weight_names(path: Path) -> set[str]:
     """Return the names of weight files, or no names if there is no valid index."""
     if links := link_names(path):
         return set(links)
-    if (path / SINGLE_FILE).exists():
-        return {SINGLE_FILE}
-    index, _ = json_object(path / INDEX_FILE)
-    shards = index.get("weight_map")
+    if (index := index_name(path)) is None:
+        return {name for name in (SINGLE_FILE, PICKLED_FILE) if name == _entry(path)}
+    shards = json_object(path / index)[0].get("weight_map")
     return set(map(str, shards.values())) if isinstance(shards, dict) else set()
 
 
+def index_name(path: Path) -> str | None:
+    """Return the name of the index that lists a model's weight files; None for a single file, or none."""
+    return found if (found := _entry(path)) in (INDEX_FILE, PICKLED_INDEX) else None
+
+
+def _entry(path: Path) -> str | None:
+    """Return the name of the file that is a model's weights, or lists their files."""
+    return next((name for name in ENTRIES if (path / name).exists()), None)
+
+
 def _index_fault(path: Path) -> str | None:
-    file = path / INDEX_FILE
-    if (path / SINGLE_FILE).exists() or not file.exists():
+    if (name := index_name(path)) is None:
         return None
+    file = path / name
     _, fault = json_object(file)
     if fault:
         return fault

@@ -24,9 +24,11 @@ from swiftbatch.worker.model.digests import TEXT_FILES, Digests, digests_of, dow
 from swiftbatch.worker.model.file_checks import (
     ADAPTER_FILE,
     GENERATION_FILE,
+    PICKLED,
     adapter_fault,
     folder_fault,
     json_object,
+    weight_names,
     zero_tail_fault,
 )
 from swiftbatch.worker.model.formats.contract import FormatError
@@ -38,6 +40,7 @@ from swiftbatch.worker.model.text_config import nested_config, text_view
 
 CONFIG_FILES = ("config.json", ADAPTER_FILE, QUANTIZATION_FILE)  # a few KB that tell whether a model is supported
 ALL_FILES = ("*.json", "*.safetensors", *TEXT_FILES)
+PICKLED_FILES = "pytorch_model*.bin"  # fetched where a model has no safetensors
 EMBEDDED = Path(__file__).parent.parent / "embedded"
 RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # fields of a generation config
 PARTS_FOLDER = "parts"  # subfolder of a model with engines' parts; a folder, since other programs read all weights
@@ -57,7 +60,7 @@ class OtherModelError(ModelError):
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model folder with `config.json`, safetensors weights and a tokenizer."""
+    """A model folder with `config.json`, weights and a tokenizer."""
 
     name: str
     path: Path
@@ -132,9 +135,16 @@ def model_folder(model: str, wanted: Sequence[str] = ALL_FILES) -> Path:
     if path.is_dir():
         return path
     snapshot = hub_snapshot(model, wanted)
+    if wanted == ALL_FILES and not _has_safetensors(snapshot):
+        snapshot = hub_snapshot(model, (*wanted, PICKLED_FILES))
     if not any((snapshot / name).is_file() for name in CONFIG_FILES) and (names := gguf_names(model, snapshot)):
         raise _which(model, names, ":")
     return snapshot
+
+
+def _has_safetensors(path: Path) -> bool:
+    names = weight_names(path)
+    return bool(names) and not any(name.endswith(PICKLED) for name in names)
 
 
 def gguf_of(model: str) -> Path | None:

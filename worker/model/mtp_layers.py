@@ -21,6 +21,7 @@ from swiftbatch.worker.model.decoder_config import (
     refuse_other_tensors,
 )
 from swiftbatch.worker.model.digests import weight_files
+from swiftbatch.worker.model.file_checks import PICKLED
 from swiftbatch.worker.model.formats.contract import FormatError, StoredTensor
 from swiftbatch.worker.model.formats.layout import Layout, format_of, heads_in, layout_of
 from swiftbatch.worker.model.gguf.gguf_model import SUFFIX
@@ -96,7 +97,7 @@ def one_layer_config(config: Config) -> dict[str, Any]:
 def predictor_in(path: Path, config: Config) -> Predictor:
     """Find the first MTP layer in a model's folder. Raises NoPredictorError."""
     files = weight_files(path)
-    if any(file.suffix == SUFFIX for file in files):
+    if any(file.suffix in (SUFFIX, PICKLED) for file in files):  # none was published with such a layer
         raise NoPredictorError("")
     try:
         return predictor_of([pair for file in files for pair in heads_in(file).items()], config, path)

@@ -17,6 +17,7 @@ OTHER_TOWERS = re.compile(
     r"^(?:model\.)?(?:visual|vision_\w+|multi_modal_projector|mm_projector|audio_\w+|embed_(?:vision|audio))\."
 )
 PREDICTORS = re.compile(r"^(?:model\.)?(?:mtp|mtp_layers|nextn_predict_layers)\.")
+OLD_ANGLES = "rotary_emb.inv_freq"  # constants that were once saved
 WHOLE_DECODER, LAYER = re.compile(r"^model\.language_model\."), re.compile(r"^model\.layers\.(\d+)\.")
 HEAD, HEAD_BIAS, EMBEDDING = "lm_head.weight", "lm_head.bias", "model.embed_tokens.weight"
 
@@ -47,11 +48,11 @@ def is_another(config: Config) -> bool:
 
 
 def text_name(name: str, config: Config) -> str | None:
-    """Return a stored tensor's name in the text model, or None if it does not affect text (MTP, towers).
+    """Return a stored tensor's name in the text model, or None if it does not affect text (MTP, towers, old constants).
 
     Layers after the last one are ignored only if the config counts them as MTP layers.
     """
-    if OTHER_TOWERS.match(name) or PREDICTORS.match(name):
+    if OTHER_TOWERS.match(name) or PREDICTORS.match(name) or name.endswith(OLD_ANGLES):
         return None
     name = WHOLE_DECODER.sub("model.", name).removeprefix("language_model.")
     if (form := architecture_of(config)) is not None:

@@ -1,4 +1,4 @@
-"""A model's weights, hashed while being read. Files are not mapped, because a change would reach the running model."""
+"""A model's weights, hashed while being read. No tensor stays mapped: a file's change would reach the running model."""
 
 from __future__ import annotations
 
@@ -10,33 +10,23 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.kernels.quantized_weights import PackedExperts, PackedMatrix, Weight, plain
 from swiftbatch.worker.model.digests import HashedStream, weight_files
+from swiftbatch.worker.model.file_checks import PICKLED
 from swiftbatch.worker.model.formats.contract import FormatError
 from swiftbatch.worker.model.formats.dequantization import weight_of
 from swiftbatch.worker.model.formats.layout import Layout, PackedTensor
 from swiftbatch.worker.model.gguf.gguf_model import SUFFIX
 from swiftbatch.worker.model.gguf.gguf_weights import gguf_weights
 from swiftbatch.worker.model.model_files import ModelFiles, read_config, stored_layout
+from swiftbatch.worker.model.pickled_weights import DTYPES, mapped_tensors, pickled_weights
 from swiftbatch.worker.model.text_config import EMBEDDING, HEAD
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-}
+FORMS = {SUFFIX: "GGUF", PICKLED: "PyTorch weights"}  # others are safetensors
 LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 
 
@@ -92,7 +82,7 @@ def read_tensors(
             except FormatError as error:
                 raise ModelError(f"model {files.name}: {file} has {error}") from None
             except (OSError, ValueError, KeyError, TypeError) as error:
-                form = "GGUF" if file.suffix == SUFFIX else "safetensors"
+                form = FORMS.get(file.suffix, "safetensors")
                 raise ModelError(
                     f"model {files.name}: {file} can't be read as {form} ({error}); copy it again"
                 ) from None
@@ -109,9 +99,18 @@ def _weights_in(
     if file.suffix == SUFFIX:
         yield from gguf_weights(file, hashed, config, assembly.dtype)
         return
-    for name, tensor in _stored(hashed):
+    for name, tensor in pickled_weights(file, hashed) if file.suffix == PICKLED else _stored(hashed):
         if (found := assembly.take(name, tensor)) is not None:
             yield found
+
+
+def stored_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a safetensors or PyTorch file as they are stored. Raises the errors of their readers."""
+    if file.suffix == PICKLED:
+        yield from mapped_tensors(file).items()
+        return
+    with safe_open(file, framework="pt") as stored:
+        yield from ((name, stored.get_tensor(name)) for name in stored.keys())  # noqa: SIM118 (no mapping)
 
 
 def _refuse_blank(name: str, weight: Weight) -> None:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.logprobs import TokenLogprobs
+from swiftbatch.jobs.run.run_records import LogprobsMode
 from swiftbatch.worker.constraints.thinking import Thinking
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
 from swiftbatch.worker.engine.engine import Engine
@@ -17,9 +19,10 @@ from swiftbatch.worker.engine.stopping import closed, may_rewind, rewound
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import rows_of_trees
 from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sampler import TokenSampler
-from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.sequence import KeptLogprobs, Sequence
 from swiftbatch.worker.text.tokenizer import TextCodec
 
 MOST_DIFFERING = 20  # of a span; with another model nearly all draws differ
@@ -37,6 +40,16 @@ class DifferingDraw(NamedTuple):
     recorded: int | None
     drawn: int | None
     margin: float | None = None
+
+
+class DrawnSpan(NamedTuple):
+    """The draws of a span that differ from the record, and the log-probabilities of all draws, if they were asked for.
+
+    The log-probabilities end early if the search did.
+    """
+
+    differing: list[DifferingDraw]
+    logprobs: TokenLogprobs | None
 
 
 class KnownTokens(Drafter):
@@ -57,17 +70,19 @@ class KnownTokens(Drafter):
 class Replay:
     """Draws the tokens of jobs again on one model."""
 
-    def __init__(self, target: TargetModel, codec: TextCodec) -> None:
+    def __init__(self, target: TargetModel, codec: TextCodec, logprobs_mode: LogprobsMode = "raw_logprobs") -> None:
         self._target, self._codec = target, codec
         self._known = KnownTokens()
-        self._engine = Engine(target, self._known, codec.output_text)
+        self._engine = Engine(target, self._known, codec.output_text, logprobs_mode=logprobs_mode)
 
-    def again(self, record: JobRecord, text: str) -> tuple[Sequence, Thinking | None]:
+    def again(self, record: JobRecord, text: str, num_top: int | None = None) -> tuple[Sequence, Thinking | None]:
         """Draw a job's output again from its first token, with loops that rewind and thoughts that close.
+
+        With `num_top`, it gets log-probabilities, each with so many of the likeliest tokens.
 
         The recorded `text` makes it fast. An output with another text ends early if the recorded text is all of it.
         """
-        sequence, thinking = _sequence_of(record, self._codec, self._target)
+        sequence, thinking = self._sequence_of(record, num_top)
         most_astray = MOST_ASTRAY if thinking is None and _shows_all(record) else math.inf
         self._engine.start(sequence, self._new_cache(sequence), thinking=thinking)
         self._known.token_ids = self._guess(sequence, text)
@@ -103,21 +118,26 @@ class Replay:
     def _settled(self, sequence: Sequence) -> str:
         return self._codec.output_text.settled(sequence.output_ids.tolist())
 
-    def differing(self, record: JobRecord, token_ids: np.ndarray, spans: Many[range]) -> list[DifferingDraw]:
-        """Draw the tokens of ascending spans of a job's output again, and return the draws that differ.
+    def drawn(
+        self, record: JobRecord, token_ids: np.ndarray, spans: Many[range], num_top: int | None = None
+    ) -> list[DrawnSpan]:
+        """Draw the tokens of ascending spans of a job's output again, with log-probabilities if `num_top` is given.
 
         `token_ids [num_tokens]` are the whole output, which neither rewound a loop nor closed a thought. A span that
         reaches its end also checks that the output ends there. The search in a span ends after `MOST_DIFFERING` draws.
         """
         self._known.token_ids = token_ids
-        sequence, thinking = _sequence_of(record, self._codec, self._target)
+        sequence, thinking = self._sequence_of(record, None)
         cache = self._new_cache(sequence)
         self._engine.start(sequence, cache, thinking=thinking)
-        found: list[DifferingDraw] = []
+        found: list[DrawnSpan] = []
         for span in spans:
-            sequence = self._moved_to(sequence, token_ids[: span.start])
-            more, sequence = self._differing(sequence, cache, token_ids, span)
-            found += more
+            if num_top is not None:
+                sequence.logprobs = KeptLogprobs(len(span) + 2 * (1 + MAX_TREE_NODES), num_top)
+            sequence = self._moved_to(sequence, token_ids[: span.start], span)
+            differing, sequence = self._differing(sequence, cache, token_ids, span)
+            kept = sequence.kept_logprobs
+            found.append(DrawnSpan(differing, None if kept is None else kept.part(0, len(span))))
         self._engine.stop(sequence)
         return found
 
@@ -136,12 +156,13 @@ class Replay:
             if not len(differs):
                 position += len(drawn)
                 continue
-            place = position + int(differs[0])
-            sequence, other = self._moved_to(sequence, token_ids[:place]), int(drawn[differs[0]])
+            place, kept = position + int(differs[0]), sequence.logprobs
+            sequence, other = self._moved_to(sequence, token_ids[:place], span), int(drawn[differs[0]])
             margin = self._margin(sequence, cache, int(token_ids[place]), other)
             found.append(DifferingDraw(place, int(token_ids[place]), other, margin))
             position = place + 1
-            sequence = self._moved_to(sequence, token_ids[:position])
+            sequence.logprobs = kept  # with those of the differing draw
+            sequence = self._moved_to(sequence, token_ids[:position], span)
         if position == len(token_ids) and not _ends_at(sequence, position):
             found.append(DifferingDraw(position, None, self._next(sequence, position)))
         return found, sequence
@@ -163,10 +184,18 @@ class Replay:
             self._engine.step()
         return int(sequence.output_ids[position])
 
-    def _moved_to(self, sequence: Sequence, token_ids: np.ndarray) -> Sequence:
+    def _moved_to(self, sequence: Sequence, token_ids: np.ndarray, span: range) -> Sequence:
+        """Give the sequence another output, which keeps the log-probabilities of the span's first tokens."""
         again = sequence.with_output(token_ids.tolist())
+        if sequence.logprobs is not None:
+            again.logprobs = sequence.logprobs.first(len(token_ids) - span.start)
         self._engine.replace(again)
         return again
+
+    def _sequence_of(self, record: JobRecord, num_top: int | None) -> tuple[Sequence, Thinking | None]:
+        sequence, thinking = sequence_of(record, self._codec, self._target.vocab_size, self._target.device)
+        sequence.logprobs = None if num_top is None else KeptLogprobs(record.job.sampling.max_tokens, num_top)
+        return sequence, thinking
 
     def _new_cache(self, sequence: Sequence) -> FullKVCache:
         return self._engine.new_cache(sequence.max_length)
@@ -185,10 +214,3 @@ def _ends_at(sequence: Sequence, num_tokens: int) -> bool:
 def _goes_on(sequence: Sequence, thinking: Thinking | None) -> Sequence | None:
     """Return an ended sequence rewound or with its thought closed, or None if it ends for good."""
     return rewound(sequence) if may_rewind(sequence) else closed(sequence, thinking)
-
-
-def _sequence_of(record: JobRecord, codec: TextCodec, target: TargetModel) -> tuple[Sequence, Thinking | None]:
-    """Return a job's sequence without log-probabilities, which change no token."""
-    sequence, thinking = sequence_of(record, codec, target)
-    sequence.logprobs = None
-    return sequence, thinking

@@ -50,7 +50,9 @@ class Resumer:
         self._take_log(sequence)
         manifests = self._computed_alike(job_id, _still_valid(self._checkpoints.read_manifests(job_id), sequence))
         segments = self._load(sequence, cache, manifests)
-        if not cache.is_by_position:
+        if sequence.sampling.num_top_of_prompt is not None:
+            cache.roll_back(0)  # the prompt's logits are needed
+        elif not cache.is_by_position:
             self._load_states(sequence, cache, manifests)
         cache.roll_back(min(cache.length, len(sequence) - 1))
         return Recovery(

@@ -13,6 +13,7 @@ import numpy as np
 from swiftbatch.jobs.checkpoints.checkpoint_files import AttemptRecord, AttemptStart, ResumeRecord, TimelineRecorder
 from swiftbatch.metrics.counters import DRAFT_KINDS
 from swiftbatch.worker.constraints.thinking import Thinking
+from swiftbatch.worker.engine.known_scores import KnownScores
 from swiftbatch.worker.kv.cache_room import CachedJob
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.draft_tree import Verification
@@ -56,6 +57,7 @@ class RunningJob:
     has_files: bool = False  # known once its checkpoints are closed
     started: float = field(default_factory=time.monotonic)
     thinking: Thinking | None = None  # None: the model does not think
+    scores: KnownScores | None = None  # of the prompt's tokens; None: not asked for
     logged: float = field(default_factory=time.monotonic)
     num_logged_tokens: int = 0
     has_advanced: bool = False  # True once this attempt has drawn a token

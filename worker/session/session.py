@@ -18,7 +18,8 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.checkpoints.kv_segments import State
 from swiftbatch.jobs.checkpoints.token_log import PackedLogs, TokenLog, WorkerLogs
-from swiftbatch.jobs.logprobs import shown_logprobs
+from swiftbatch.jobs.job import unpacked
+from swiftbatch.jobs.logprobs import shown_logprobs, shown_prompt_logprobs
 from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import at_commit
@@ -30,7 +31,16 @@ from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.drafters.catalogue import create_drafter, slots_wanted
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.job_sequence import sequence_of
-from swiftbatch.worker.engine.stopping import answer_of, closed, may_be_extended, may_rewind, rewind_distance, rewound
+from swiftbatch.worker.engine.known_scores import KnownScores
+from swiftbatch.worker.engine.stopping import (
+    answer_of,
+    closed,
+    echo_of,
+    may_be_extended,
+    may_rewind,
+    rewind_distance,
+    rewound,
+)
 from swiftbatch.worker.exactness.doctor_verdicts import exactness_of
 from swiftbatch.worker.forward.hardware import resolve_device
 from swiftbatch.worker.forward.step_costs import step_costs_of
@@ -215,14 +225,20 @@ class WorkerSession:
         start = AttemptStart(
             worker_id=self._worker_id, claimed=time.time(), numerics=self.numerics, attempt=assignment.num_attempts
         )
-        sequence, thinking = sequence_of(record, self._codec, target)
+        sequence, thinking = sequence_of(record, self._codec, target.vocab_size, target.device)
         cache = self.engine.new_cache(sequence.max_length)
         if distance := rewind_distance(sequence):
             cache.retain(-distance)  # must precede loading, so that a loop's rewind finds its positions
         is_first = assignment.num_attempts == 1
         recovery = None if is_first else self._resumer.recover(sequence, cache, self._config.engine)
-        job = RunningJob(assignment, sequence, cache, recovery, start, started=started, thinking=thinking)
-        self.engine.start(sequence, cache, assignment.num_shared_tokens, thinking)
+        num_top, prompt_ids = sequence.sampling.num_top_of_prompt, unpacked(record.prompt_token_ids)
+        scores = None if num_top is None else KnownScores(prompt_ids, 1, num_top, target)
+        job = RunningJob(
+            assignment, sequence, cache, recovery, start, started=started, thinking=thinking, scores=scores
+        )
+        self.engine.start(sequence, cache, assignment.num_shared_tokens, thinking, scores)
+        if scores is not None and sequence.finish_reason is not None:  # only its result was lost
+            scores.read(cache)
         if recovery is not None:
             self._count_resume(job)
             self._restore_drafter(sequence, recovery.drafter_state)
@@ -318,9 +334,13 @@ class WorkerSession:
         return job.outcome("ended")
 
     def _result_line(self, job: RunningJob, attempts: list[AttemptRecord]) -> dict[str, Any]:
-        record, output_ids = job.assignment.record, job.sequence.output_ids.astype("uint32")
-        answer, logprobs = answer_of(job.sequence, record.job, self._codec, job.thinking), job.sequence.kept_logprobs
+        record, codec, sampling = job.assignment.record, self._codec, job.sequence.sampling
+        output_ids, kept = job.sequence.output_ids.astype("uint32"), job.sequence.kept_logprobs
+        answer = answer_of(job.sequence, record.job, codec, job.thinking)
         exactness = exactness_of(self._run.manifest.exactness, [a.numerics for a in attempts if a.numerics])
+        prompt = None if job.scores is None else job.scores.of_prompt()
+        echo, num_top = echo_of(record.job, unpacked(record.prompt_token_ids), codec), sampling.prompt_logprobs
+        of_prompt = None if prompt is None or num_top is None else shown_prompt_logprobs(prompt, num_top, codec)
         return success_line(
             record,
             self._run.manifest.run_id,
@@ -330,10 +350,11 @@ class WorkerSession:
             system_fingerprint=self._run.manifest.fingerprint,
             token_ids=output_ids,
             metrics=job.metrics(attempts, exactness),
-            logprobs=None if logprobs is None else shown_logprobs(record.job, output_ids, logprobs, self._codec),
+            logprobs=None if kept is None else shown_logprobs(record.job, output_ids, kept, codec, prompt, echo),
             reasoning=answer.reasoning,
             calls=answer.calls,
-            ignored_keywords=self._codec.ignored_keywords(record.job.sampling),
+            ignored_keywords=codec.ignored_keywords(sampling),
+            prompt_logprobs=of_prompt,
         )
 
     def _release(self, kind: OutcomeKind, job_ids: Iterable[str], seconds: float) -> None:

@@ -18,17 +18,17 @@ from swiftbatch.jobs.run.run_records import ThinkingMarkers
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.constraints.grammar import GrammarTokenizer
 from swiftbatch.worker.constraints.thinking import Markers, Opening, Thinking, ThinkingRule, markers_of
-from swiftbatch.worker.model.architectures.catalogue import architecture_of
-from swiftbatch.worker.model.digests import TEKKEN_FILE, has_tekken_alone
-from swiftbatch.worker.model.gguf.gguf_model import link_names
-from swiftbatch.worker.model.model_files import ModelFiles, eos_token_ids_of, read_config
+from swiftbatch.worker.model.model_files import ModelFiles, eos_token_ids_of
 from swiftbatch.worker.sampling.token_masks import ConstraintError
+from swiftbatch.worker.text.call_grammars import rule_of_calls
 from swiftbatch.worker.text.chat_template import ChatTemplate, words_of
 from swiftbatch.worker.text.output_text import BROKEN_CHARACTER, ByteText, LibraryText, OutputText
+from swiftbatch.worker.text.plain_content import BREAK, PlainContent
 from swiftbatch.worker.text.tekken import BYTES_AS_THEY_ARE, TekkenBytes, TekkenChat, TekkenTokenizer
 from swiftbatch.worker.text.token_bytes import DecoderSteps, TokenBytes, steps_of
 from swiftbatch.worker.text.tokenizer_cache import WordTokens, cuts_at_spaces
-from swiftbatch.worker.text.tool_calls import UNKNOWN_FORM, CallForm, form_of, rule_of_calls
+from swiftbatch.worker.text.tokenizer_loading import loaded_tokenizer
+from swiftbatch.worker.text.tool_calls import UNKNOWN_FORM, CallForm, form_of
 
 if TYPE_CHECKING:
     from swiftbatch.worker.sampling.sequence import Rule
@@ -89,7 +89,6 @@ def _knows_all(parts: dict[str, Any]) -> bool:
     return bool(model["byte_fallback"]) and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
 
 
-GENERIC = "TokenizersBackend"  # adds no rules to `tokenizer.json`
 NUM_STOPS = 4096
 NO_MARKERS = "and no markers of thinking are known of this model (--thinking-markers names them)"
 
@@ -100,6 +99,10 @@ class Chat:
 
     messages: Sequence[Message]
     options: TemplateOptions | None
+
+
+Asked = str | tuple[int, ...] | Chat
+"""A prompt: a text, token ids or a chat."""
 
 
 @dataclass(frozen=True)
@@ -113,9 +116,10 @@ class EncodedPrompt:
 class TextCodec:
     """Model's tokenizer and thinking markers: the named ones, none for (), or the model's own.
 
-    With `lenient_schemas`, grammars leave out keywords that they cannot hold.
+    With `lenient_schemas`, grammars leave out keywords that they cannot hold. With `plain_content`, texts of prompts
+    and messages that spell a control token stay texts.
 
-    Raises ModelError if no tokenizer loads, or for impossible markers.
+    Raises ModelError if no tokenizer loads, for impossible markers, or if it cannot keep such texts apart.
     """
 
     def __init__(
@@ -124,9 +128,10 @@ class TextCodec:
         thinking_markers: ThinkingMarkers = None,
         clock: str | None = None,
         lenient_schemas: bool = False,
+        plain_content: bool = False,
     ) -> None:
         try:
-            self._tokenizer = _without_dropout(_loaded(files))
+            self._tokenizer = loaded_tokenizer(files)
         except ImportError as error:  # the library is optional
             raise ModelError(f"model {files.name}: {error}") from None
         except Exception as error:  # the library raises bare exceptions
@@ -139,6 +144,9 @@ class TextCodec:
         self._eos_token_ids = eos_token_ids_of(files)
         self._idle_stop = lru_cache(NUM_STOPS)(self._found_idle_stop)
         is_tekken = isinstance(self._tokenizer, TekkenTokenizer)
+        self._plain = None
+        if plain_content and not is_tekken:  # mistral-common keeps texts and tokens apart
+            self._plain = PlainContent(self._tokenizer, files.name, self._is_the_library_s)
         self.chat = TekkenChat(self._tokenizer) if is_tekken else ChatTemplate(self._tokenizer, clock)
         self.markers = self._found_markers(files, thinking_markers)
 
@@ -147,7 +155,7 @@ class TextCodec:
         chat = None if job.messages is None else Chat(job.messages, job.template)
         return self.encode_one(chat or job.prompt_ids or job.prompt or "")
 
-    def encode_one(self, asked: str | tuple[int, ...] | Chat) -> EncodedPrompt:
+    def encode_one(self, asked: Asked) -> EncodedPrompt:
         """Return one prompt. Raises ValueError, for the user."""
         [found] = self.encode_all([asked])
         if isinstance(found, ValueError):
@@ -155,16 +163,17 @@ class TextCodec:
         return found
 
     def encode_all(
-        self, asked: Sequence[str | tuple[int, ...] | Chat], are_cut: Iterable[bool] = repeat(False)
+        self, asked: Sequence[Asked], are_cut: Iterable[bool] = repeat(False)
     ) -> list[EncodedPrompt | ValueError]:
         """Return each prompt, or the error that `encode_one` would raise; one batch is cheaper.
 
         Prompts that `are_cut` later may be of any length.
         """
-        self.chat.prepare((each.messages, each.options) for each in asked if isinstance(each, Chat))
-        begun = [self._begun_with(each, is_cut) for each, is_cut in zip(asked, are_cut, strict=False)]
+        given = [self._kept_plain(each) for each in asked]
+        self.chat.prepare((each.messages, each.options) for each in given if isinstance(each, Chat))
+        begun = [self._begun_with(each, is_cut) for each, is_cut in zip(given, are_cut, strict=False)]
         texts: dict[type, list[str]] = {str: [], Chat: []}  # a template writes its own special tokens
-        for own, text in zip(asked, begun, strict=True):
+        for own, text in zip(given, begun, strict=True):
             if isinstance(text, str):
                 texts[type(own)].append(text)
         tokens = {
@@ -172,13 +181,26 @@ class TextCodec:
             Chat: iter(self._encode_many(texts[Chat], add_special_tokens=False)),
         }
         found = [
-            next(tokens[type(own)]) if isinstance(each, str) else each for own, each in zip(asked, begun, strict=True)
+            next(tokens[type(own)]) if isinstance(each, str) else each for own, each in zip(given, begun, strict=True)
         ]
-        return [self._prompt_or_error(*each) for each in zip(asked, begun, found, strict=True)]
+        return [self._prompt_or_error(*each) for each in zip(given, begun, found, strict=True)]
 
-    def _begun_with(self, asked: str | tuple[int, ...] | Chat, is_cut: bool) -> list[int] | ValueError | str:
+    def _kept_plain(self, asked: Asked) -> Asked | ValueError:
+        """Return a prompt whose texts cannot become control tokens, if the run wants that."""
+        if self._plain is None or isinstance(asked, tuple):
+            return asked
+        try:
+            if isinstance(asked, str):
+                return self._plain.broken(asked)
+            return Chat(self._plain.messages(asked.messages), self._plain.options(asked.options))
+        except ValueError as error:
+            return error
+
+    def _begun_with(self, asked: Asked | ValueError, is_cut: bool) -> list[int] | ValueError | str:
         """Return tokens if they are given, otherwise the text to encode, or an error."""
         try:
+            if isinstance(asked, ValueError):
+                return asked
             if isinstance(asked, Chat):
                 if (token_ids := self.chat.own_tokens(asked.messages, asked.options)) is not None:
                     return token_ids
@@ -208,6 +230,8 @@ class TextCodec:
 
     def _encode_many(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         """Encode texts in one batch if the class encodes as the library does."""
+        if self._plain is not None and any(BREAK in text for text in texts):
+            return [self.encode(text, add_special_tokens) for text in texts]
         first = [self.encode(text, add_special_tokens) for text in texts[:1]]  # also sets the library's options
         if not self._is_the_library_s:
             return first + [self.encode(text, add_special_tokens) for text in texts[1:]]
@@ -232,6 +256,8 @@ class TextCodec:
         return own is not None and own is getattr(PreTrainedTokenizerFast, method, None)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if self._plain is not None and BREAK in text:
+            return self._plain.encode(text, add_special_tokens)
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     def bad_word_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
@@ -260,7 +286,8 @@ class TextCodec:
         """Return what has no effect: an added BOS token, and impossible stop texts."""
         found = {self._idle_stop(each) for each in stop} - {""}
         bos = self._added_bos
-        if bos is not None and any(isinstance(each, str) and each.startswith(bos) for each in prompts):
+        begun = [each for each in prompts if bos is not None and isinstance(each, str) and each.startswith(bos)]
+        if begun and self._plain is None:
             found.add(f"prompt: {bos} at its start, which the tokenizer adds itself")
         return found
 
@@ -322,8 +349,10 @@ class TextCodec:
         return token_ids[1:] if is_there_twice else token_ids
 
     def _prompt_or_error(
-        self, asked: str | tuple[int, ...] | Chat, begun: list[int] | str | ValueError, found: list[int] | ValueError
+        self, asked: Asked | ValueError, begun: list[int] | str | ValueError, found: list[int] | ValueError
     ) -> EncodedPrompt | ValueError:
+        if isinstance(asked, ValueError):
+            return asked
         if isinstance(found, ValueError):
             return found
         try:
@@ -384,9 +413,7 @@ class TextCodec:
         except ValueError as error:
             raise ModelError(f"model {files.name}: {error}") from None
 
-    def _last_marker(
-        self, asked: str | tuple[int, ...] | Chat, text: str | None, token_ids: list[int]
-    ) -> LastMarker | None:
+    def _last_marker(self, asked: Asked, text: str | None, token_ids: list[int]) -> LastMarker | None:
         """Return the last marker in a prompt; in a chat only the answer counts."""
         if self.markers is None:
             return None
@@ -460,40 +487,3 @@ class TextCodec:
     @cached_property
     def _max_chars_per_token(self) -> int | None:
         return max_chars_per_token(self._tokenizer)
-
-
-def _loaded(files: ModelFiles) -> Any:
-    """Return the loaded tokenizer. Raises ImportError if a library is missing."""
-    if has_tekken_alone(files.path):
-        return TekkenTokenizer(files.path)
-    # with mistral-common, AutoTokenizer would prefer Mistral's file
-    said = {"mistral_format": False} if (files.path / TEKKEN_FILE).is_file() else {}
-    return _loader(files).from_pretrained(
-        files.path, trust_remote_code=False, local_files_only=True, clean_up_tokenization_spaces=False, **said
-    )
-
-
-def _loader(files: ModelFiles) -> Any:
-    """Return the tokenizer's class. Avoids AutoTokenizer if possible, which loads torch (seconds, and 300 MB)."""
-    config = read_config(files.name, files.path)
-    path = files.path / "tokenizer_config.json"
-    said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    form = architecture_of(config)
-    is_plain = form is not None and (form.has_plain_tokenizer or bool(link_names(files.path)))  # as of GGUF files
-    if is_plain and said.get("tokenizer_class") == GENERIC and "auto_map" not in said:
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer
-
-
-def _without_dropout(tokenizer: Any) -> Any:
-    """Disable BPE dropout, which splits texts randomly. Raises ValueError if that is impossible."""
-    if getattr(tokenizer, "sp_model_kwargs", {}).get("enable_sampling"):
-        raise ValueError("it cuts texts at random (sp_model_kwargs in tokenizer_config.json: enable_sampling)")
-    model: Any = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
-    if getattr(model, "dropout", None):
-        model.dropout = None
-    return tokenizer

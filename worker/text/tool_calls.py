@@ -8,16 +8,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from swiftbatch.jobs.job import TemplateOptions
 from swiftbatch.jobs.run.output_line import ToolCalls
-from swiftbatch.jobs.structured_output import Structure
-from swiftbatch.worker.constraints.grammar import GrammarTokenizer, StructureError, definition_of
-from swiftbatch.worker.sampling.token_masks import ConstraintError
-
-if TYPE_CHECKING:
-    from swiftbatch.worker.sampling.sequence import Rule
 
 Tools = Sequence[dict[str, Any]]
 """Functions in OpenAI's form."""
@@ -45,9 +38,23 @@ class Written(NamedTuple):
     """Texts of which calls are composed."""
 
     call: str  # with $NAME and $ARGUMENTS
-    between: str = ""
+    between: str | None = ""  # None: a text has one call
     begin: str = ""
     end: str = ""
+    thought: tuple[str, str] | None = None  # texts around a thought that may come first
+
+
+class WrittenTags(NamedTuple):
+    """Texts of which calls with tags are composed."""
+
+    begin: str  # with $NAME
+    argument: str  # with $KEY; its value follows
+    end_of_value: str  # ends with its tag
+    behind: str  # an argument
+    end: str
+    forbidden: str  # pattern of what no value of a string may have, because the form's parser would end there
+    key: re.Pattern[str]  # of names that the parser reads back
+    between: str = "\n"
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ class JsonForm:
     marks: tuple[str, ...]  # tokens that the parser must see, also where they are special
     head: re.Pattern[str]  # precedes the JSON; without the group `name`, the JSON has the name, or is a list of calls
     tail: re.Pattern[str]  # follows the JSON
-    written: Written | None = None  # None: calls cannot be forced
+    written: Written
     around: tuple[str, ...] = ()  # marks around all calls
     has_channels: bool = False  # other texts are in channels
 
@@ -97,12 +104,15 @@ class TaggedForm:
     marks: tuple[str, ...]
     call: re.Pattern[str]  # has the groups `name` and `body`
     argument: re.Pattern[str]  # has a name and a value
-    written: ClassVar[None] = None
+    written: WrittenTags
     around: ClassVar[tuple[str, ...]] = ()
     has_channels: ClassVar[bool] = False
 
     def pieces(self, text: str, schemas: Schemas) -> Iterator[Piece]:
         """Yield the parts of a text that are valid calls."""
+        with suppress(ValueError, RecursionError):
+            yield from self._as_written(text, schemas)
+            return
         for found in self.call.finditer(text):
             schema = schemas.get(found["name"])
             if schema is None:
@@ -114,8 +124,57 @@ class TaggedForm:
                 with suppress(ValueError, RecursionError):
                     yield Piece(*found.span(), [_call(found["name"], arguments)])
 
+    def _as_written(self, text: str, schemas: Schemas) -> list[Piece]:
+        """Return the calls of a text that is written as forced ones are, in which JSON may contain tags.
+
+        Raises ValueError for any other text.
+        """
+        text, start, pieces = text.rstrip(), len(text) - len(text.lstrip()), list[Piece]()
+        while not pieces or start < len(text):
+            start = _behind(text, self.written.between, start) if pieces else start
+            place, name = self._name(text, start, schemas)
+            arguments: dict[str, Any] = {}
+            while not text.startswith(self.written.end, place):
+                place, key, value = self._argument(text, place, schemas[name].get("properties") or {})
+                arguments[key] = value
+            end = place + len(self.written.end)
+            pieces.append(Piece(start, end, [_call(name, arguments)]))
+            start = end
+        return pieces
+
+    def _name(self, text: str, start: int, schemas: Schemas) -> tuple[int, str]:
+        before, after = self.written.begin.split("$NAME")
+        place = _behind(text, before, start)
+        end = text.index(after, place)
+        if text[place:end] not in schemas:
+            raise ValueError("found no call of a tool")
+        return end + len(after), text[place:end]
+
+    def _argument(self, text: str, start: int, types: Mapping[str, Any]) -> tuple[int, str, Any]:
+        before, after = self.written.argument.split("$KEY")
+        place = _behind(text, before, start)
+        end = text.index(after, place)
+        key, place = text[place:end], end + len(after)
+        if is_string(types.get(key)):
+            end = text.index(self.written.end_of_value, place)
+            value = text[place:end]
+        else:
+            value, end = JSON.raw_decode(text, place)
+        return _behind(text, self.written.end_of_value + self.written.behind, end), key, value
+
 
 CallForm = JsonForm | TaggedForm
+
+
+def _behind(text: str, expected: str, place: int) -> int:
+    """Return the place behind an expected text. Raises ValueError if another one is there."""
+    if not text.startswith(expected, place):
+        raise ValueError("found another text")
+    return place + len(expected)
+
+
+def is_string(schema: object) -> bool:
+    return isinstance(schema, Mapping) and schema.get("type") == "string"
 
 
 def _call(name: object, arguments: object) -> tuple[str, str]:
@@ -127,7 +186,7 @@ def _call(name: object, arguments: object) -> tuple[str, str]:
 
 def _value(text: str, schema: object) -> Any:
     """Return an argument as its schema wants it: a string, or what its JSON says."""
-    if isinstance(schema, dict) and schema.get("type") == "string":
+    if is_string(schema):
         return text
     try:
         return json.loads(text)
@@ -161,57 +220,6 @@ def _id(job_id: str, number: int) -> str:
     return hashlib.sha256(f"call {number} of {job_id}".encode()).hexdigest()[:NUM_OF_ID]
 
 
-def rule_of_calls(form: CallForm, options: TemplateOptions, tokenizer: Any, grammars: GrammarTokenizer) -> Rule:
-    """Return the rule of a text of calls, or of one call. Raises ConstraintError if calls cannot be forced."""
-    if form.written is None:
-        problem = f"calls of this model's family, {form.family}, cannot be forced"
-        raise ConstraintError(f"field 'tool_choice': {problem}; expected auto or none")
-    for number, tool in enumerate(options.tools):
-        try:
-            grammars.grammar(_parameters_of(tool))
-        except StructureError as error:
-            raise ConstraintError(f"field 'tools[{number}].function.parameters': {error.reason}") from None
-    tools = [tool for tool in options.tools if options.function in (None, tool["function"]["name"])]
-    vocab = tokenizer.get_vocab()
-    tokens = {mark: vocab[mark] for mark in form.marks if mark in vocab}
-    try:
-        return grammars.grammar(grammar_of(form.written, tools, tokens, is_one=options.function is not None))
-    except StructureError as error:
-        raise ConstraintError(f"field 'tools': {error.reason}") from None
-
-
-def grammar_of(written: Written, tools: Tools, tokens: Mapping[str, int], *, is_one: bool) -> Structure:
-    """Return the grammar of one call or of several; `tokens` are the marks that are tokens."""
-    call, between, begin, end = (_quoted(text, tokens) for text in written)
-    rules = [
-        f"start: {begin} call {'' if is_one else f'({between} call)*'} {end}",
-        f"call: {' | '.join(f'call{number}' for number in range(len(tools)))}",
-    ]
-    for number, tool in enumerate(tools):
-        own = call.replace("$NAME", tool["function"]["name"]).replace("$ARGUMENTS", f'" arguments{number} "')
-        rules += [f"call{number}: {own}", f"arguments{number}: %json {_schema(tool)}"]
-    return Structure.model_construct(kind="grammar", text="\n".join(rules) + "\n")
-
-
-def _parameters_of(tool: dict[str, Any]) -> Structure:
-    """Return the structure of a call's arguments."""
-    schema = {**(tool["function"].get("parameters") or {"additionalProperties": False}), "type": "object"}
-    return Structure.model_construct(kind="json", text=json.dumps(schema))
-
-
-def _schema(tool: dict[str, Any]) -> str:
-    [only] = json.loads(definition_of(_parameters_of(tool)))["grammars"]
-    return json.dumps(only["json_schema"])
-
-
-def _quoted(text: str, tokens: Mapping[str, int]) -> str:
-    """Return a text in Lark, with tokens by their ids."""
-    marks = re.compile("|".join(map(re.escape, tokens)) or r"\Z.")
-    texts = [json.dumps(each, ensure_ascii=False) for each in marks.split(text)]
-    ids = [f"<[{tokens[mark]}]>" for mark in marks.findall(text)]
-    return " ".join(each for pair in zip(texts, [*ids, ""], strict=True) for each in pair if each not in ("", '""'))
-
-
 def form_of(tokenizer: Any) -> CallForm | None:
     """Return the form of a model's calls, known from its chat template, or without one from its tokens."""
     templates = tokenizer.chat_template
@@ -241,6 +249,11 @@ FORMS: tuple[CallForm, ...] = (  # the first whose sign a template has
             r"(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>\s*"
         ),
         re.compile(r"\s*(?:<\|call\|>|\Z)"),
+        Written(
+            "<|channel|>commentary to=functions.$NAME <|constrain|>json<|message|>$ARGUMENTS",
+            between=None,  # the token that ends the call ends the text, too
+            thought=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+        ),
         has_channels=True,
     ),
     TaggedForm(
@@ -249,6 +262,15 @@ FORMS: tuple[CallForm, ...] = (  # the first whose sign a template has
         ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         re.compile(rf"<tool_call>\s*{NAME}(?P<body>{up_to('tool_call')})</tool_call>", re.DOTALL),
         re.compile(rf"<arg_key>([^<]*)</arg_key>\s*<arg_value>({up_to('arg_key')})</arg_value>", re.DOTALL),
+        WrittenTags(
+            "<tool_call>$NAME\n",
+            "<arg_key>$KEY</arg_key>\n<arg_value>",
+            "</arg_value>",
+            "\n",
+            "</tool_call>",
+            "<\\/?(tool_call|arg_key|arg_value)",
+            re.compile(r"\S|\S[^<]*[^<\s]"),
+        ),
     ),
     TaggedForm(
         "Qwen3-Coder",
@@ -258,6 +280,15 @@ FORMS: tuple[CallForm, ...] = (  # the first whose sign a template has
             rf"<tool_call>\s*<function={NAME}>(?P<body>{up_to('tool_call')})</function>\s*</tool_call>", re.DOTALL
         ),
         re.compile(rf"<parameter=([^<>\n]+)>\n?({up_to('parameter')}?)\n?</parameter>", re.DOTALL),
+        WrittenTags(
+            "<tool_call>\n<function=$NAME>\n",
+            "<parameter=$KEY>\n",
+            "\n</parameter>",
+            "\n",
+            "</function>\n</tool_call>",
+            "<\\/?(tool_call|parameter)",
+            re.compile(r"[^<>\s]|[^<>\s][^<>\n]*[^<>\s]"),
+        ),
     ),
     JsonForm(
         "DeepSeek-V3, R1",

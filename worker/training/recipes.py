@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from swiftbatch.jobs.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from swiftbatch.worker.drafters.catalogue import HeadKind
     from swiftbatch.worker.drafters.griffin.griffin_model import Fusion
 
+Labels = Literal["soft", "hard"]
+"""What a step teaches: the target's distributions, or the text's next tokens."""
 TARGET_KIND = "qwen3"
 TARGET_KINDS = (TARGET_KIND, "qwen3_5_text")
+PUBLISHED_PARTS = ("draft", "eagle", "griffin", "tokenswift")
 TARGET_TOKENS = 20_000_000  # 1.2 times the embedded model's books, hours on two processor cores
 
 
@@ -49,9 +53,30 @@ LEARNED_SAMPLING = [sampling for sampling in OWN_SAMPLING.values() if sampling.t
 
 
 @dataclass(frozen=True)
-class HeadRecipe:
-    """The paper's sizes and optimiser settings (table 9), except for `num_step_rows` and own texts."""
+class TextRecipe:
+    """Texts to learn from: starts of books, and the target's own texts."""
 
+    num_book_tokens: int = 8192  # most tokens of a book
+    num_own_texts: int = 0
+    num_prompt_tokens: int = 256  # tokens of a book that an own text continues
+    num_own_tokens: int = 512
+    seed: int = 0
+
+    def own_sampling(self, sampling: SamplingParams, round_number: int = 0) -> SamplingParams:
+        return sampling.model_copy(update={"max_tokens": self.num_own_tokens, "seed": self.seed + round_number})
+
+
+MOST_HEADS = 16
+
+
+@dataclass(frozen=True)
+class HeadRecipe(TextRecipe):
+    """The paper's sizes and optimiser settings (table 9), except for `num_step_rows` and own texts.
+
+    With own texts, heads learn from these alone.
+    """
+
+    kind: HeadKind = "tokenswift"
     num_heads: int = 3
     num_steps: int = 200
     num_step_rows: int = 4096  # rows of all texts per step; the paper has 120 sequences of up to 8,192
@@ -59,11 +84,6 @@ class HeadRecipe:
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.1
     num_warmup_steps: int = 50
-    num_book_tokens: int = 8192
-    num_own_texts: int = 0  # 0 if heads learn from books
-    num_prompt_tokens: int = 256  # tokens of a book that an own text continues
-    num_own_tokens: int = 512
-    seed: int = 0
 
     @property
     def num_needed_tokens(self) -> int:
@@ -77,12 +97,9 @@ class HeadRecipe:
         done = (step - self.num_warmup_steps) / max(1, self.num_steps - self.num_warmup_steps)
         return 0.5 * (1.0 + math.cos(math.pi * done))
 
-    def own_sampling(self, sampling: SamplingParams, round_number: int = 0) -> SamplingParams:
-        return sampling.model_copy(update={"max_tokens": self.num_own_tokens, "seed": self.seed + round_number})
 
-
-DRAFT_TEXTS = HeadRecipe(num_book_tokens=2048, num_own_texts=384)
-"""Own texts, and test books to measure agreement, made as for heads."""
+DRAFT_TEXTS = TextRecipe(num_book_tokens=32_768, num_own_texts=384)
+"""Own texts, and test books to measure agreement."""
 
 
 @dataclass(frozen=True)
@@ -95,21 +112,23 @@ class DraftRecipe(Recipe):
     num_step_windows: int = 4
     window_length: int = 528  # most tokens that a draft model reads when it drafts
     own_share: float = 0.5  # share of windows of the target's own texts
-    texts: HeadRecipe = DRAFT_TEXTS
+    labels: Labels = "soft"
+    shape: dict[str, Any] | None = None  # fields of a config.json; None: that of the embedded model's
+    texts: TextRecipe = DRAFT_TEXTS
     seed: int = 0
 
 
-def draft_recipe(num_steps: int, seed: int) -> DraftRecipe:
-    return DraftRecipe(num_steps, seed=seed, texts=replace(DRAFT_TEXTS, seed=seed))
+def draft_recipe(num_own_texts: int, seed: int, **fields: Any) -> DraftRecipe:
+    return DraftRecipe(seed=seed, texts=replace(DRAFT_TEXTS, num_own_texts=num_own_texts, seed=seed), **fields)
 
 
-GRIFFIN_TEXTS = HeadRecipe(num_book_tokens=4096, num_own_texts=448)
+GRIFFIN_TEXTS = TextRecipe(num_book_tokens=4096, num_own_texts=448)
 """Texts to learn from, and their own seed, so that trainings with other seeds share them."""
 
 
 @dataclass(frozen=True)
 class GriffinRecipe:
-    """The paper's settings (appendix C.3), except for steps, windows and texts."""
+    """The paper's settings (appendix C), except for steps, warm-up, windows, texts and labels."""
 
     num_steps: int = 3600
     num_step_windows: int = 4
@@ -118,6 +137,8 @@ class GriffinRecipe:
     num_passes: int = 3  # number of passes in the last steps
     single_pass_share: float = 0.6  # share of steps with one pass; equal shares with two, three, ... passes follow
     align_top_k: int | None = 3  # None for no alignment mask
+    labels: Labels = "soft"  # the paper's are hard
+    feature_weight: float = 0.1  # of the features' L1 distance, relative to the tokens' cross entropy (C.1)
     base_learning_rate: float = 3e-5  # for the paper's hidden size of 4,096
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
@@ -126,7 +147,7 @@ class GriffinRecipe:
     fusion: Fusion = "token"
     has_token_enhanced_head: bool = True
     expansion_size: int | None = None  # width of the second fusion; None: that of the target's MLP
-    texts: HeadRecipe = GRIFFIN_TEXTS
+    texts: TextRecipe = GRIFFIN_TEXTS
     seed: int = 0
 
     def at(self, step: int) -> GriffinRecipe:
@@ -158,7 +179,7 @@ class MTPRecipe:
     window_length: int = 512
     num_passes: int = 3  # training begins with fewer, since the first pass is cheapest and teaches most
     own_share: float = 0.5  # share of the windows, with own texts
-    texts: HeadRecipe = GRIFFIN_TEXTS
+    texts: TextRecipe = GRIFFIN_TEXTS
     seed: int = 0
 
     def passes_at(self, step: int) -> int:

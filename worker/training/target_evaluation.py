@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swiftbatch.worker.forward.hardware import resolve_device
 from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.training.corpus import read_books
 from swiftbatch.worker.training.training_layers import ATTENTION_NAME, use_chunks
-from swiftbatch.worker.training.training_texts import encode_books, read_books
+from swiftbatch.worker.training.training_texts import encode_books
 
 STRETCH = 100_000  # tokens of concatenated books per forward
 POSITION_RANGES = ((0, 2048), (2048, 8192), (8192, 32_768), (32_768, 100_000))

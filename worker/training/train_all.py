@@ -7,13 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from swiftbatch.worker.model.model_files import DRAFT_FOLDER, PARTS_FOLDER
-from swiftbatch.worker.training.griffin_features import FOLDER as FEATURES
+from swiftbatch.worker.training.feature_files import FOLDER as FEATURES
 from swiftbatch.worker.training.model_card import write_card
 from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE, DraftRecipe, GriffinRecipe, HeadRecipe
 from swiftbatch.worker.training.target_recipe import TargetRecipe
 from swiftbatch.worker.training.train_draft import train_draft
 from swiftbatch.worker.training.train_griffin import train_griffin
 from swiftbatch.worker.training.train_target import train_target
+from swiftbatch.worker.training.train_tokenswift import FOLDER as HEAD_FEATURES
 from swiftbatch.worker.training.train_tokenswift import train_heads
 from swiftbatch.worker.training.training_folder import held
 
@@ -39,5 +40,6 @@ def train_all(
         train_heads(model, data, parts, heads, report)
         train_draft(model, data, parts / DRAFT_FOLDER, draft, report)
         train_griffin(model, data, parts, griffin, report)
-        shutil.rmtree(parts / FEATURES, ignore_errors=True)
+        for folder in (parts / HEAD_FEATURES, parts / DRAFT_FOLDER / FEATURES, parts / FEATURES):
+            shutil.rmtree(folder, ignore_errors=True)
         write_card(output)

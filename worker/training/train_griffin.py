@@ -10,10 +10,6 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface, PreTrainedConfig
 
@@ -21,21 +17,20 @@ from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig, Grif
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import GRIFFIN_FILE, ModelFiles, locate_model
 from swiftbatch.worker.sampling.noise import GumbelNoise
-from swiftbatch.worker.training.griffin_features import (
-    FOLDER,
+from swiftbatch.worker.training.data_parallel import sum_gradients, total
+from swiftbatch.worker.training.feature_files import FOLDER, TextFeatures
+from swiftbatch.worker.training.feature_windows import (
     FeatureWindowSource,
     GriffinFeatures,
-    TextFeatures,
     Windows,
     griffin_features,
     windows_in_use,
 )
-from swiftbatch.worker.training.recipes import GriffinRecipe
-from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held, write_measured
-from swiftbatch.worker.training.training_loop import Step, train_part
+from swiftbatch.worker.training.recipes import GriffinRecipe, Labels
+from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held
+from swiftbatch.worker.training.training_loop import PartTraining, Step, train_part
 from swiftbatch.worker.training.training_texts import load_target
 
-FEATURE_WEIGHT = 0.1  # weight of the features' L1 distance, relative to the tokens' cross entropy (appendix C.1)
 PASSES_ATTENTION = "swiftbatch_griffin_passes"
 NUM_LOGITS = 2**21  # logits per part, which limits memory for any vocabulary
 
@@ -128,17 +123,21 @@ def accumulate_gradients(
         embeddings = target.model.get_input_embeddings()(windows.token_ids)
         passes = forward_passes(model, embeddings, windows, recipe.num_passes)
     aligned = torch.ones_like(windows.token_ids, dtype=torch.bool)  # [num_windows, length]
+    num_all = total((windows.num_before >= 0).sum())
     losses, shares, roots, gradients = [], [], [], []
     for output in passes:
         counted = aligned & output.has_draft
-        num_rows = counted.sum().clamp(min=1)
-        tokens, gradient, ranks = token_loss(target, output.predicted, windows, counted)
+        if recipe.labels == "hard":
+            counted &= windows.has_next()
+        num_counted = total(counted.sum())
+        num_rows = num_counted.clamp(min=1)
+        tokens, gradient, ranks = token_loss(target, output.predicted, windows, counted, recipe.labels)
         distances = (output.regressed.float() - windows.features.float()).abs().mean(dim=-1)  # [num_windows, length]
-        distance = FEATURE_WEIGHT * distances[counted].sum() / num_rows
+        distance = recipe.feature_weight * distances[counted].sum() / num_rows
         roots += [output.predicted, distance]
         gradients += [gradient / num_rows, torch.ones_like(distance)]
-        losses.append(round(float(tokens / num_rows + distance.detach()), 4))
-        shares.append(round(float(counted.float().mean()), 4))
+        losses.append(round(float(total(tokens / num_rows + distance.detach())), 4))
+        shares.append(round(float(num_counted / num_all), 4))
         if recipe.align_top_k is not None:
             aligned = (counted & (ranks < recipe.align_top_k)).roll(1, dims=1)  # the wrapped row has no draft
     torch.autograd.backward(roots, gradients)
@@ -146,9 +145,9 @@ def accumulate_gradients(
 
 
 def token_loss(
-    target: TargetModel, predicted: torch.Tensor, windows: Windows, counted: torch.Tensor
+    target: TargetModel, predicted: torch.Tensor, windows: Windows, counted: torch.Tensor, labels: Labels = "soft"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the cross entropy with the target's distributions over rows in `counted [num_windows, length]`.
+    """Return the cross entropy with the labels over rows in `counted [num_windows, length]`.
 
     Also returns its gradient for `predicted [num_windows, length, hidden]`, and the rank of the text's next token,
     `[num_windows, length]`.
@@ -159,7 +158,8 @@ def token_loss(
     for rows in counted.flatten().nonzero()[:, 0].split(max(1, NUM_LOGITS // target.vocab_size)):
         state = states[rows].requires_grad_()
         logits = target.model.get_output_embeddings()(state.to(target.dtype)).float()  # [num_rows, vocab]
-        loss = cross_entropy(logits, target.logits(features[rows]).softmax(dim=-1), reduction="sum")
+        expected = next_ids[rows] if labels == "hard" else target.logits(features[rows]).softmax(dim=-1)
+        loss = cross_entropy(logits, expected, reduction="sum")
         [gradient[rows]] = torch.autograd.grad(loss, state)
         total += loss.detach()
         ranks[rows] = (logits > logits.gather(1, next_ids[rows, None])).sum(dim=1)
@@ -257,12 +257,8 @@ def _drawn(logits: torch.Tensor, gumbel: torch.Tensor) -> torch.Tensor:
     return torch.stack([logits.argmax(dim=-1), (logits + gumbel).argmax(dim=-1)])
 
 
-FILES = TrainingFiles("griffin_log.jsonl", "griffin_state.pt", GRIFFIN_FILE)
-PLOT = "griffin_training.png"
+FILES = TrainingFiles("griffin_log.jsonl", "griffin_state.pt", GRIFFIN_FILE, "griffin_training.png")
 NUM_CURVE_TEXTS = 2  # the curve uses the first texts of the first name
-WIDTH_INCHES, HEIGHT_INCHES, DPI = 11.0, 4.2, 150
-STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)))  # distinct without colours
-SMOOTHING = 0.9  # weight of the past in the running mean of losses
 
 
 def train_griffin(
@@ -293,11 +289,6 @@ def _train(
     torch.manual_seed(recipe.seed)
     draft = GriffinModel(config_of(recipe, target.model.config)).to(target.device)
     run_training(draft, target, texts, recipe, folder, report)
-    save_griffin(output, draft, files.fingerprint)
-    with folder.open_log(recipe.num_steps) as log:
-        write_measured(log, measure_accuracy("after", recipe.num_steps, target, draft, texts.held_out), report)
-    plot_training(folder.records(), output / PLOT)
-    folder.finish()
 
 
 def config_of(recipe: GriffinRecipe, target: PreTrainedConfig) -> GriffinConfig:
@@ -328,6 +319,7 @@ def run_training(
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate(step, draft.config.hidden_size)
         losses, aligned = accumulate_gradients(draft, target, source.windows(step, target.device), recipe.at(step))
+        sum_gradients(draft)
         torch.nn.utils.clip_grad_value_(draft.parameters(), recipe.clip_value)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -337,53 +329,7 @@ def run_training(
         held_out = texts.held_out[:NUM_CURVE_TEXTS] if when == "during" else texts.held_out
         return measure_accuracy(when, step, target, draft, held_out)
 
-    train_part(folder, draft, optimizer, recipe.num_steps, take_step, measure, report)
+    def save() -> None:
+        save_griffin(folder.path, draft, target.files.fingerprint)
 
-
-def plot_training(records: list[dict[str, Any]], path: Path) -> None:
-    """Plot the records of a training log as a PNG file."""
-    figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), layout="constrained")
-    FigureCanvasAgg(figure)  # needs no display
-    losses, accuracy = figure.subplots(1, 2)
-    _losses(losses, [record for record in records if "losses" in record])
-    _accuracy(accuracy, [record for record in records if "same" in record])
-    figure.savefig(path, dpi=DPI, format="png")
-
-
-def _losses(axes: Axes, steps: list[dict[str, Any]]) -> None:
-    """Plot each pass's smoothed loss over its steps."""
-    for number in range(max(len(step["losses"]) for step in steps)):
-        known = [(step["step"], step["losses"][number]) for step in steps if number < len(step["losses"])]
-        means = [known[0][1]]
-        for _, loss in known[1:]:
-            means.append(SMOOTHING * means[-1] + (1 - SMOOTHING) * loss)
-        _line(axes, number, [step for step, _ in known], means, f"pass {number + 1}")
-    axes.set_title("Loss of each pass over its aligned rows", fontsize=10)
-    axes.set_ylabel("loss [nats and 0.1 x L1]")
-    _finish(axes)
-
-
-def _accuracy(axes: Axes, records: list[dict[str, Any]]) -> None:
-    """Plot each forward's share of target tokens."""
-    measured = [record for record in records if record["texts"] == records[0]["texts"]]
-    for forward in range(len(measured[0]["same"]["T 1"]) if measured else 0):
-        shares = [record["same"]["T 1"][forward] for record in measured]
-        _line(axes, forward, [record["step"] for record in measured], shares, f"forward {forward + 1}")
-    name = f", {measured[0]['texts']}" if measured else ""
-    axes.set_title(f"The target's token, T = 1 with its noise{name}", fontsize=10)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set_ylim(0.0, 1.0)
-    _finish(axes)
-
-
-def _line(axes: Axes, number: int, steps: list[int], values: list[float], label: str) -> None:
-    axes.plot(steps, values, linestyle=STYLES[number % len(STYLES)], linewidth=1.6, label=label)
-
-
-def _finish(axes: Axes) -> None:
-    axes.set_xlabel("step")
-    axes.grid(color="#dddddd", linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(framealpha=1.0, edgecolor="white", fontsize=9, ncols=2)
+    train_part(folder, PartTraining(draft, optimizer, recipe.num_steps, take_step, measure, save), report)

@@ -20,14 +20,16 @@ from swiftbatch.worker.drafters.mtp.predictor import PredictorModule
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.causal_lm import decoder_of
 from swiftbatch.worker.model.model_files import MTP_FILE, let_others_read, locate_model, read_config
-from swiftbatch.worker.training.griffin_features import FOLDER, GriffinFeatures, TextFeatures, Windows, griffin_features
+from swiftbatch.worker.training.data_parallel import share_of, sum_gradients, total
+from swiftbatch.worker.training.feature_files import FOLDER, TextFeatures
+from swiftbatch.worker.training.feature_windows import GriffinFeatures, Windows, griffin_features
 from swiftbatch.worker.training.recipes import GriffinRecipe, MTPRecipe
 from swiftbatch.worker.training.train_griffin import token_loss
-from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held, write_measured
-from swiftbatch.worker.training.training_loop import Optimizers, Step, train_part, whole_step
+from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held
+from swiftbatch.worker.training.training_loop import Optimizers, PartTraining, Step, train_part, whole_step
 from swiftbatch.worker.training.training_texts import load_target
 
-FILES = TrainingFiles("mtp_log.jsonl", "mtp_state.pt", MTP_FILE)
+FILES = TrainingFiles("mtp_log.jsonl", "mtp_state.pt", MTP_FILE, "mtp_training.png")
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,6 @@ def train_mtp(
         module = PredictorModule(read_config(files.name, files.path)).to(target.device).train()
         module.begin_as(decoder_of(target.model))
         run_training(module, target, texts, recipe, folder, report)
-        save_mtp(output, module, files.fingerprint)
-        folder.finish()
 
 
 def save_mtp(folder: Path, module: PredictorModule, model_fingerprint: str) -> None:
@@ -88,31 +88,35 @@ def run_training(
     folder: TrainingFolder,
     report: Callable[[str], None],
 ) -> None:
-    """Run all remaining steps from the state in the folder, which is saved every `NUM_STATE_STEPS`."""
     optimizers = Optimizers(module, recipe.steps())
 
     def take_step(step: int) -> Step:
         windows = draw_windows(texts, recipe, step, target.device)
         loss = accumulate_gradients(module, target, windows, recipe.passes_at(step))
+        sum_gradients(module)
         optimizers.step(step)
-        return whole_step("mtp", windows.token_ids.numel(), loss)
+        return whole_step("mtp", recipe.num_step_windows * recipe.window_length, loss)
 
-    train_part(folder, module, optimizers, recipe.num_steps, take_step, lambda *_: (), report)
-    with folder.open_log(recipe.num_steps) as log:
-        write_measured(log, measure(module, target, texts.held_out, recipe), report)
+    def measured(when: str, _: int) -> list[MTPAccuracyRecord]:
+        return measure(module, target, texts.held_out, recipe) if when == "after" else []
+
+    def save() -> None:
+        save_mtp(folder.path, module, target.files.fingerprint)
+
+    train_part(folder, PartTraining(module, optimizers, recipe.num_steps, take_step, measured, save), report)
 
 
 def draw_windows(texts: GriffinFeatures, recipe: MTPRecipe, step: int, device: torch.device) -> Windows:
-    """Return a step's windows, which depend on the recipe's seed and the step's number."""
+    """Return this process's windows of a step, which depend on the recipe's seed and the step's number."""
     random, length = np.random.default_rng([recipe.seed, step]), recipe.window_length
     num_own = round(recipe.own_share * recipe.num_step_windows) if texts.own else 0
     picks: list[tuple[TextFeatures, np.ndarray]] = []
     for among, number in ((texts.books, recipe.num_step_windows - num_own), (texts.own, num_own)):
         for _ in range(number):
             text = among[random.integers(len(among))]
-            start = random.integers(len(text.token_ids) - length + 1)
-            picks.append((text, np.arange(start, start + length)))
-    return Windows.gather(picks, device)
+            start = int(random.integers(max(0, len(text.token_ids) - length) + 1))
+            picks.append((text, np.arange(start, min(start + length, len(text.token_ids)))))
+    return Windows.gather(share_of(picks), device)
 
 
 def accumulate_gradients(module: PredictorModule, target: TargetModel, windows: Windows, num_passes: int) -> float:
@@ -120,11 +124,11 @@ def accumulate_gradients(module: PredictorModule, target: TargetModel, windows: 
     outputs = forward_passes(module, target, windows, num_passes)
     losses, gradients = [], []
     for number, output in enumerate(outputs):
-        counted = torch.ones_like(windows.token_ids, dtype=torch.bool)
-        counted[:, : 1 + number] = False  # a window's first rows have no known predecessors
+        counted = windows.num_before > number  # a window's first rows have no known predecessors
         loss, gradient, _ = token_loss(target, output, windows, counted)
-        losses.append(float(loss / counted.sum()))
-        gradients.append(gradient / counted.sum() / len(outputs))
+        num_rows = total(counted.sum()).clamp(min=1)
+        losses.append(float(total(loss) / num_rows))
+        gradients.append(gradient / num_rows / len(outputs))
     torch.autograd.backward(outputs, gradients)
     return round(losses[0], 4)
 

@@ -16,6 +16,7 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.model.model_files import EMBEDDED, let_others_read, locate_model
 from swiftbatch.worker.training import recipes, target_evaluation
+from swiftbatch.worker.training.corpus import read_books
 from swiftbatch.worker.training.model_card import write_card
 from swiftbatch.worker.training.target_evaluation import (
     NUM_SCORED,
@@ -29,9 +30,9 @@ from swiftbatch.worker.training.target_recipe import CONFIGS, VOCAB_SIZE, Target
 from swiftbatch.worker.training.target_stages import run_stages, stages_of
 from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held, write_record
 from swiftbatch.worker.training.training_layers import ATTENTION_NAME, use_chunks
-from swiftbatch.worker.training.training_texts import encode_books, read_books
+from swiftbatch.worker.training.training_texts import encode_books
 
-FILES = TrainingFiles("train_log.jsonl", "train_state.pt", "model.safetensors")
+FILES = TrainingFiles("train_log.jsonl", "train_state.pt", "model.safetensors", "train_training.png")
 NUM_TEST_STRETCHES = 4
 END_OF_TEXT = "<|endoftext|>"
 # Words keep their leading space, digits are single, and a run of newlines is one piece.
@@ -101,6 +102,7 @@ def _train(
         with folder.open_log(recipe.all_steps) as log:
             write_record(log, trained)
         write_card(output)
+    folder.plot()
     folder.finish()
 
 

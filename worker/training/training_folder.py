@@ -18,6 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.training.data_parallel import is_first, meet
+from swiftbatch.worker.training.training_plot import plot_training
 
 
 class Stateful(Protocol):
@@ -37,6 +39,7 @@ class TrainingFiles:
     log: str
     state: str
     product: str  # a file that exists only when the training is finished
+    plot: str
 
 
 class TrainingFolder:
@@ -50,7 +53,9 @@ class TrainingFolder:
         """Return whether this training is over, and `report` it if so. Raises ModelError for another training."""
         log, state, product = self._files.log, self._files.state, self._files.product
         has_state = (self.path / state).is_file()
-        if not has_state and not _is_whole(self.path / product):
+        is_begun = has_state or _is_whole(self.path / product)
+        meet()  # before the first process writes
+        if not is_begun:
             return False
         found = next(iter(self.records()), {})
         if differences := differing(found, self._identity):
@@ -106,6 +111,9 @@ class TrainingFolder:
             problem = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ModelError(f"{path}: cannot be read ({problem}); delete it to train from the beginning") from error
 
+    def plot(self) -> None:
+        plot_training(self.records(), self.path / self._files.plot)
+
     def finish(self) -> None:
         (self.path / self._files.state).unlink(missing_ok=True)
 
@@ -155,7 +163,7 @@ _held: set[Path] = set()  # a training may be part of another training in this p
 def held(path: Path) -> Iterator[None]:
     """Lock a folder within the block; remove a new one at the end if it is empty. Raises ModelError."""
     folder = Path(os.path.realpath(path))  # Path.resolve would raise for a link to itself
-    if folder in _held:
+    if folder in _held or not is_first():
         yield
         return
     is_new = not os.path.exists(folder)  # Path.exists would raise for a name that is too long

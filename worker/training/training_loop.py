@@ -6,12 +6,14 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.training.data_parallel import is_first, meet
 from swiftbatch.worker.training.recipes import Recipe
 from swiftbatch.worker.training.training_folder import Stateful, TrainingFolder, write_measured, write_record
 
@@ -92,7 +94,7 @@ def run_steps(
     """
     start = time.monotonic() - seconds
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("loss {task.fields[loss]:.3f}"))
-    with Progress(*columns, TimeRemainingColumn()) as progress:
+    with Progress(*columns, TimeRemainingColumn(), disable=not is_first()) as progress:
         task = progress.add_task("training", total=num_steps, completed=first, loss=float("nan"))
         for step in range(first, num_steps):
             done = take_step(step)
@@ -105,29 +107,40 @@ def run_steps(
             yield {"step": step + 1, **done.logged, "seconds": round(time.monotonic() - start, 2)}
 
 
-def train_part(
-    folder: TrainingFolder,
-    model: torch.nn.Module,
-    optimizer: Stateful,
-    num_steps: int,
-    take_step: Callable[[int], Step],
-    measure: Callable[[str, int], Iterable[Any]],
-    report: Callable[[str], None],
-) -> None:
-    """Take all remaining steps from the state in the folder, which is saved every `NUM_STATE_STEPS`.
+@dataclass(frozen=True)
+class PartTraining:
+    """A trained part's model, and what its training does with it."""
 
-    `measure` takes "before" or "during", and the number of steps so far, and returns log records of the model.
-    """
-    step, seconds = folder.restore(model, optimizer)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    model: torch.nn.Module
+    optimizer: Stateful
+    num_steps: int
+    take_step: Callable[[int], Step]  # takes the number of a step, from 0
+    measure: Callable[[str, int], Iterable[Any]]  # "before", "during" or "after", and the steps so far: log records
+    save: Callable[[], None]  # writes the part
+
+
+def train_part(folder: TrainingFolder, training: PartTraining, report: Callable[[str], None]) -> None:
+    """Train from the state in the folder, which is saved every `NUM_STATE_STEPS`; then write and measure the part."""
+    num_steps = training.num_steps
+    step, seconds = folder.restore(training.model, training.optimizer)
+    num_parameters = sum(parameter.numel() for parameter in training.model.parameters())
     report(f"{num_parameters:,} parameters, {step:,} of {num_steps:,} steps behind it")
+    meet()  # before the first process writes a later state
+    if not is_first():
+        for _ in run_steps(training.take_step, num_steps, step, seconds):
+            pass
+        return
     with folder.open_log(step) as log:
         if step == 0:
-            write_measured(log, measure("before", 0), report)
-            folder.save(model, optimizer, 0, 0.0)
-        for done in run_steps(take_step, num_steps, step, seconds):
+            write_measured(log, training.measure("before", 0), report)
+            folder.save(training.model, training.optimizer, 0, 0.0)
+        for done in run_steps(training.take_step, num_steps, step, seconds):
             write_record(log, done)
             if done["step"] % NUM_STATE_STEPS == 0 or done["step"] == num_steps:
-                for record in measure("during", done["step"]):
+                for record in training.measure("during", done["step"]):
                     write_record(log, record)
-                folder.save(model, optimizer, done["step"], done["seconds"])
+                folder.save(training.model, training.optimizer, done["step"], done["seconds"])
+        training.save()
+        write_measured(log, training.measure("after", num_steps), report)
+    folder.plot()
+    folder.finish()

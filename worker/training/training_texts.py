@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from rich.progress import Progress, track
+from rich.progress import Progress
 
-from swiftbatch.jobs.errors import ModelError, UserError
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling_params import MAX_SEED, SamplingParams
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.engine.engine import Engine
@@ -25,45 +24,13 @@ from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.text.tokenizer import TextCodec
-from swiftbatch.worker.training.recipes import LEARNED_SAMPLING, OWN_SAMPLING, HeadRecipe
+from swiftbatch.worker.training.corpus import CorpusError, encoded_records
+from swiftbatch.worker.training.recipes import LEARNED_SAMPLING, OWN_SAMPLING, TextRecipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 JUMP_SHARE = 1 / 3  # share of windows made of a text's first tokens and a later stretch
-
-
-class CorpusError(UserError):
-    """Data folder without readable books."""
-
-
-def read_books(data: Path, pattern: str = "*train*.jsonl") -> Iterator[str]:
-    """Yield the `text` of each record of the JSONL files under `data` that match `pattern`, in file order.
-
-    Raises CorpusError for records without `text`, and if there is no text at all.
-    """
-    paths = [data] if data.is_file() else sorted(data.rglob(pattern))
-    if not paths:
-        raise CorpusError(f"{data}: no file matches {pattern}; expected JSONL records with a `text` field")
-    num_characters = 0
-    for path in paths:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                text = _text_of(path, number, line)
-                num_characters += len(text)
-                yield text
-    if not num_characters:
-        raise CorpusError(f"{data}: the files that match {pattern} hold no text; expected records with a `text` field")
-
-
-def _text_of(path: Path, number: int, line: bytes) -> str:
-    try:
-        text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorpusError(f"{path}, line {number}: expected a JSON object with `text`: {error}") from error
-    if not isinstance(text, str):
-        raise CorpusError(f"{path}, line {number}, text: found {type(text).__name__}, expected a string")
-    return text
 
 
 def encode_books(books: list[str], tokenizer: PreTrainedTokenizerFast) -> list[np.ndarray]:
@@ -79,10 +46,6 @@ def jumping_positions(random: np.random.Generator, num_tokens: int, length: int,
     return np.concatenate([np.arange(num_sinks), np.arange(start, start + length - num_sinks)])
 
 
-# Texts for decoding heads, of books or the target's own, with its hidden states.
-
-
-CHARACTERS_PER_TOKEN = 16  # upper bound for running text, which limits how much of a book is encoded
 NUM_AT_A_TIME = 32  # rows of a forward on a CPU; a GPU has twice as many
 
 
@@ -94,13 +57,7 @@ class Text:
     first_row: int = 0
 
 
-@dataclass(frozen=True)
-class TextStates:
-    """Concatenated texts, and the rows after which every head has a token to predict."""
-
-    token_ids: torch.Tensor  # [num_tokens]
-    hidden: torch.Tensor  # [num_tokens, hidden], in the target's dtype and on the CPU
-    rows: torch.Tensor  # [num_rows]
+NamedText = tuple[str, Text]
 
 
 def load_target(files: ModelFiles) -> TargetModel:
@@ -110,43 +67,35 @@ def load_target(files: ModelFiles) -> TargetModel:
     return target
 
 
-def training_states(target: TargetModel, data: Path, recipe: HeadRecipe) -> TextStates:
-    """Return states of the starts of training books, or of the target's own texts."""
-    texts = book_texts(data, "*train*.jsonl", target.files, recipe.num_book_tokens, recipe.num_needed_tokens)
-    if recipe.num_own_texts:
-        texts = learned_texts(target, texts, recipe)
-    return text_states(target, texts, recipe.num_heads)
-
-
 def held_out_texts(
-    target: TargetModel, data: Path, recipe: HeadRecipe, report: Callable[[str], None]
-) -> dict[str, list[Text]]:
-    """Return test books, and the target's texts after their starts, by name; empty without test books."""
-    if not any(data.rglob("*test*.jsonl")):
-        report(f"{data}: no *test*.jsonl; the accuracy is not measured")
-        return {}
-    books = book_texts(data, "*test*.jsonl", target.files, recipe.num_book_tokens, recipe.num_needed_tokens)
-    beginnings = [Text(book.token_ids[: recipe.num_prompt_tokens]) for book in books]
-    prompts = _stretches(beginnings, recipe.num_prompt_tokens, first_ids_of(target.files))
-    own = {
-        f"own text, {name}": own_texts(target, prompts, recipe.own_sampling(sampling))
-        for name, sampling in OWN_SAMPLING.items()
-    }
-    return {"test books": books, **own}
+    target: TargetModel, data: Path, recipe: TextRecipe, num_needed: int, report: Callable[[str], None]
+) -> Iterator[NamedText]:
+    """Yield test books of `num_needed` tokens or more, and the target's texts after their starts, with names."""
+    beginnings = []
+    for book in book_texts(data, "*test*.jsonl", target.files, recipe.num_book_tokens, num_needed, report):
+        beginnings.append(np.asarray(book.token_ids[: recipe.num_prompt_tokens]))
+        yield "test books", book
+    stretches = Stretches(beginnings, recipe.num_prompt_tokens, first_ids_of(target.files))
+    prompts = [stretches[index] for index in range(len(stretches))]
+    for name, sampling in OWN_SAMPLING.items():
+        for text in own_texts(target, prompts, recipe.own_sampling(sampling)):
+            yield f"own text, {name}", text
 
 
-def book_texts(data: Path, pattern: str, files: ModelFiles, num_tokens: int, num_needed: int) -> list[Text]:
-    """Return the first `num_tokens` tokens of each book with `num_needed`. Raises CorpusError if none has."""
-    codec = TextCodec(files)
-    encoded = [codec.encode(book[: num_tokens * CHARACTERS_PER_TOKEN]) for book in read_books(data, pattern)]
-    texts = [Text(token_ids[:num_tokens]) for token_ids in encoded if len(token_ids) >= num_needed]
-    if not texts:
-        longest = max(map(len, encoded), default=0)
+def book_texts(
+    data: Path, pattern: str, files: ModelFiles, num_tokens: int, num_needed: int, report: Callable[[str], None]
+) -> Iterator[Text]:
+    """Yield the first `num_tokens` tokens of each book or chat with `num_needed`. Raises CorpusError if none has."""
+    longest = 0
+    for token_ids in encoded_records(data, pattern, TextCodec(files), num_tokens, report):
+        longest = max(longest, len(token_ids))
+        if len(token_ids) >= num_needed:
+            yield Text(token_ids)
+    if longest < num_needed:
         raise CorpusError(
             f"{data}: the books in {pattern} are too short, the longest has {longest} tokens; "
             f"expected {num_needed} or more in at least one"
         )
-    return texts
 
 
 def own_texts(target: TargetModel, prompts: list[list[int]], sampling: SamplingParams) -> list[Text]:
@@ -155,28 +104,13 @@ def own_texts(target: TargetModel, prompts: list[list[int]], sampling: SamplingP
     return [Text(token_ids, len(prompt) - 1) for prompt, token_ids in zip(prompts, said, strict=True)]
 
 
-def text_states(target: TargetModel, texts: list[Text], num_heads: int) -> TextStates:
-    """Run the target over texts, one forward each."""
-    token_ids, hidden, rows = [], [], []
-    start = 0
-    for text in track(texts, "hidden states", transient=True):
-        kept = torch.tensor(text.token_ids[text.first_row :])
-        token_ids.append(kept)
-        hidden.append(hidden_states(target, text.token_ids)[text.first_row :].cpu())
-        rows.append(torch.arange(start, start + max(0, len(kept) - num_heads - 1)))
-        start += len(kept)
-    return TextStates(torch.cat(token_ids), torch.cat(hidden), torch.cat(rows))
-
-
-def learned_texts(target: TargetModel, books: list[Text], recipe: HeadRecipe) -> list[Text]:
+def learned_texts(target: TargetModel, books: list[np.ndarray], recipe: TextRecipe) -> Iterator[Text]:
     """Sample own texts after random stretches of books, equally for each way of sampling."""
-    stretches = _stretches(books, recipe.num_prompt_tokens, first_ids_of(target.files))
+    stretches = Stretches(books, recipe.num_prompt_tokens, first_ids_of(target.files))
     drawn = np.random.default_rng(recipe.seed).integers(len(stretches), size=recipe.num_own_texts)
-    texts: list[Text] = []
     for number, sampling in enumerate(LEARNED_SAMPLING):
-        prompts = [stretches[index] for index in drawn[number :: len(LEARNED_SAMPLING)]]
-        texts += own_texts(target, prompts, recipe.own_sampling(sampling, number))
-    return texts
+        prompts = [stretches[index] for index in drawn[number :: len(LEARNED_SAMPLING)].tolist()]
+        yield from own_texts(target, prompts, recipe.own_sampling(sampling, number))
 
 
 def first_ids_of(files: ModelFiles) -> list[int]:
@@ -184,15 +118,23 @@ def first_ids_of(files: ModelFiles) -> list[int]:
     return TextCodec(files).encode("")
 
 
-def _stretches(books: list[Text], length: int, first_ids: list[int]) -> list[list[int]]:
-    """Return consecutive stretches of `length` tokens, or shorter ones if no book is that long."""
-    bodies = [book.token_ids[len(first_ids) :] for book in books]
-    length = min(length, len(first_ids) + max(map(len, bodies))) - len(first_ids)
-    return [
-        [*first_ids, *body[start : start + length]]
-        for body in bodies
-        for start in range(0, len(body) - length + 1, length)
-    ]
+class Stretches:
+    """Consecutive stretches of `length` tokens of books, or shorter ones if no book is that long."""
+
+    def __init__(self, books: list[np.ndarray], length: int, first_ids: list[int]) -> None:
+        sizes = np.maximum(0, np.asarray([len(book) for book in books]) - len(first_ids))
+        self._length = max(1, min(length - len(first_ids), int(sizes.max())))
+        self._books, self._first_ids = books, first_ids
+        self._ends = np.cumsum(sizes // self._length)  # number of stretches up to the end of each book
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> list[int]:
+        book = int(np.searchsorted(self._ends, index, side="right"))
+        number = index - (int(self._ends[book - 1]) if book else 0)
+        start = len(self._first_ids) + number * self._length
+        return [*self._first_ids, *self._books[book][start : start + self._length].tolist()]
 
 
 @torch.inference_mode()

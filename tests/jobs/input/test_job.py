@@ -55,6 +55,8 @@ LATER = {
     "stop_in_reasoning": True,
     "return_token_ids": True,
     "truncate_prompt_tokens": 5,
+    "echo": True,
+    "prompt_logprobs": 0,
 }
 
 

@@ -100,9 +100,7 @@ REFUSED: list[tuple[str, Any, Any]] = [  # with a value that asks for nothing
     ("guided_choice", ["a"], None),
     ("guided_grammar", "a", None),
     ("structural_tag", "a", None),
-    ("prompt_logprobs", 1, 0),
     ("logprob_token_ids", [1], []),
-    ("echo", True, False),
     ("suffix", "a", ""),
     ("use_beam_search", True, False),
     ("length_penalty", 1.5, 1.0),
@@ -225,9 +223,9 @@ def test_special_tokens_are_added_to_texts_and_not_behind_templates(tmp_path: Pa
 
 
 def test_all_that_is_not_supported_is_named_at_once(tmp_path: Path) -> None:
-    _, (reject,) = read_lines(tmp_path, CHAT | {"functions": [1], "echo": True, "user": "a"})
+    _, (reject,) = read_lines(tmp_path, CHAT | {"functions": [1], "watermarking": True, "user": "a"})
     assert "field 'functions': found [1], not supported" in reject.reason
-    assert "field 'echo': found true, not supported; expected false, or no such field" in reject.reason
+    assert "field 'watermarking': found true, not supported; expected false, or no such field" in reject.reason
 
 
 # lines in the shapes of batch guides, with our own models and texts

@@ -21,7 +21,15 @@ LOOPS = dict.fromkeys(RepetitionDetection.model_fields.keys() - {"action"}, 8)
 COUNTS: dict[str, Any] = {
     **dict.fromkeys(["top_k", "penalty_window", "seed", "min_tokens", "thinking_token_budget", "priority"], 3),
     "truncate_prompt_tokens": 3,
-    **{"max_tokens": 8, "max_completion_tokens": 8, "n": 2, "best_of": 2, "logprobs": 5, "stop_token_ids": [3, 9]},
+    **{
+        "max_tokens": 8,
+        "max_completion_tokens": 8,
+        "n": 2,
+        "best_of": 2,
+        "logprobs": 5,
+        "prompt_logprobs": 5,
+        "stop_token_ids": [3, 9],
+    },
     **{"prompt": [5, 6], "repetition_detection": LOOPS, "top_logprobs": 0},
 }
 SENDING = {"method": "POST", "url": COMPLETIONS}
@@ -124,7 +132,7 @@ def test_null_is_an_absent_field_also_one_of_another_form(tmp_path: Path) -> Non
 
 
 def test_a_number_that_asks_for_nothing_does_so_however_it_is_written(tmp_path: Path) -> None:
-    nothing = [{"length_penalty": 1}, {"length_penalty": 1.0}, {"prompt_logprobs": 0.0}, {"prompt_logprobs": False}]
+    nothing = [{"length_penalty": 1}, {"length_penalty": 1.0}, {"echo": False}, {"prompt_logprobs": False}]
     same(tmp_path, *(GOOD | each for each in nothing))
 
 
@@ -138,3 +146,11 @@ def test_a_part_of_text_is_one_by_each_of_its_names(tmp_path: Path, kind: str) -
     [line] = same(tmp_path, CHAT | {"messages": [{"role": "user", "content": [{"type": kind, "text": "Hello"}]}]})
     assert line.messages is not None
     assert line.messages[0].content == "Hello"
+
+
+def test_no_tokens_mean_the_prompt_alone_and_change_no_later_line(tmp_path: Path) -> None:
+    echo = GOOD | {"echo": True, "logprobs": 1}
+    alone, one, again = same(tmp_path, echo | {"max_tokens": 0}, echo | {"max_tokens": 1}, echo | {"max_tokens": 0})
+    assert [line.sampling["echo"] for line in (alone, one, again)] == ["alone", True, "alone"]
+    assert {line.max_tokens for line in (alone, one, again)} == {1}
+    assert alone.jobs([1])[0].job_id("m") != one.jobs([1])[0].job_id("m")

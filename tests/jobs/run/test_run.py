@@ -50,6 +50,7 @@ RUN_JSON = """{
   "logprobs_mode": "raw_logprobs",
   "sampling_defaults": "openai",
   "lenient_schemas": false,
+  "plain_content": false,
   "thinking_markers": null,
   "clock": "2026-11-28T10:00:00+01:00",
   "reads_clock": false,

@@ -65,7 +65,8 @@ def test_output_holds_every_finished_and_failed_job_in_input_order(run: Run) -> 
     assert set(rows[0]) == {
         *("custom_id", "status", "text", "finish_reason", "error_code", "error_message"),
         *("choice_index", "prompt_tokens", "completion_tokens", "num_drafts", "speed"),
-        *("reasoning_content", "logprobs", "tool_calls", "prompt_token_ids", "token_ids"),
+        *("reasoning_content", "logprobs", "tool_calls", "prompt_logprobs", "prompt_token_ids", "token_ids"),
+        "ignored_schema_keywords",
         *METRIC_COLUMNS,
     }
     assert all(row["reasoning_content"] is None and row["logprobs"] is None for row in rows)
@@ -123,7 +124,7 @@ def test_a_table_has_the_same_columns_whatever_became_of_its_jobs(run: Run) -> N
         run.write_output()
         schemas.append(parquet.read_schema(io.BytesIO(run.store.read("output.parquet") or b"")))
     assert schemas[0] == schemas[1] == schemas[2]
-    assert len(schemas[0]) == 29
+    assert len(schemas[0]) == 31
 
 
 def test_output_is_written_again_after_more_results(run: Run) -> None:

@@ -15,10 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import dataset
 
+from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.run.result_files import SEGMENTS
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import RunError
-from swiftbatch.jobs.run.shards import DATA, Shards, ShardSettings, arrow_schema, ask_for_shards
+from swiftbatch.jobs.run.shards import DATA, Failure, Shards, ShardSettings, arrow_schema, ask_for_shards, failed_row
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.jobs.storage.store import Store, StoreError
 from tests.jobs.run.run_parts import FINISHED, write_result
 from tests.jobs.shards.shard_parts import (
@@ -111,7 +113,7 @@ def test_thoughts_token_ids_and_log_probabilities_are_columns_also_of_chats(tmp_
     [record] = run.jobs()
     message = {"role": "assistant", "reasoning_content": "well", "content": "Yes"}
     choice = {"message": message, "logprobs": {"content": [{"token": "Y", "logprob": -0.5}]}, "finish_reason": "stop"}
-    choice["token_ids"] = [3, 4]
+    choice |= {"token_ids": [3, 4], "ignored_schema_keywords": ["uniqueItems"]}
     body = FINISHED["response"]["body"] | {"choices": [choice], "prompt_token_ids": [1, 2]}
     write_result(run, record.job_id, {"custom_id": "a", "response": {"body": body}, "error": None})
     shards_of(run).catch_up(is_end=True)
@@ -119,6 +121,23 @@ def test_thoughts_token_ids_and_log_probabilities_are_columns_also_of_chats(tmp_
     assert (row["text"], row["reasoning_content"]) == ("Yes", "well")
     assert json.loads(row["logprobs"]) == choice["logprobs"]
     assert (row["prompt_token_ids"], row["token_ids"]) == ([1, 2], [3, 4])
+    assert row["ignored_schema_keywords"] == ["uniqueItems"]
+
+
+def test_messages_keep_their_earlier_calls_and_thoughts() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    said: list[dict[str, Any]] = [
+        {"role": "user", "content": "Rain?", "name": "Ann"},
+        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call]},
+        {"role": "tool", "content": "rain", "tool_call_id": "c1"},
+    ]
+    sampling = SamplingParams(max_tokens=5, seed=0)
+    job = Job(custom_id="a", url="/v1/chat/completions", messages=said, sampling=sampling)  # type: ignore[arg-type]
+    row = failed_row(JobRecord("a-1", job, 1, 3), 0, Failure(code="cancelled", message=""))
+    found = pa.Table.from_pylist([row], schema=arrow_schema()).to_pylist()[0]["messages"]
+    kept = [{name: value for name, value in message.items() if value is not None} for message in found]
+    said[1]["tool_calls"] = json.dumps([call])
+    assert kept == said
 
 
 def test_failed_lines_wait_for_the_end_so_that_those_tried_again_have_one_row(tmp_path: Path) -> None:

@@ -12,9 +12,11 @@ import pyarrow as pa
 import pytest
 
 import swiftbatch
+from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.api.python_submit import SubmitOptions, _lines, arguments_of, keywords
 from swiftbatch.scheduler.api.run_process import _event
-from tests.scheduler.commands.command_parts import refusal
+from tests.jobs.run.run_parts import MANIFEST
+from tests.scheduler.commands.command_parts import pretend_to_run, refusal
 
 
 def _job(name: str, **fields: Any) -> dict[str, Any]:
@@ -46,6 +48,9 @@ def test_an_unknown_keyword_names_the_known_ones() -> None:
         ({"custom_id": "a"}, "found dict as jobs, expected files, a list of dicts"),
         (None, "found NoneType as jobs"),
         (5, "found int as jobs"),
+        ([], r"^submit\(\): found no jobs, expected at least one$"),
+        (iter(()), r"^submit\(\): found no jobs, expected at least one$"),
+        (["a.jsonl", _job("a")], "found dict among files, expected files alone, or dicts"),
     ],
 )
 def test_jobs_that_are_no_dicts_are_refused(tmp_path: Path, jobs: Any, message: str) -> None:
@@ -109,15 +114,31 @@ def test_a_killed_run_goes_on_and_each_result_comes_once(tmp_path: Path, tiny_mo
     assert "3 finished" not in repr(opened)  # four jobs: both choices count
     assert [line["custom_id"] for line in opened.lines()] == ["two", "one", "three"]
     assert opened.to_arrow().column("completion_tokens").to_pylist() == [20, 20, 30, 20]
-    with pytest.raises(swiftbatch.UserError, match="not started by this program"):
-        opened.stop()
+    assert opened.stop().state == "finished"  # nobody works on it
+
+
+@pytest.mark.parametrize("kind", [list, tuple, set, iter, lambda paths: (each for each in paths)])
+def test_files_come_in_any_collection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    paths, found = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"], list[Any]()
+    monkeypatch.setattr("swiftbatch.scheduler.api.python_submit._started", lambda *asked: found.append(asked))
+    swiftbatch.submit(kind(paths), run=tmp_path / "run")
+    assert found == [(list(map(str, paths)), str(tmp_path / "run"), [])]
+
+
+def test_a_run_of_another_machine_is_stopped_there(tmp_path: Path) -> None:
+    run = Run.planned(str(tmp_path / "run"), MANIFEST).made()
+    pretend_to_run(run)
+    with pytest.raises(swiftbatch.UserError, match=r"^process 1 on elsewhere works on the run at .*: send it SIGTERM"):
+        swiftbatch.Run.open(run.store.uri).stop()
 
 
 @pytest.mark.ray
 def test_a_stopped_run_of_a_table_goes_on(tmp_path: Path, tiny_model: Path) -> None:
     table = pa.Table.from_pylist([_job(name, max_tokens=60) for name in "ab"])
     run = swiftbatch.submit(table, run=tmp_path / "run", model=str(tiny_model))
-    assert run.stop().jobs["finished"] < 2
+    assert swiftbatch.Run.open(run.uri).stop().jobs["finished"] < 2  # as in a restarted notebook
+    assert run._process is not None
+    assert run._process.wait(10.0)
     again = swiftbatch.submit(table, run=tmp_path / "run", model=str(tiny_model))
     assert again.wait(bar=True).jobs["finished"] == 2
     assert again.cancel() == "nothing to cancel: it has ended already"

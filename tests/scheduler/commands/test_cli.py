@@ -32,7 +32,10 @@ def test_all_commands_are_there() -> None:
         "cancel",
         "prune",
     }
-    trainings = {"train all", "train target", "train tokenswift", "train draft", "train griffin", "train mtp"}
+    trainings = {
+        *("train all", "train draft", "train griffin", "train import", "train mtp", "train target"),
+        "train tokenswift",
+    }
     assert names == runs | trainings | {"bench decode", "inspect", "quantize", "doctor", "chaos", "verify", "score"}
 
 
@@ -107,7 +110,7 @@ def test_help_and_status_answer_at_once_and_import_nothing_heavy(args: list[str]
         (["submit", "JOBS", "--run", "R", "--kv-offload", ""], "'--kv-offload': found an empty text"),
         (["doctor", "--model", ""], "'--model': found an empty text"),
         (["submit", "JOBS", "--run", ""], "cannot use '' as a folder"),
-        (["submit", "JOBS", "--run", "a\udcff"], r"found 'a\udcff', expected a name in UTF-8"),
+        (["submit", "JOBS", "--run", "a\udcff"], r"found 'a\udcff', expected text in UTF-8"),
         (["submit", "JOBS", "--run", "R", "--slots", "many"], "found many, expected auto, or a whole number from 1 on"),
         (["submit", "JOBS", "--run", "R", "--thinking-markers", "<a>"], "requires 2 arguments"),
         (["submit", "JOBS", "--run", "R", "--thinking-markers", "<a>", ""], "found '', expected two texts in UTF-8"),

@@ -59,6 +59,7 @@ WITHOUT = {
     "inspect",
     "quantize",
     "train all",
+    "train import",
     "train target",
 }  # they set no field
 

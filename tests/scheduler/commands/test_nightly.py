@@ -298,3 +298,15 @@ def test_tables_are_job_files_too_with_the_columns_that_are_said(tmp_path: Path,
     assert done.exit_code == 0, done.output
     names = [record.job.custom_id for record in Run.open(str(runs / "[a].parquet")).jobs()]
     assert names == ["[a].parquet:1", "[a].parquet:2"]
+
+
+def test_runs_of_a_night_have_the_switches_that_decide_tokens(tmp_path: Path, tiny_model: Path) -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    job = {"custom_id": "a", "prompt": "the quick", "max_tokens": 4, "structured_outputs": {"json": schema}}
+    inbox, runs = put(tmp_path / "inbox", a=json.dumps(job)), tmp_path / "runs"
+    with idle_workers():
+        done = nightly(inbox, runs, tiny_model, "--lenient-schemas", "--plain-content")
+    assert done.exit_code == 0, done.output
+    run = Run.open(str(runs / "a.jsonl"))
+    assert [record.job.custom_id for record in run.jobs()] == ["a"]
+    assert (run.manifest.lenient_schemas, run.manifest.plain_content) == (True, True)

@@ -101,7 +101,7 @@ def test_help_and_the_pages_say_what_each_engine_drafts_from() -> None:
     for name, entry in (ENGINES | PAPER_ENGINES).items():
         assert f"    {name:<21} {entry.drafts_from}\n" in page
     pages = [path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
-    [rows] = [table(text, "engine") for text in pages if "| engine |" in text]
+    [rows] = [table(text, "engine") for text in pages if "\n| engine |" in text]
     assert [row[0].split("`")[1] for row in rows] == list(ENGINES)
 
 

@@ -56,16 +56,17 @@ def test_what_log_probabilities_are_of_belongs_to_the_run(tmp_path: Path) -> Non
         kept_or_new_manifest(uri, Settings(said={"logprobs_mode": "raw_logprobs"}))
 
 
-def test_lenience_for_schemas_belongs_to_the_run_and_to_its_fingerprint(tmp_path: Path) -> None:
-    strict, lenient = str(tmp_path / "strict"), str(tmp_path / "lenient")
-    manifest = kept_or_new_manifest(lenient, Settings(said={"lenient_schemas": True}))
-    Run.planned(lenient, manifest).made()
-    Run.planned(strict, manifest.model_copy(update={"lenient_schemas": False})).made()
-    kept = kept_or_new_manifest(lenient, Settings())
-    assert (kept.lenient_schemas, computation_of(kept, Settings()).lenient_schemas) == (True, True)
-    assert kept.fingerprint != kept_or_new_manifest(strict, Settings()).fingerprint
-    with pytest.raises(RunError, match=r"was made without lenient_schemas, found True; leave the option away"):
-        kept_or_new_manifest(strict, Settings(said={"lenient_schemas": True}))
+@pytest.mark.parametrize("name", ["lenient_schemas", "plain_content"])
+def test_a_switch_that_decides_tokens_belongs_to_the_run_and_to_its_fingerprint(tmp_path: Path, name: str) -> None:
+    without, switched = str(tmp_path / "without"), str(tmp_path / "switched")
+    manifest = kept_or_new_manifest(switched, Settings(said={name: True}))
+    Run.planned(switched, manifest).made()
+    Run.planned(without, manifest.model_copy(update={name: False})).made()
+    kept = kept_or_new_manifest(switched, Settings())
+    assert getattr(kept, name) is getattr(computation_of(kept, Settings()), name) is True
+    assert kept.fingerprint != kept_or_new_manifest(without, Settings()).fingerprint
+    with pytest.raises(RunError, match=rf"was made without {name}, found True; leave the option away"):
+        kept_or_new_manifest(without, Settings(said={name: True}))
 
 
 def test_keys_and_values_in_8_bits_belong_to_the_run(tmp_path: Path) -> None:

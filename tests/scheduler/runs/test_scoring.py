@@ -95,6 +95,55 @@ def test_white_space_between_prompt_and_text_belongs_to_the_text(tmp_path: Path,
     assert (one["num_tokens"], one["logprob"]) == (other["num_tokens"], other["logprob"])
 
 
+REQUESTS = [  # contexts and their continuations, as an evaluation of loglikelihood has them
+    ("the quick brown", " fox"),
+    ("the quick brown", " dog over the fox"),
+    ("the quick brown fox ", "jumps"),  # the blank belongs to the continuation
+    ("the lazy\n", "\nfox, na\u00efve"),
+    ("", "the quick"),
+]
+
+
+def _likelihoods(model: Path) -> list[tuple[float, bool]]:
+    """Return each continuation's sum and whether it is greedy, by transformers."""
+    codec, found = TextCodec(locate_model(str(model))), []
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for context, continuation in REQUESTS:
+        num_context = len(codec.encode(context.rstrip()))
+        whole = torch.tensor(codec.encode(context + continuation))
+        with torch.inference_mode():
+            rows = torch.log_softmax(reference(whole[None]).logits[0].double(), -1)[num_context - 1 : -1]
+        own = whole[num_context:]
+        found.append((float(rows.gather(1, own[:, None]).sum()), bool((rows.argmax(-1) == own).all())))
+    return found
+
+
+def test_requests_of_an_evaluation_get_the_sums_that_transformers_gives(tmp_path: Path, tiny_model: Path) -> None:
+    lines = [{"custom_id": str(n), "prompt": each[0], "text": each[1]} for n, each in enumerate(REQUESTS)]
+    found = _scored(tmp_path, tiny_model, *lines)
+    for line, (total, is_greedy) in zip(found, _likelihoods(tiny_model), strict=True):
+        assert line["logprob"] == pytest.approx(total, abs=1e-3)
+        assert line["is_greedy"] == is_greedy
+
+
+def test_a_completion_with_an_echo_gives_the_same_sums_to_the_bit(tmp_path: Path, tiny_model: Path) -> None:
+    """An evaluation over HTTP sends context and continuation as one prompt, and drops the token behind it."""
+    codec = TextCodec(locate_model(str(tiny_model)))
+    asked = {"logprobs": 1, "echo": True, "temperature": 0.0}
+    jobs = [record(str(n), 1, asked, prompt=context + more) for n, (context, more) in enumerate(REQUESTS)]
+    echoes = [
+        line["response"]["body"]["choices"][0] for line in finished(tmp_path / "run", tiny_model, *jobs).joined_lines()
+    ]
+    lines = [{"custom_id": str(n), "prompt": each[0], "text": each[1]} for n, each in enumerate(REQUESTS)]
+    scored = _scored(tmp_path, tiny_model, *lines, num_top=1)
+    for (context, _), choice, line in zip(REQUESTS, echoes, scored, strict=True):
+        logprobs, start = choice["logprobs"], len(codec.encode(context.rstrip()))
+        assert logprobs["token_logprobs"][start:-1] == line["logprobs"]["token_logprobs"]
+        tops = logprobs["top_logprobs"][start:-1]
+        own = logprobs["token_logprobs"][start:-1]
+        assert line["is_greedy"] == all(value == max(top.values()) for value, top in zip(own, tops, strict=True))
+
+
 def test_a_file_is_never_written_over_itself(tmp_path: Path, tiny_model: Path) -> None:
     path = write_jobs(tmp_path / "texts.jsonl", {"custom_id": "a", "text": "the quick"})
     before = Path(path).read_bytes()

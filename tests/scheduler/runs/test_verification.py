@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,11 @@ from swiftbatch.jobs.job import packed
 from swiftbatch.jobs.run.output_line import tokens_sha256
 from swiftbatch.jobs.run.result_files import ResultSegment
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import LogprobsMode
+from swiftbatch.scheduler.runs.run_manifest import versions
+from swiftbatch.scheduler.runs.scoring import scored_results
 from swiftbatch.scheduler.runs.verification import SPAN, VerificationReport, chosen_jobs, verify_run
+from swiftbatch.worker.forward.hardware import cpu_capability
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.scheduler.commands.command_parts import invoke, refusal, write_jobs
@@ -94,6 +99,161 @@ def test_an_output_that_was_cut_is_found(tmp_path: Path, tiny_model: Path, num_c
     assert (finding.what, finding.position, finding.recorded) == ("end", LONG - num_cut, None)
 
 
+def _rewritten(run: Run, change: Callable[[dict[str, Any]], object]) -> Run:
+    """Change the choice of a run's only result."""
+    [job_id] = run.job_ids()
+    line = run.result(job_id)
+    assert line is not None
+    change(line["response"]["body"]["choices"][0])
+    run.store.delete_folder("results")
+    run.write_segment("forged", ResultSegment([(job_id, line)]))
+    return Run.open(run.store.uri)
+
+
+CHAT = {"url": "/v1/chat/completions", "prompt": None, "messages": ({"role": "user", "content": "the quick"},)}
+RULED = {"logprobs": 3, "structured_outputs": {"regex": "[a-z]{90,120}"}, "ignore_eos": False}
+REWINDS = {**LOOPS_OF_80, "logprobs": 2}
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_honest_logprobs_are_exact(tmp_path: Path, tiny_model: Path, mode: LogprobsMode) -> None:
+    jobs = [
+        record("long", LONG, {"logprobs": 4, "top_k": 9, "return_token_ids": True}),
+        record("none", 300, {"logprobs": 0, "frequency_penalty": 0.5}),
+        record("chat", 300, {"logprobs": 5, "min_p": 0.05}, **CHAT),
+        record("ruled", 120, RULED),
+        record("loops", 300, REWINDS),
+    ]
+    run = finished(tmp_path / "run", tiny_model, *jobs, logprobs_mode=mode)
+    run.manifest = run.manifest.model_copy(update={"logprobs_mode": mode})
+    found = _verified(run)
+    assert (found.verdict, found.findings, found.num_jobs) == ("exact", (), len(jobs))
+    other = {"raw_logprobs": "processed_logprobs", "processed_logprobs": "raw_logprobs"}
+    run.manifest = run.manifest.model_copy(update={"logprobs_mode": other[mode]})
+    assert {each.what for each in _verified(run).findings} == {"logprobs"}
+
+
+def _shift(logprobs: dict[str, Any]) -> None:
+    logprobs["token_logprobs"][500] = float(np.nextafter(np.float32(logprobs["token_logprobs"][500]), np.float32(0)))
+
+
+def _shift_top(logprobs: dict[str, Any]) -> None:
+    name = min(logprobs["top_logprobs"][500])
+    logprobs["top_logprobs"][500][name] -= 0.25
+
+
+def _rename(logprobs: dict[str, Any]) -> None:
+    logprobs["tokens"][500] = "x"
+
+
+def _leave_out(logprobs: dict[str, Any]) -> None:
+    logprobs["top_logprobs"][500].popitem()
+
+
+@pytest.mark.parametrize(
+    ("change", "sizes"),
+    [(_shift, (0.0, 1e-5)), (_shift_top, (0.2, 0.3)), (_rename, None), (_leave_out, (0.0, 50.0))],
+)
+def test_a_changed_logprob_is_found_at_its_place(
+    tmp_path: Path, tiny_model: Path, change: Callable[[dict[str, Any]], None], sizes: tuple[float, float] | None
+) -> None:
+    run = finished(tmp_path / "run", tiny_model, record("long", LONG, {"logprobs": 4}))
+    [finding] = _verified(_rewritten(run, lambda choice: change(choice["logprobs"]))).findings
+    assert (finding.what, finding.position) == ("logprobs", 500)
+    if sizes is None:
+        assert finding.margin is None
+    else:
+        assert finding.margin is not None
+        assert sizes[0] < finding.margin < sizes[1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda choice: choice.pop("logprobs"),
+        lambda choice: choice["logprobs"]["tokens"].pop(),
+        lambda choice: choice["logprobs"]["text_offset"].reverse(),
+        lambda choice: choice["logprobs"]["token_logprobs"].__setitem__(3, "x"),
+        lambda choice: choice["logprobs"].update(top_logprobs=None),
+        lambda choice: choice["logprobs"]["tokens"].__setitem__(3, ["x"]),
+        lambda choice: [values.clear() for values in choice["logprobs"].values()],
+    ],
+)
+def test_logprobs_of_another_form_are_found(
+    tmp_path: Path, tiny_model: Path, change: Callable[[dict[str, Any]], object]
+) -> None:
+    run = _rewritten(finished(tmp_path / "run", tiny_model, record("a", 40, {"logprobs": 1})), change)
+    [finding] = _verified(run).findings
+    assert (finding.what, finding.position, finding.margin) == ("logprobs", None, None)
+    done = invoke("verify", run.store.uri)
+    assert (done.exit_code, "missing, or do not fit its tokens" in done.output) == (1, True)
+
+
+def test_a_changed_logprob_of_a_chat_without_kept_tokens_is_found(tmp_path: Path, tiny_model: Path) -> None:
+    chat = {"logprobs": 2, "ignore_eos": False, "temperature": 2.0, "stop": ("q",)}
+    run = finished(tmp_path / "run", tiny_model, record("a", 400, chat, **CHAT))
+
+    def change(choice: dict[str, Any]) -> None:
+        choice["logprobs"]["content"][0]["top_logprobs"][1]["logprob"] -= 1.0
+
+    run = _rewritten(run, change)
+    [finding] = _verified(run).findings
+    assert (finding.what, finding.position) == ("logprobs", 0)
+    assert "a log-probability of token 1 is not this model's, by 1\n" in invoke("verify", run.store.uri).output
+
+
+def test_other_numerics_bound_the_differences_of_logprobs(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shifted(choice: dict[str, Any], by: float) -> None:
+        choice["logprobs"]["token_logprobs"][9] -= by
+
+    monkeypatch.setattr("swiftbatch.scheduler.runs.verification._computes_alike", lambda _: False)
+    for by, verdict in ((0.24, "exact up to ties"), (0.26, "differs")):
+        run = finished(tmp_path / verdict, tiny_model, record("a", 40, {"logprobs": 3}))
+        assert _verified(_rewritten(run, partial(shifted, by=by))).verdict == verdict
+
+
+def test_an_attempt_with_other_numerics_may_tie(tmp_path: Path, tiny_model: Path) -> None:
+    run = finished(tmp_path / "run", tiny_model, record("a", 40, {"logprobs": 3}))
+    [job_id] = run.job_ids()
+    line = run.result(job_id)
+    assert line is not None
+    body = line["response"]["body"]
+    body["choices"][0]["logprobs"]["token_logprobs"][9] -= 0.1
+    for numerics, verdict in ((body["metrics"]["attempts"][0]["numerics"], "differs"), ("other", "exact up to ties")):
+        body["metrics"]["attempts"][0]["numerics"] = numerics
+        run.store.delete_folder("results")
+        Run.open(run.store.uri).write_segment("forged", ResultSegment([(job_id, line)]))
+        again = Run.open(run.store.uri)
+        again.manifest = again.manifest.model_copy(update={"cpu_capability": cpu_capability(), "versions": versions()})
+        assert _verified(again).verdict == verdict
+
+
+def test_a_changed_token_among_logprobs_is_found_at_its_place(tmp_path: Path, tiny_model: Path) -> None:
+    run = finished(tmp_path / "run", tiny_model, record("a", 300, {"logprobs": 2, "return_token_ids": True}))
+
+    def change(choice: dict[str, Any]) -> None:
+        for place in (100, 101, 290):
+            choice["token_ids"][place] = 1 + choice["token_ids"][place] % 5
+        choice["token_ids_sha256"] = tokens_sha256(np.asarray(choice["token_ids"], np.uint32))
+
+    found = _verified(_rewritten(run, change)).findings
+    assert [each.position for each in found if each.what == "token"][:2] == [100, 101]
+    assert {each.what for each in found} == {"token", "text", "logprobs"}
+
+
+def test_logprobs_that_were_added_later_are_compared(tmp_path: Path, tiny_model: Path) -> None:
+    run = finished(tmp_path / "run", tiny_model, record("long", LONG, {"return_token_ids": True}))
+    [line] = scored_results(run, 3)
+    added = line["response"]["body"]["choices"][0]["logprobs"]
+    run = _rewritten(run, lambda choice: choice.update(logprobs=added))
+    assert _verified(run).verdict == "exact"
+    _shift(added)
+    [finding] = _verified(_rewritten(run, lambda choice: choice.update(logprobs=added))).findings
+    assert (finding.what, finding.position) == ("logprobs", 500)
+
+
 def _change_text(_token_ids: list[int], choice: dict[str, Any]) -> None:
     choice["text"] = "x" + choice["text"]
 
@@ -143,6 +303,37 @@ def test_one_changed_weight_is_found(tmp_path: Path, tiny_model: Path) -> None:
     assert _verified(run, model=str(other)).verdict == "differs"
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("chat_template.jinja", lambda text: text + "."),
+        ("config.json", lambda text: json.dumps({**json.loads(text), "rms_norm_eps": 0.1})),
+        ("tokenizer.json", lambda text: text + " "),
+        ("generation_config.json", lambda text: '{"temperature": 0.5}'),
+    ],
+)
+def test_a_model_with_another_file_is_refused_by_its_name(
+    tmp_path: Path, tiny_model: Path, name: str, change: Callable[[str], str]
+) -> None:
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    run, file = finished(tmp_path / "run", model, record("a", 30)).store.uri, model / name
+    file.write_text(change(file.read_text() if file.exists() else ""))
+    message = refusal("verify", run)
+    assert f"{file} is not the file that was expected" in message
+    assert message.count("\n") <= 1
+
+
+def test_an_output_file_of_another_chat_template_is_found(tmp_path: Path, tiny_model: Path) -> None:
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    chat = {"custom_id": "chat", "messages": [{"role": "user", "content": "the quick"}], "max_tokens": 40, "seed": 3}
+    _, arguments = _output_and_jobs(tmp_path, model, chat)
+    assert invoke(*arguments).exit_code == 0
+    template = model / "chat_template.jinja"
+    template.write_text("the " + template.read_text())
+    done = invoke(*arguments)
+    assert (done.exit_code, "job chat: " in done.output) == (1, True)
+
+
 @pytest.mark.parametrize("text", ["It was", "the quick brown long "])
 def test_another_prompt_is_found(tmp_path: Path, tiny_model: Path, text: str) -> None:
     run = finished(tmp_path / "run", tiny_model, record("long", LONG))
@@ -166,7 +357,12 @@ def test_tokens_of_another_prompt_are_found(tmp_path: Path, tiny_model: Path) ->
 
 @pytest.mark.parametrize(
     ("field", "value", "what"),
-    [("finish_reason", "stop", "end"), ("index", 3, "line"), ("token_ids_sha256", "a", "log")],
+    [
+        ("finish_reason", "stop", "end"),
+        ("index", 3, "line"),
+        ("prompt_token_ids", [9], "line"),
+        ("token_ids_sha256", "a", "log"),
+    ],
 )
 def test_a_changed_field_of_a_choice_is_found(
     tmp_path: Path, tiny_model: Path, field: str, value: object, what: str
@@ -243,16 +439,16 @@ def test_the_command_names_the_first_differing_token(tmp_path: Path, tiny_model:
     assert f" in 1 job, among {LONG} tokens of 3 spans in 1 job" in done.output
 
 
-def _output_and_jobs(folder: Path, model: Path) -> tuple[Path, list[str]]:
-    """Return an output file, and the arguments that verify it."""
-    lines = [
+def _output_and_jobs(folder: Path, model: Path, *lines: dict[str, Any], **settings: Any) -> tuple[Path, list[str]]:
+    """Return an output file, and the arguments that verify it, without those for `settings`."""
+    lines = lines or (
         {"custom_id": "long", "prompt": "the quick", "max_tokens": LONG, "seed": 3, "ignore_eos": True},
         {"custom_id": "two", "prompt": "the brown", "max_tokens": 40, "n": 2},
-    ]
+    )
     jobs = write_jobs(folder / "jobs.jsonl", *lines)
-    options = {"dtype": "float32", "num_threads": 1, "seed": 5}
+    options = {"dtype": "float32", "num_threads": 1, "seed": 5} | settings
     run = submit_file(jobs, str(folder / "run"), model=str(model), **options).run
-    to_the_end(session(run, model, checkpoint_seconds=600.0), *(claimed(run, job) for job in run.jobs()))
+    to_the_end(session(run, model, checkpoint_seconds=600.0, **settings), *(claimed(run, job) for job in run.jobs()))
     Run.open(run.store.uri).write_output()
     output = folder / "run" / "output.jsonl"
     verify = ["verify", str(output), "--jobs", jobs, "--model", str(model), "--dtype", "float32"]
@@ -268,6 +464,18 @@ def test_an_output_file_is_verified_without_its_run(tmp_path: Path, tiny_model: 
     assert invoke(*arguments[:-1], "6").exit_code == 1  # another seed for the line without one
 
 
+def test_an_output_file_is_verified_with_the_options_that_changed_its_prompts_and_rules(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    few = {"json": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2, "uniqueItems": True}}
+    line = {"custom_id": "list", "prompt": "the", "max_tokens": 30, "structured_outputs": few}
+    settings = {"lenient_schemas": True, "plain_content": True}
+    _, arguments = _output_and_jobs(tmp_path, tiny_model, line, **settings)
+    done = invoke(*arguments, "--lenient-schemas", "--plain-content")
+    assert (done.exit_code, done.output[:6]) == (0, "exact:"), done.output
+    assert "uniqueItems" in refusal(*arguments, "--plain-content")
+
+
 def test_an_output_file_that_was_changed_is_found(tmp_path: Path, tiny_model: Path) -> None:
     output, arguments = _output_and_jobs(tmp_path, tiny_model)
     first, *rest = output.read_text().splitlines()
@@ -279,4 +487,29 @@ def test_an_output_file_that_was_changed_is_found(tmp_path: Path, tiny_model: Pa
     assert "job long: " in done.output
     assert "is no result of swiftbatch" in refusal(*arguments[:1], arguments[3], *arguments[2:])
     assert "expected --model with it" in refusal(*arguments[:4])
+    assert "is a file: expected --jobs and --model with it" in refusal("verify", str(output))
+    assert "expected an output FILE" in refusal("verify", str(output.parent), *arguments[2:])
+    assert "found no folder" in refusal(*arguments, "--json", str(tmp_path / "no" / "report.json"))
     assert "--seed: expected --jobs with it" in refusal("verify", str(output.parent), "--seed", "5")
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda body: body["usage"].update(prompt_tokens="6"), "the line of 'long': field 'response.body.usage.prompt"),
+        (lambda body: body["metrics"].update(attempts=[3], num_rewinds=[]), None),
+        (lambda body: body["choices"][0].pop("token_ids_sha256"), "the line of 'long' is no result of swiftbatch"),
+    ],
+)
+def test_an_odd_output_file_is_refused_in_one_line(
+    tmp_path: Path, tiny_model: Path, change: Callable[[dict[str, Any]], object], problem: str | None
+) -> None:
+    output, arguments = _output_and_jobs(tmp_path, tiny_model)
+    first, *rest = output.read_text().splitlines()
+    line = json.loads(first)
+    change(line["response"]["body"])
+    output.write_text("\n".join([json.dumps(line), *rest]) + "\n")
+    if problem is None:
+        assert invoke(*arguments).exit_code == 0
+    else:
+        assert problem in refusal(*arguments)

@@ -69,7 +69,8 @@ def test_everything_is_made_in_order_once_and_told_of_in_the_card(
         share = share[0] if isinstance(share, list) else share
         assert (f"{share:.3f} bits" if name == "train" else f"{100 * share:.1f}") in card
     assert "{" not in card
-    assert not list(output.glob("**/features"))
+    assert {path.name for path in output.rglob("*_training.png")} == {f"{name[:-10]}_training.png" for name in logs}
+    assert not list(output.glob("**/*features"))
 
 
 @pytest.mark.slow

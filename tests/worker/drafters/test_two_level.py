@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from swiftbatch.worker.drafters.choice.policy import PLAIN, Policy
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
 from swiftbatch.worker.drafters.engine_options import TOKENSWIFT_PAPER, TokenSwiftOptions, TriForceOptions, changed
 from swiftbatch.worker.drafters.self_speculation import Chain, RoundPlan, SelfSpeculationDrafter
+from swiftbatch.worker.drafters.tokenswift.decoding_heads import save_heads
 from swiftbatch.worker.drafters.tokenswift.tokenswift import tokenswift
 from swiftbatch.worker.drafters.triforce import triforce
 from swiftbatch.worker.engine.engine import Engine
@@ -332,8 +334,8 @@ def test_rounds_on_the_kernels_load_no_second_copy_of_the_model() -> None:
     assert process.stdout == 2 * "rounds True\nsummaries True\n" + "transformers False False\n"
 
 
-def first_tree(target: TargetModel) -> DraftTree:
-    drafter = tokenswift(target, free_rows, None, changed(TOKENSWIFT_PAPER, {"num_ngrams": 0}))
+def first_tree(target: TargetModel, parts: Path | None = None) -> DraftTree:
+    drafter = tokenswift(target, free_rows, parts, changed(TOKENSWIFT_PAPER, {"num_ngrams": 0}))
     sequence = new_sequence(target, "T=0", 50)
     engine = Engine(target, drafter)
     engine.start(sequence)
@@ -348,6 +350,12 @@ def test_the_papers_step_is_one_row_then_one_tree(target: TargetModel, monkeypat
     depths = first_tree(target).depths()
     assert rows == [1, 1]
     assert [depths.count(depth) for depth in (1, 2, 3, 4, 5)] == [1, 3, 9, 27, 0]
+
+
+@pytest.mark.parametrize("num_heads", [1, 5])
+def test_trees_are_as_deep_as_there_are_heads(target: TargetModel, tmp_path: Path, num_heads: int) -> None:
+    save_heads(tmp_path, torch.zeros(num_heads, target.hidden_size, target.hidden_size), target.files.fingerprint)
+    assert max(first_tree(target, tmp_path).depths()) == num_heads + 1
 
 
 def test_more_digits_than_heads_are_refused(target: TargetModel) -> None:

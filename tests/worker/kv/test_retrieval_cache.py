@@ -158,6 +158,6 @@ def test_a_low_acceptance_rate_asks_for_a_build_and_a_resume_has_the_same_entrie
 
 def test_an_unfit_state_is_refused(full: FullKVCache) -> None:
     cache = RetrievalKVCache(SHAPE, BUDGET, text(PROMPT + 1), rebuild_below=0.5)
-    for state in ({}, {"retrieval_cache": np.array([0.5])}, {"retrieval_cache": np.array([np.nan, 3.0])}):
+    for state in ({"retrieval_cache": np.array([0.5])}, {"retrieval_cache": np.array([np.nan, 3.0])}):
         with pytest.raises(ValueError, match="retrieval cache: found"):
             cache.restore(state)

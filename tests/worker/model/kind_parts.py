@@ -280,6 +280,19 @@ Not supported:
 Layers that predict further tokens (MTP) are no part of the model: `auto`
 [drafts with them](engines.md#the-engine-that-chooses) where it can.
 
+## Models of 2023
+
+Llama 2, Vicuna, YaRN-Llama-2, LWM-Text and llama-68m run in our kernels as they were published, and other Llamas of
+their age: what their `config.json` leaves out is what `transformers` takes.
+
+Their weights are in `pytorch_model.bin`, or in several files with an index. These load where a model has no
+safetensors, one tensor at a time. `torch.load(weights_only=True)` reads them, which runs no code of the file. Refused:
+files with anything but plain tensors by name, and files of torch before 1.6. The hub tells no sizes of `.bin` files'
+tensors, so `inspect` of a hub id shows them only after the download.
+
+If `tokenizer.model` is a model's only tokenizer, as with Vicuna, install the library that reads it, on every node:
+`pip install '.[sentencepiece]'`.
+
 ## Latent attention
 
 The heads of DeepSeek V2 and V3, Kimi K2 and GLM-4.7-Flash make their keys and values from one vector per position.

@@ -124,11 +124,20 @@ def test_a_config_that_says_more_is_left_to_transformers(change: str, llama: Pat
     assert dense_weights(files_in(tmp_path), torch.float32) is None
 
 
-@pytest.mark.parametrize("missing", ["hidden_act", "rope_parameters", "rms_norm_eps", "num_key_value_heads"])
-def test_nothing_is_left_to_a_default(missing: str, llama: Path, tmp_path: Path) -> None:
-    config = json.loads((llama / "config.json").read_text())
+@pytest.mark.parametrize(
+    ("kind", "missing"),
+    [
+        ("llama", "hidden_act"),
+        ("llama", "rms_norm_eps"),
+        ("qwen2", "rope_parameters"),
+        ("qwen2", "num_key_value_heads"),
+    ],
+)
+def test_nothing_is_left_to_a_default(kind: str, missing: str, tmp_path: Path) -> None:
+    """Of Llama, two keys are: see `test_paper_models`."""
+    saved(tmp_path, config_of(kind))
+    config = json.loads((tmp_path / "config.json").read_text())
     del config[missing]
-    (tmp_path / "model.safetensors").symlink_to(llama / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert dense_weights(files_in(tmp_path), torch.float32) is None
 

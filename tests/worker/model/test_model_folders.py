@@ -192,9 +192,9 @@ def test_an_index_of_shards_that_are_not_in_the_folder_is_refused(folder: Path, 
 
 
 def test_weights_of_other_programs_alone_are_refused_by_inspect_as_by_a_run(folder: Path) -> None:
-    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+    (folder / WEIGHTS).rename(folder / "consolidated.00.pth")
     said = refusal(folder, load=False)
-    assert "no model.safetensors in" in said
+    assert "no model.safetensors or pytorch_model.bin in" in said
     assert said == f"model {folder}: {inspect_model(str(folder)).refusal}"
 
 

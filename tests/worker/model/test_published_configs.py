@@ -112,9 +112,9 @@ def test_what_says_more_is_left_to_transformers_and_ends_in_no_traceback(change:
 
 
 def test_kernels_that_take_over_what_transformers_has_loaded_are_told(tmp_path: Path) -> None:
-    """Llama 2 leaves the base of its angles to a default."""
-    folder_of("Llama 3.1 8B Instruct", tmp_path)
-    config = PUBLISHED["Llama 3.1 8B Instruct"] | {"rope_scaling": None, "max_position_embeddings": 4096}
+    """This config leaves the base of its angles to a default."""
+    folder_of("Mistral 7B v0.3", tmp_path)
+    config = PUBLISHED["Mistral 7B v0.3"] | {"max_position_embeddings": 4096}
     del config["rope_theta"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     target = TargetModel.load(files_in(tmp_path), "bfloat16", "cpu")

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import random
+import re
 import time
 from typing import Any
 
+import jsonschema
+import numpy as np
 import pytest
 from llguidance import LLMatcher
 from tokenizers import AddedToken
@@ -14,11 +18,12 @@ from tokenizers import AddedToken
 from swiftbatch.jobs.job import TemplateOptions
 from swiftbatch.worker.constraints.grammar import GrammarTokenizer
 from swiftbatch.worker.model.model_files import ModelFiles
-from swiftbatch.worker.sampling.token_masks import ConstraintError
+from swiftbatch.worker.sampling.token_masks import ConstraintError, tokens_of
+from swiftbatch.worker.text.call_grammars import rule_of_calls
 from swiftbatch.worker.text.output_text import ByteText
 from swiftbatch.worker.text.token_bytes import TokenBytes, steps_of
 from swiftbatch.worker.text.tokenizer import TextCodec
-from swiftbatch.worker.text.tool_calls import FORMS, CallForm, calls_in, form_of, rule_of_calls
+from swiftbatch.worker.text.tool_calls import FORMS, CallForm, calls_in, form_of
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 TOOLS: tuple[dict[str, Any], ...] = (
@@ -75,7 +80,9 @@ FAMILIES: dict[str, tuple[str, str]] = {
         f'{{"name": "weather", "parameters": {ARGUMENTS}}}; {{"name": "now", "parameters": {{}}}}',
     ),
 }
-FORCED = [form.family for form in FORMS if form.written is not None]
+
+
+MARKS = {mark for form in FORMS for mark in form.marks}
 
 
 def form(family: str) -> CallForm:
@@ -179,24 +186,72 @@ class TestEveryForm:
         assert not any(mark in plain for mark in form(family).marks)
 
     def test_calls_are_forced_or_refused_with_the_reason(self, tokenizer: Any, family: str) -> None:
-        if family not in FORCED:
-            with pytest.raises(
-                ConstraintError, match=rf"'tool_choice': calls of this model's family, {family}, cannot"
-            ):
-                forced(tokenizer, family)
-            return
         text = FAMILIES[family][1]
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        several, one = forced(tokenizer, family).matcher(), forced(tokenizer, family, function="weather").matcher()
-        assert is_whole(several, ids)
-        assert not is_whole(one, ids)
-        twice = tokenizer.encode(text.replace("now", "weather"), add_special_tokens=False)
-        assert is_whole(several, twice)
-        assert not is_whole(one, twice)
-        wrong = tokenizer.encode(text.replace(": 3", ': "3"'), add_special_tokens=False)
-        assert several.deep_copy().validate_tokens(wrong) < len(wrong)
+        if family == "gpt-oss":  # its texts have one call, perhaps behind a thought
+            text = text.partition("<|call|>")[0]
+        first, one = forced(tokenizer, family).matcher(), forced(tokenizer, family, function="weather").matcher()
+        twice = text.replace("now", "weather")
+        other = forced(tokenizer, family, function="now").matcher()
+        ids, again = (tokenizer.encode(each, add_special_tokens=False) for each in (text, twice))
+        assert is_whole(first, ids)
+        assert is_whole(one, ids) == is_whole(one, again) == (family == "gpt-oss")
+        assert is_whole(first, again)
+        assert other.validate_tokens(ids) < len(ids)
+        wrong = text.replace(": 3", ': "3"').replace(">3<", ">three<").replace("\n3\n", "\nthree\n")
+        wrong_ids = tokenizer.encode(wrong, add_special_tokens=False)
+        assert first.deep_copy().validate_tokens(wrong_ids) < len(wrong_ids)
         prose = tokenizer.encode("Oslo is cold.", add_special_tokens=False)
-        assert forced(tokenizer, family).matcher().validate_tokens(prose) == 0
+        assert first.validate_tokens(prose) == 0
+
+    @pytest.mark.parametrize("have_tokens", [True, False])
+    def test_what_is_forced_is_read_back(
+        self, tokenizer: Any, embedded_files: ModelFiles, family: str, have_tokens: bool
+    ) -> None:
+        own = tokenizer if have_tokens else TextCodec(embedded_files)._tokenizer
+        tools = ({"type": "function", "function": {"name": "f", "parameters": MANY}}, TOOLS[1])
+        options = TemplateOptions(tools=tools, must_call=True)
+        grammars = GrammarTokenizer(own, len(own), frozenset({own.eos_token_id}))
+        matcher = rule_of_calls(form(family), options, own, grammars).matcher()  # type: ignore[attr-defined]
+        for seed in range(20):
+            text = drawn(own, matcher.deep_copy(), random.Random(seed))
+            found = calls_in(form(family), text, tools, "job")
+            assert found is not None, text
+            assert found.content is None, text
+            for name, arguments in called(found):
+                jsonschema.validate(arguments, MANY if name == "f" else {"maxProperties": 0})
+
+
+MANY = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string", "maxLength": 12},
+        "kind": {"type": "string", "enum": ["a/b", "c.d\n", ""]},
+        "code": {"type": "string", "pattern": "^[a-z/]{2,4}$", "minLength": 3},
+        "count": {"$ref": "#/$defs/Count"},
+        "words": {"type": "array", "items": {"enum": ["x", "y<z"]}, "maxItems": 3},
+        "maybe": {"anyOf": [{"type": "string", "maxLength": 5}, {"type": "null"}]},
+    },
+    "required": ["text", "count"],
+    "additionalProperties": False,
+    "$defs": {"Count": {"type": "integer", "minimum": 0, "maximum": 99}},
+}
+
+
+def drawn(tokenizer: Any, matcher: LLMatcher, chance: random.Random) -> str:
+    """Return a random text of a grammar that ends soon."""
+    marked = {token: number for token, number in tokenizer.get_vocab().items() if token in MARKS}
+    token_ids: list[int] = []
+    while not (matcher.is_accepting() and (len(token_ids) > 400 or chance.random() < 0.3)):
+        mask = np.frombuffer(matcher.compute_bitmask(), np.uint32)
+        allowed = [each for each in tokens_of(mask).tolist() if each != tokenizer.eos_token_id]
+        if not allowed:
+            break
+        closing = [each for each in allowed if each in marked.values()]
+        token_ids.append(chance.choice(closing if closing and chance.random() < 0.3 else allowed))
+        assert matcher.consume_token(token_ids[-1])
+    steps = steps_of(tokenizer)
+    assert steps is not None
+    return ByteText(TokenBytes(tokenizer, steps, tuple(marked)), steps).decode(token_ids)
 
 
 def is_whole(matcher: LLMatcher, token_ids: list[int]) -> bool:
@@ -258,3 +313,37 @@ def test_a_schema_that_cannot_be_followed_is_named(tokenizer: Any) -> None:
         ConstraintError, match=r"field 'tools\[2\]\.function\.parameters': found \"not\", not supported"
     ):
         rule_of_calls(form("Llama 3"), options, tokenizer, grammars)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "problem"),
+    [
+        (
+            {"properties": {"a": {"type": "string", "format": "date"}}},
+            'found "format" of "a", expected none in a string',
+        ),
+        ({"properties": {"a<b": {}}}, 'found the argument "a<b", which this model\'s form of calls cannot write'),
+        ({"properties": {}, "required": ["a"]}, 'found the argument "a", which'),
+        ({"anyOf": [{"required": []}]}, 'found "anyOf", which this model\'s form of calls cannot follow'),
+    ],
+)
+@pytest.mark.parametrize("family", ["GLM", "Qwen3-Coder"])
+def test_what_tags_cannot_write_is_refused(
+    tokenizer: Any, family: str, parameters: dict[str, Any], problem: str
+) -> None:
+    options = TemplateOptions(tools=({"type": "function", "function": {"name": "g", "parameters": parameters}},))
+    grammars = GrammarTokenizer(tokenizer, len(tokenizer), frozenset({tokenizer.eos_token_id}))
+    with pytest.raises(ConstraintError, match=re.escape(f"field 'tools[0].function.parameters': {problem}")):
+        rule_of_calls(form(family), options, tokenizer, grammars)
+
+
+@pytest.mark.parametrize("family", ["GLM", "Qwen3-Coder"])
+def test_json_in_a_tag_may_contain_tags(family: str) -> None:
+    schema = {"properties": {"words": {"type": "array"}, "more": {"type": "string"}}}
+    tools = ({"type": "function", "function": {"name": "f", "parameters": schema}}, TOOLS[1])
+    words = ["</arg_value>", "<arg_key>", "</parameter>\n", "</tool_call>", "<tool_call>"]
+    text = FAMILIES[family][1].replace("weather", "f").replace("city", "more").replace("days", "words")
+    text = text.replace("\n3\n", f"\n{json.dumps(words)}\n").replace(">3<", f">{json.dumps(words)}<")
+    found = calls_in(form(family), f"\n{text}\n", tools, "job")
+    assert found is not None
+    assert (called(found), found.content) == ([("f", {"more": "Oslo {\n", "words": words}), ("now", {})], None)

@@ -21,10 +21,11 @@ from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
 from swiftbatch.worker.training import recipes, target_evaluation, target_stages
 from swiftbatch.worker.training import train_target as target
+from swiftbatch.worker.training.corpus import CorpusError, read_books
 from swiftbatch.worker.training.recipes import Recipe
 from swiftbatch.worker.training.target_recipe import KINDS, TargetRecipe, WindowKind, embedded_recipe, long_text_recipe
 from swiftbatch.worker.training.target_stages import WindowSource
-from swiftbatch.worker.training.training_texts import CorpusError, load_target, read_books
+from swiftbatch.worker.training.training_texts import load_target
 from tests.worker.training.small_target import score_short_texts, train_small_targets
 
 pytestmark = pytest.mark.long

@@ -20,8 +20,9 @@ from torch.nn.functional import silu
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from swiftbatch.worker.drafters.catalogue import FINGERPRINT, GRIFFIN, read_part
+from swiftbatch.worker.drafters.catalogue import FINGERPRINT, GRIFFIN, ORIGIN, read_part
 from swiftbatch.worker.drafters.griffin.draft_input import NUM_ENTRIES, NUM_PLACES
+from swiftbatch.worker.drafters.griffin.published_layers import PublishedFusion, TwoOutputs
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, LayerWeights, layer_weights, linear_of
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
@@ -58,6 +59,11 @@ class GriffinConfig:
     expansion_size: int  # width of the second fusion; 0: neither up-projector nor SiLU (table 6, ablation 1)
     fusion: Fusion = "token"
     has_token_enhanced_head: bool = True
+    epsilon: float = 1e-5  # of RMS norms
+    rope_theta: float = 10_000.0
+    has_attention_bias: bool = False
+    has_input_norm: bool = True  # published layers attend to fused rows that are not normed
+    is_published: bool = False  # has the layers of `published_layers`
 
     @classmethod
     def for_target(cls, target: PreTrainedConfig) -> GriffinConfig:
@@ -80,8 +86,9 @@ class GriffinConfig:
             num_attention_heads=self.num_heads,
             num_key_value_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-            rms_norm_eps=1e-5,
+            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
+            rms_norm_eps=self.epsilon,
+            attention_bias=self.has_attention_bias,
         )
 
 
@@ -130,9 +137,13 @@ class GriffinModel(nn.Module):
         super().__init__()
         layer_config = config.layer_config()
         self.config = config
-        self.fusion = TokenGuidedFusion(config)
+        self.fusion = _fusion_of(config)
         self.rotary = LlamaRotaryEmbedding(layer_config)
         self.layer = LlamaDecoderLayer(layer_config, layer_idx=0)
+        if not config.has_input_norm:
+            self.layer.input_layernorm = nn.Identity()
+        if config.is_published:
+            self.layer.mlp = TwoOutputs(layer_config)
         self.head = TokenEnhancedHead(config.hidden_size) if config.has_token_enhanced_head else None
 
     def set_attention(self, name: str) -> None:
@@ -147,16 +158,25 @@ class GriffinModel(nn.Module):
         """
         fused = self.fusion(features, embeddings)
         hidden = self.layer(fused, position_embeddings=self.rotary(fused, positions), **attention)
+        if self.config.is_published:
+            return hidden[0], hidden[1]
         return (hidden, hidden) if self.head is None else self.head(hidden)
+
+
+def _fusion_of(config: GriffinConfig) -> TokenGuidedFusion | PublishedFusion:
+    if config.is_published:
+        return PublishedFusion(config.hidden_size, config.expansion_size, config.epsilon)
+    return TokenGuidedFusion(config)
 
 
 CONFIG = "griffin_config"  # a JSON object in the file's header
 
 
-def save_griffin(folder: Path, model: GriffinModel, model_fingerprint: str) -> None:
-    """Write a draft model in bf16, with its config and the target's fingerprint."""
+def save_griffin(folder: Path, model: GriffinModel, model_fingerprint: str, origin: str | None = None) -> None:
+    """Write a draft model in bf16, with its config, the target's fingerprint, and an imported model's origin."""
     tensors = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in model.state_dict().items()}
     header = {FINGERPRINT: model_fingerprint, CONFIG: json.dumps(asdict(model.config))}
+    header |= {} if origin is None else {ORIGIN: origin}
     save_file(tensors, folder / GRIFFIN.name, metadata=header)
     let_others_read(folder / GRIFFIN.name)
 
@@ -176,7 +196,9 @@ def load_griffin(parts_folder: Path | None, target: TargetModel) -> GriffinModel
         raise part.fault(f"features of {found} numbers, but {target.files.name} has {expected}")
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     model.load_state_dict(part.checked(shapes))
-    return model.to(target.device, target.dtype).eval().requires_grad_(False)
+    model.to(target.device, target.dtype).eval().requires_grad_(False)
+    model.rotary = LlamaRotaryEmbedding(model.config.layer_config()).to(target.device)  # its angles stay float32
+    return model
 
 
 @dataclass(frozen=True)
@@ -216,6 +238,8 @@ class GriffinWeights:
 def packed_weights(model: GriffinModel, vocab_size: int) -> GriffinWeights:
     """Pack a draft model for the kernels. Raises ValueError for sizes that they do not take."""
     config, fusion, head = model.config, model.fusion, model.head
+    if isinstance(fusion, PublishedFusion):
+        raise ValueError("found the published form of GRIFFIN, which only torch computes")
     layer_config = config.layer_config()
     sizes = DecoderSizes(
         num_layers=1,

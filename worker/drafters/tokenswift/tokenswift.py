@@ -140,10 +140,16 @@ class TokenSwiftProposer(Proposer):
     needs_hidden = True
 
     def __init__(
-        self, heads: DecodingHeads, options: TokenSwiftOptions, recycling: TokenRecyclingDrafter | None
+        self,
+        heads: DecodingHeads,
+        digits: tuple[int, ...],
+        options: TokenSwiftOptions,
+        recycling: TokenRecyclingDrafter | None,
     ) -> None:
+        """`digits` are the numbers of candidates by depth, one per head; `recycling` None: not used."""
         self.needs_top_k = recycling is not None
         self._heads = heads
+        self._digits = digits
         self._options = options
         self._recycling = recycling
         self._tables: dict[str, NgramTable] = {}
@@ -188,9 +194,8 @@ class TokenSwiftProposer(Proposer):
         if chain.hidden is None:
             return []
         logits = penalised(chain.sampler, self._heads.logits(chain.hidden))  # [num_heads, vocab]
-        digits = self._options.tree
-        ranked = CandidateRanker(chain.sequence).rank_logits(logits, range(1, len(logits) + 1), max(digits))
-        return [level[:digit] for level, digit in zip(ranked, digits, strict=False)]
+        ranked = CandidateRanker(chain.sequence).rank_logits(logits, range(1, len(logits) + 1), max(self._digits))
+        return [level[:digit] for level, digit in zip(ranked, self._digits, strict=False)]
 
     def _recycled(self, chain: Chain, recycling: TokenRecyclingDrafter) -> Recycled:
         """Return a ranking of the candidates that the target earlier had after the same tokens."""
@@ -251,6 +256,7 @@ def _confident(tokens: tuple[int, ...], confidences: dict[tuple[int, ...], float
         yield confidence, token_id
 
 
+DIGIT = 3  # candidates of a head
 CHAINS = RoundPlan(num_rounds=7, num_round_nodes=5, chain_length=7, num_nodes=7)
 
 
@@ -267,12 +273,13 @@ def tokenswift(
     Raises ModelError if heads for this target are missing or too few.
     """
     heads = DecodingHeads.load(parts_folder, target)
-    if len(options.tree) > heads.num_heads:
-        digits = ",".join(map(str, options.tree))
+    digits = options.tree or (DIGIT,) * heads.num_heads
+    if len(digits) > heads.num_heads:
         folder = parts_folder or target.files.path
-        raise ModelError(f"tree {digits}: the heads in {folder} are {heads.num_heads}, expected one for each number")
+        tree = ",".join(map(str, digits))
+        raise ModelError(f"tree {tree}: the heads in {folder} are {heads.num_heads}, expected one for each number")
     recycling = TokenRecyclingDrafter(target) if options.recycles else None
-    proposer = new_proposer(heads, options, recycling)
+    proposer = new_proposer(heads, digits, options, recycling)
     plan = whole_trees(options.rounds) if options.rounds else CHAINS
     cache = new_cache or partial_cache(options)
     drafter = SelfSpeculationDrafter(target, proposer, cache, options.partial_budget, plan, options.budget_of)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +40,7 @@ SIDE_BY_SIDE = "its norms subtract means, and its layers attend and feed forward
 FUSED_QUERIES = dict.fromkeys(("query", "key", "value"), "self_attn.qkv_proj")
 FUSED_GATES = dict.fromkeys(("gate", "up"), "mlp.gate_up_proj")
 TIED = {"tie_word_embeddings": True}
+LLAMA_BASE = 10_000.0  # of rotary positions, by its class's default
 NOPE_LAYERS = 4  # every fourth layer of SmolLM3 has no rotary positions
 
 BIASED = ArchitectureSpec("attention_bias", "attention_bias")
@@ -125,6 +127,31 @@ def where_switched_on(config: Config) -> Windows:
             raise ValueError("its layer_types have windows that are switched off")
         return windows
     return from_max_window_layers(config) if is_on else no_windows(config)
+
+
+def as_completed(config: Config) -> dict[str, Any]:
+    """Return a Llama config with what its class defaults to, and without a key of YaRN's own code.
+
+    `finetuned` matters only for the type `dynamic-yarn`.
+    """
+    view = dict(config)
+    if view.get("num_key_value_heads") is None and "num_attention_heads" in view:
+        view["num_key_value_heads"] = view["num_attention_heads"]
+    if "max_sequence_length" in view:
+        view.setdefault("max_position_embeddings", view["max_sequence_length"])
+    for key in ("rope_scaling", "rope_parameters"):
+        said = view.get(key)
+        if isinstance(said, dict) and "yarn" in (said.get("type"), said.get("rope_type")):
+            view[key] = {name: value for name, value in said.items() if name != "finetuned"}
+    return view
+
+
+def other_base(config: Config) -> Iterator[str]:
+    """Yield a fault if LWM's own name of the rotary base contradicts the one that is read."""
+    said = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    read = said.get("rope_theta", config.get("rope_theta", LLAMA_BASE)) if isinstance(said, dict) else None
+    if "theta" in config and config["theta"] != read:
+        yield f"config.json has theta = {config['theta']!r:.80} and rope_theta = {read!r:.80}; expected the same base"
 
 
 def by_no_rope_layers(config: Config, windows: Windows) -> frozenset[int]:
@@ -253,6 +280,10 @@ LLAMA_LIKE: dict[str, ArchitectureSpec] = {
     "jais2": replace(LLAMA, norm_form=NormForm.SHIFTED, has_gates=False, epsilon_key="layer_norm_eps"),
     "llama": replace(
         LLAMA,
+        known_keys=("attn_pdrop", "max_sequence_length", "param_scan_axis", "scan_", "theta"),
+        defaults={"rope_theta": LLAMA_BASE},
+        faults=other_base,
+        view=as_completed,
         has_plain_tokenizer=True,
         is_taken_over=True,
         gguf=GGUFSpec(

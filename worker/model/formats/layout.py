@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from swiftbatch.worker.model.config_values import line_of, shown
 from swiftbatch.worker.model.digests import weight_files
-from swiftbatch.worker.model.file_checks import json_object
+from swiftbatch.worker.model.file_checks import PICKLED, json_object
 from swiftbatch.worker.model.formats.compressed_tensors import read_compressed_tensors
 from swiftbatch.worker.model.formats.contract import UNUSED, Format, FormatError, Scheme, StoredTensor
 from swiftbatch.worker.model.formats.float_formats import read_fp8, read_modelopt, read_mxfp4
@@ -107,6 +107,8 @@ def layout_in(path: Path, config: Mapping[str, Any]) -> Layout:
 
 def heads_in(file: Path) -> dict[str, StoredTensor]:
     """Read the header of a file. Raises FormatError, also if the file is truncated."""
+    if file.suffix == PICKLED:
+        return _heads_in_pickle(file)
     try:
         if file.suffix == SUFFIX:
             return dict(stored_in_gguf(file))
@@ -115,6 +117,15 @@ def heads_in(file: Path) -> dict[str, StoredTensor]:
             return {name: StoredTensor(str(each.get_dtype()), tuple(each.get_shape())) for name, each in slices.items()}
     except (OSError, SafetensorError, GGUFError) as error:
         raise FormatError(f"{file} is damaged or cut off ({line_of(error, MOST_SAID)}); copy it again") from None
+
+
+def _heads_in_pickle(file: Path) -> dict[str, StoredTensor]:
+    from swiftbatch.worker.model.pickled_weights import PickledError, stored_in_pickle  # need torch
+
+    try:
+        return dict(stored_in_pickle(file))
+    except PickledError as error:
+        raise FormatError(f"{file} {error}") from None
 
 
 def layout_of(stored: Iterable[tuple[str, StoredTensor]], config: Mapping[str, Any], format_: Format | None) -> Layout:

@@ -12,13 +12,13 @@ from swiftbatch.scheduler.cli import main
 from swiftbatch.worker.drafters.griffin.griffin_model import GriffinModel
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import GRIFFIN_FILE
-from swiftbatch.worker.training.griffin_features import TextFeatures
-from swiftbatch.worker.training.recipes import GriffinRecipe, HeadRecipe
+from swiftbatch.worker.training.feature_files import TextFeatures
+from swiftbatch.worker.training.recipes import GriffinRecipe, TextRecipe
 from swiftbatch.worker.training.train_griffin import FILES, config_of
 from swiftbatch.worker.training.training_texts import hidden_states
 
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
-TEXTS = HeadRecipe(num_book_tokens=150, num_own_texts=4, num_prompt_tokens=16, num_own_tokens=60)
+TEXTS = TextRecipe(num_book_tokens=150, num_own_texts=4, num_prompt_tokens=16, num_own_tokens=60)
 FAST = GriffinRecipe(num_steps=6, single_pass_share=0.0, window_length=48, num_warmup_steps=2, texts=TEXTS)
 CPU = torch.device("cpu")
 

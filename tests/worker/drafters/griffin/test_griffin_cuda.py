@@ -126,6 +126,26 @@ def test_kernels_and_torch_say_the_same_of_every_variant(
     target: TargetModel, config: GriffinConfig, fusion: str, expansion_size: int, has_head: bool
 ) -> None:
     config = replace(config, fusion=fusion, expansion_size=expansion_size, has_token_enhanced_head=has_head)
+    check_kernels_say_what_torch_says(target, config)
+
+
+def test_kernels_and_torch_say_the_same_of_eagle_s_layer(target: TargetModel, config: GriffinConfig) -> None:
+    changes = {"has_input_norm": False, "has_attention_bias": True, "epsilon": 0.5, "rope_theta": 20.0}
+    config = replace(config, fusion="none", has_token_enhanced_head=False, **changes)  # type: ignore[arg-type]
+    check_kernels_say_what_torch_says(target, config)
+
+
+def test_torch_runs_griffin_s_published_form_for_a_target_in_slots(target: TargetModel, config: GriffinConfig) -> None:
+    config = replace(config, has_token_enhanced_head=False, has_input_norm=False, is_published=True)
+    model = noisy_draft_model(target, config)
+    rows = rows_of(model, target, NUM_CANDIDATES)
+    assert isinstance(rows, TiledRows)
+    part = random_rows(random.Random(1), rows, 130, target, most_rows=7)
+    [found] = rows.run([part])
+    assert len(found) == len(part)
+
+
+def check_kernels_say_what_torch_says(target: TargetModel, config: GriffinConfig) -> None:
     model = noisy_draft_model(target, config)
     ways = nan_rows(model, target), TiledRows(model, target, NUM_CANDIDATES)
     outputs = []

@@ -17,13 +17,13 @@ from swiftbatch.worker.sampling.noise import GumbelNoise
 from swiftbatch.worker.sampling.sampler import draw
 from swiftbatch.worker.training import train_griffin as griffin_accuracy
 from swiftbatch.worker.training import train_griffin as griffin_passes
-from swiftbatch.worker.training.griffin_features import (
+from swiftbatch.worker.training.corpus import CorpusError
+from swiftbatch.worker.training.feature_files import read_texts, write_texts
+from swiftbatch.worker.training.feature_windows import (
     FeatureWindowSource,
     Windows,
     griffin_features,
-    read_features,
     windows_in_use,
-    write_features,
 )
 from swiftbatch.worker.training.recipes import OWN_SAMPLING, GriffinRecipe
 from swiftbatch.worker.training.train_griffin import (
@@ -34,7 +34,7 @@ from swiftbatch.worker.training.train_griffin import (
     measure_accuracy,
     token_loss,
 )
-from swiftbatch.worker.training.training_texts import CorpusError, Text, hidden_states, load_target
+from swiftbatch.worker.training.training_texts import Text, hidden_states, load_target
 from tests.worker.drafters.griffin.griffin_training_parts import (
     CPU,
     EAGLE2_RECIPE,
@@ -63,14 +63,14 @@ def tiny_target(tiny_model: Path) -> TargetModel:
 def test_features_are_the_targets_and_are_mapped_not_copied(tiny_target: TargetModel, tmp_path: Path) -> None:
     import pyarrow as pa
 
-    texts = {"one": [Text([1, 2, 3, 4]), Text([7] * 100, 5)], "two": [Text([9, 8])]}
+    texts = [("one", Text([1, 2, 3, 4])), ("one", Text([7] * 100, 5)), ("two", Text([9, 8]))]
     path = tmp_path / "new" / "features.arrow"
-    write_features(path, tiny_target, texts, {"model": "m"})
+    write_texts(path, texts, {"model": "m"}, tiny_target)
     before = pa.total_allocated_bytes()
-    found = read_features(path, {"model": "m"})
+    found = read_texts(path, {"model": "m"})
     assert pa.total_allocated_bytes() - before < 1000
     assert [(part.name, part.first_row) for part in found] == [("one", 0), ("one", 5), ("two", 0)]
-    for part, made in zip(found, [*texts["one"], *texts["two"]], strict=True):
+    for part, (_, made) in zip(found, texts, strict=True):
         assert part.token_ids.tolist() == made.token_ids
         assert torch.equal(part.features, hidden_states(tiny_target, made.token_ids))
     assert [file.name for file in path.parent.iterdir()] == [path.name]
@@ -79,10 +79,10 @@ def test_features_are_the_targets_and_are_mapped_not_copied(tiny_target: TargetM
 def test_a_killed_computation_of_features_leaves_no_file(tiny_target: TargetModel, tmp_path: Path) -> None:
     path = tmp_path / "features.arrow"
     with pytest.raises(IndexError):
-        write_features(path, tiny_target, {"one": [Text([1, 2]), Text([10**6])]}, {})  # no such token
-    assert not path.exists()
-    write_features(path, tiny_target, {"one": [Text([1, 2])]}, {})
-    assert len(read_features(path, {})) == 1
+        write_texts(path, [("one", Text([1, 2])), ("one", Text([10**6]))], {}, tiny_target)  # no such token
+    assert not list(tmp_path.iterdir())
+    write_texts(path, [("one", Text([1, 2]))], {}, tiny_target)
+    assert len(read_texts(path, {})) == 1
 
 
 def test_features_are_reused_and_those_of_something_else_refused(
@@ -222,9 +222,12 @@ def expected_loss(
     for output in passes:
         logits = target.model.get_output_embeddings()(output.predicted.to(torch.bfloat16)).float()
         counted = mask & output.has_draft
+        if recipe.labels == "hard":
+            labels = torch.nn.functional.one_hot(windows.token_ids.roll(-1, dims=1), logits.shape[-1])
+            counted = counted & ~torch.tensor([row in (9, length - 1) for row in range(length)])
         tokens = -(labels * logits.log_softmax(dim=-1)).sum(dim=-1)
         distance = (output.regressed.float() - windows.features.float()).abs().mean(dim=-1)
-        losses.append((tokens + 0.1 * distance)[counted].mean())
+        losses.append((tokens + recipe.feature_weight * distance)[counted].mean())
         shares.append(float(counted.float().mean()))
         if recipe.align_top_k is not None:
             mask = torch.zeros_like(mask)
@@ -235,8 +238,19 @@ def expected_loss(
     return torch.stack(losses).sum(), [float(loss.detach()) for loss in losses], shares
 
 
-@pytest.mark.parametrize("recipe", [replace(FAST, align_top_k=100), replace(FAST, align_top_k=None), EAGLE2_RECIPE])
-def test_the_loss_counts_aligned_rows_with_the_targets_distributions_as_labels(
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        replace(FAST, align_top_k=100),
+        replace(FAST, align_top_k=None),
+        EAGLE2_RECIPE,
+        replace(FAST, align_top_k=100, labels="hard"),
+        replace(FAST, align_top_k=100, feature_weight=0.0),
+        replace(FAST, align_top_k=None, feature_weight=3.0),
+    ],
+    ids=["aligned", "not aligned", "eagle-2", "hard", "no features", "features"],
+)
+def test_the_loss_counts_aligned_rows_with_the_labels_and_the_features_weight(
     tiny_target: TargetModel, recipe: GriffinRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     picks = [(text(tiny_target, 90, seed=seed), np.r_[0:10, 40:70]) for seed in range(3)]
@@ -255,6 +269,28 @@ def test_the_loss_counts_aligned_rows_with_the_targets_distributions_as_labels(
             assert (parameter.grad - expected.grad).norm() <= 0.04 * expected.grad.norm() + 1e-6
     assert recipe.align_top_k is None or 0.9 > shares[1] > 1.5 * shares[2] > 0
     assert all(torch.equal(parameter, frozen[name]) for name, parameter in tiny_target.model.named_parameters())
+
+
+@pytest.mark.parametrize("recipe", [FAST, replace(FAST, labels="hard")])
+def test_shorter_texts_are_padded_with_rows_that_do_not_count(tiny_target: TargetModel, recipe: GriffinRecipe) -> None:
+    short, long = text(tiny_target, 20, seed=1), text(tiny_target, 48)
+    drawn = FeatureWindowSource([short], [], FAST).windows(0, CPU)
+    assert drawn.token_ids.tolist() == [short.token_ids.tolist()] * 4
+    picks = [(short, np.arange(20)), (long, np.arange(48))]
+    both = Windows.gather(picks, CPU)
+    assert both.num_before[0].tolist() == [*range(20), *[-1] * 28]
+    losses, shares, gradients = [], [], []
+    for windows in (both, *(Windows.gather([pick], CPU) for pick in picks)):
+        model = untrained(tiny_target)
+        loss, share = accumulate_gradients(model, tiny_target, windows, replace(recipe, num_passes=1))
+        losses.append(loss[0])
+        shares.append(share[0])
+        gradients.append(model.fusion.fuse.weight.grad)
+    sizes = (19, 47) if recipe.labels == "hard" else (20, 48)
+    assert losses[0] == pytest.approx((sizes[0] * losses[1] + sizes[1] * losses[2]) / sum(sizes), rel=0.002)
+    assert shares[0] == pytest.approx(sum(sizes) / 68, abs=1e-4)
+    mean = (sizes[0] * gradients[1] + sizes[1] * gradients[2]) / sum(sizes)
+    assert (gradients[0] - mean).norm() < 0.03 * mean.norm()
 
 
 def test_a_token_is_aligned_when_fewer_than_top_k_others_are_better(tiny_target: TargetModel) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,16 +40,8 @@ def small_target(request: pytest.FixtureRequest, tiny_model: Path) -> TargetMode
     return load(tiny_model, request.param)
 
 
-@pytest.mark.sample(3)
-@needs_kernels
-@pytest.mark.parametrize("fusion", SECOND_FUSIONS)
-@pytest.mark.parametrize("expansion_size", [0, 96])
-@pytest.mark.parametrize("has_head", [True, False])
-def test_kernels_and_torch_say_the_same_of_every_variant(
-    small_target: TargetModel, fusion: str, expansion_size: int, has_head: bool
-) -> None:
-    config = GriffinConfig.for_target(small_target.model.config)
-    config = replace(config, fusion=fusion, expansion_size=expansion_size, has_token_enhanced_head=has_head)
+def check_kernels_say_what_torch_says(small_target: TargetModel, **changes: Any) -> None:
+    config = replace(GriffinConfig.for_target(small_target.model.config), **changes)
     model, outputs = noisy_draft_model(small_target, config), []
     for way in WAYS.values():
         rows, numbers = way(model, small_target, small_target.vocab_size), random.Random(1)
@@ -59,6 +52,29 @@ def test_kernels_and_torch_say_the_same_of_every_variant(
     tolerance = TOLERANCES[str(small_target.dtype).removeprefix("torch.")]
     for ours, theirs in zip(*outputs, strict=True):
         assert float((ours.float() - theirs.float()).std() / theirs.float().std()) < tolerance
+
+
+@pytest.mark.sample(3)
+@needs_kernels
+@pytest.mark.parametrize("fusion", SECOND_FUSIONS)
+@pytest.mark.parametrize("expansion_size", [0, 96])
+@pytest.mark.parametrize("has_head", [True, False])
+def test_kernels_and_torch_say_the_same_of_every_variant(
+    small_target: TargetModel, fusion: str, expansion_size: int, has_head: bool
+) -> None:
+    check_kernels_say_what_torch_says(
+        small_target, fusion=fusion, expansion_size=expansion_size, has_token_enhanced_head=has_head
+    )
+
+
+@needs_kernels
+@pytest.mark.parametrize("change", [{}, {"has_attention_bias": True}, {"epsilon": 0.5}, {"rope_theta": 20.0}], ids=str)
+def test_kernels_and_torch_say_the_same_of_a_layer_without_a_norm_in_front(
+    small_target: TargetModel, change: dict[str, Any]
+) -> None:
+    check_kernels_say_what_torch_says(
+        small_target, fusion="none", has_token_enhanced_head=False, has_input_norm=False, **change
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)

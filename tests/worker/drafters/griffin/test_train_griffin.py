@@ -15,9 +15,10 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import GRIFFIN_FILE, locate_model
 from swiftbatch.worker.training import train_griffin as training
 from swiftbatch.worker.training import training_loop
+from swiftbatch.worker.training.corpus import CorpusError
 from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE, OWN_SAMPLING, GriffinRecipe
 from swiftbatch.worker.training.train_griffin import FILES, WAYS, train_griffin
-from swiftbatch.worker.training.training_texts import CorpusError, load_target
+from swiftbatch.worker.training.training_texts import load_target
 from tests.worker.drafters.griffin.griffin_training_parts import (
     EAGLE2_RECIPE,
     FAST,
@@ -64,8 +65,8 @@ def test_the_command_writes_weights_log_and_plot_and_does_nothing_again(
     result = command(tiny_model, books, output, *options)
     assert result.exit_code == 0, result.output
     assert "no *test*.jsonl; the accuracy is not measured" in result.output
-    assert {path.name for path in output.iterdir()} == {GRIFFIN_FILE, FILES.log, training.PLOT}
-    assert (output / training.PLOT).read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in output.iterdir()} == {GRIFFIN_FILE, FILES.log, FILES.plot}
+    assert (output / FILES.plot).read_bytes().startswith(b"\x89PNG")
     model = load_griffin(output, tiny_target)
     assert model.config == replace(GriffinConfig.for_target(tiny_target.model.config), fusion="token")
     first, *steps = records(output)
@@ -77,9 +78,17 @@ def test_the_command_writes_weights_log_and_plot_and_does_nothing_again(
     again = command(tiny_model, books, output, *options)
     assert "holds this training, finished; nothing to do" in again.output
     assert {path: path.stat().st_mtime_ns for path in output.iterdir()} == times
-    other = command(tiny_model, books, output, *options, "--passes", "2")
-    assert other.exit_code == 2
-    assert "holds another training: recipe.num_passes is 3, expected 2; name another folder, or delete" in other.output
+    for option, value, difference in (
+        ("--passes", "2", "num_passes is 3, expected 2"),
+        ("--labels", "hard", "labels is soft, expected hard"),
+        ("--feature-weight", "0", "feature_weight is 0.1, expected 0.0"),
+        ("--warmup", "2000", "num_warmup_steps is 50, expected 2000"),
+        ("--rows", "100", "window_length is 576, expected 100"),
+        ("--samples", "8", "num_step_windows is 4, expected 8"),
+    ):
+        other = command(tiny_model, books, output, *options, option, value)
+        assert other.exit_code == 2
+        assert f"holds another training: recipe.{difference}; name another folder, or delete" in other.output
     (output / FILES.log).unlink()
     unknown = command(tiny_model, books, output, *options)
     assert f"no {FILES.log} tells how its {FILES.product} was trained" in unknown.output
@@ -198,13 +207,16 @@ def test_bad_data_and_options_are_one_line(tiny_model: Path, books: Path, tmp_pa
         (empty, [], "no file matches *train*.jsonl"),
         (books, ["--no-token-alignment", "--passes", "3"], "leave out --passes and --top-k"),
         (books, ["--passes", "0"], "--passes"),
+        (books, ["--labels", "sotf"], "'sotf' is not one of 'soft', 'hard'"),
+        (books, ["--feature-weight", "nan"], "found nan, expected at most 1,000 times"),
+        (books, ["--rows", "4097"], "4097 is not in the range 2<=x<=4096"),
     ):
         result = command(tiny_model, data, output, *options)
         assert result.exit_code == 2
         assert problem in result.output
         assert len(result.output.strip().splitlines()) == 1
     (empty / "train.jsonl").write_text(json.dumps({"text": SENTENCE}) + "\n", encoding="utf-8")
-    with pytest.raises(CorpusError, match=r"too short, the longest has \d+ tokens; expected 576 or more"):
+    with pytest.raises(CorpusError, match=r"too short, the longest has \d+ tokens; expected 64 or more"):
         train(tiny_model, empty, output, GRIFFIN_RECIPE)
     with pytest.raises(
         CorpusError, match="own texts of 21 tokens, prompt included, are too short; expected 48 or more"

@@ -38,6 +38,7 @@ def test_a_killed_training_goes_on_to_the_weights_that_the_engine_drafts_with(
     assert "the target's best token by pass" in said[-1]
     losses = [json.loads(line)["loss"] for line in (whole / "mtp_log.jsonl").read_text().splitlines()[1:9]]
     assert losses[-1] < losses[0]
+    assert (whole / training.FILES.plot).is_file()
 
     def die(step: int, *_: object) -> None:
         if step == 5:

@@ -18,6 +18,7 @@ from swiftbatch.worker.training.recipes import DraftRecipe
 from swiftbatch.worker.training.train_draft import SAMPLING, agreement, draft_config, windowed_logits
 from swiftbatch.worker.training.training_texts import Text, load_target, own_texts
 from tests import ROOT
+from tests.worker.drafters.training_parts import featured
 from tests.worker.drafters.triforce.draft_parts import untrained
 
 
@@ -43,11 +44,13 @@ def test_each_row_is_measured_once_and_from_what_a_draft_model_reads_in_use(tiny
 
 def test_agreement_is_whole_with_itself_and_counts_behind_the_prompt(tiny_target: TargetModel) -> None:
     token_ids = torch.randint(250, (60,), generator=torch.Generator().manual_seed(5)).tolist()
-    num_rows, same = agreement(tiny_target, tiny_target.model, [Text(token_ids, 20), Text(token_ids[:30])])
+    num_rows, same = agreement(
+        tiny_target, tiny_target.model, featured(tiny_target, [Text(token_ids, 20), Text(token_ids[:30])])
+    )
     assert num_rows == 40 + 30
     assert min(same.values()) > 0.95
     model = untrained(tiny_target)
-    _, same = agreement(tiny_target, model, [Text(token_ids)])
+    _, same = agreement(tiny_target, model, featured(tiny_target, [Text(token_ids)]))
     noise = GumbelNoise(0, tiny_target.vocab_size)
     said, drafted = tiny_target.model(torch.tensor([token_ids])).logits[0].float(), model(torch.tensor([token_ids]))
     for name, params in SAMPLING.items():
@@ -63,7 +66,7 @@ def test_the_embedded_draft_model_agrees_with_the_embedded_model(embedded_files:
     files = locate_model(str(embedded_files.path / PARTS_FOLDER / DRAFT_FOLDER))
     prompt = TextCodec(embedded_files).encode("The clock in the hall had stopped, and nobody in the house could say")
     sampling = SamplingParams(max_tokens=100, temperature=1.0, min_p=0.1, seed=3)
-    texts = own_texts(target, [prompt] * 4, sampling)
+    texts = featured(target, own_texts(target, [prompt] * 4, sampling))
     _, same = agreement(target, load_target(files).model, texts)
     assert TextCodec(files).encode("The clock") == TextCodec(embedded_files).encode("The clock")
     assert min(same.values()) > 0.65  # 0.75 was measured
