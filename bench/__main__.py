@@ -6,6 +6,7 @@ The field `num_tokens` is `--tokens`, `json_path` is `--json`, tuples are comma-
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -19,12 +20,12 @@ from typing import IO, Any
 import click
 from pydantic.fields import FieldInfo
 
+from bench.papers import PAPERS, Rows, about, add_runs, draw, over_runs
 from bench.tables import Record, tables
 from swiftbatch.scheduler.cli import SETTINGS, OneLineErrors
 from swiftbatch.scheduler.commands.bench import decode
 from swiftbatch.scheduler.commands.options.option_types import checked
 
-ABLATIONS = {name: f"bench.{name}_ablation" for name in ("tokenswift", "triforce", "griffin")}
 MODULES = {name: f"bench.{name.replace('-', '_')}" for name in (
     "agreement", "auto", "checkpoints", "fields", "kernels", "long", "many-jobs", "mixed", "scale", "sizing", "tail",
 )} | {"all": "bench.suite", "gpu": "bench.gpu.gpu"}  # fmt: skip
@@ -45,31 +46,72 @@ class Benches(OneLineErrors):
         return super().get_command(context, name)
 
 
-class Ablations(Benches):
-    modules = ABLATIONS
+class Papers(Benches):
+    """Commands by paper."""
+
+    modules = PAPERS
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        return paper_command(name, importlib.import_module(self.modules[name])) if name in self.modules else None
 
 
 def command_of(name: str, module: ModuleType) -> click.Command:
-    fields = module.Options.model_fields
-
     def run(is_markdown: bool, **given: Any) -> None:
-        if "num_threads" in fields and given["num_threads"] is None:
-            given["num_threads"] = len(os.sched_getaffinity(0))
-        options = checked(module.Options, {field: value for field, value in given.items() if value is not None})
-        records: list[Record] = []
+        options, records = _checked(module, given), list[Record]()
         try:
             with _lines(given.get("json_path")) as lines:
                 for record in module.run(options):
                     records.append(record)
-                    print(json.dumps(record, default=str), file=lines, flush=True)
+                    _write(record, lines)
         finally:
             if records:
                 shown = module.shown(records, options) if hasattr(module, "shown") else records
                 click.echo(tables(shown, is_markdown=is_markdown))
 
-    params: list[click.Parameter] = [option_of(*item) for item in fields.items()]
-    params.append(click.Option(["--markdown", "is_markdown"], is_flag=True, help="Print tables as Markdown."))
-    return click.Command(name, SETTINGS, run, params, help=module.run.__doc__)
+    return click.Command(name, SETTINGS, run, _params(module), help=module.run.__doc__)
+
+
+RUNS = click.Option(
+    ["--runs", "num_runs"],
+    type=click.IntRange(min=1),
+    default=1,
+    help="Run each table so often, with one seed after the other; cells are then mean ± standard deviation.",
+)
+PLOT = click.Option(["--plot"], type=click.Path(path_type=Path), help="Draw figures that are curves into this folder.")
+
+
+def paper_command(name: str, module: ModuleType) -> click.Command:
+    def run(is_markdown: bool, num_runs: int, plot: Path | None, **given: Any) -> None:
+        options = _checked(module, given)
+        with _lines(given.get("json_path")) as lines:
+            if options.json_path is not None:
+                _write(about(name, options), lines)
+            for one in module.each_table(options):
+                runs = list[Rows]()
+                try:
+                    add_runs(runs, module, one, num_runs, functools.partial(_write, lines=lines))
+                finally:
+                    if runs:
+                        click.echo(tables(over_runs(runs), is_markdown=is_markdown) + "\n")
+                if plot is not None and one.table in module.CURVES:
+                    draw(plot / f"{name}-{one.table}.png", module.CURVES[one.table], runs)
+
+    return click.Command(name, SETTINGS, run, [*_params(module), RUNS, PLOT], help=module.run.__doc__)
+
+
+def _checked(module: ModuleType, given: dict[str, Any]) -> Any:
+    if "num_threads" in module.Options.model_fields and given["num_threads"] is None:
+        given["num_threads"] = len(os.sched_getaffinity(0))
+    return checked(module.Options, {field: value for field, value in given.items() if value is not None})
+
+
+def _params(module: ModuleType) -> list[click.Parameter]:
+    params: list[click.Parameter] = [option_of(*item) for item in module.Options.model_fields.items()]
+    return [*params, click.Option(["--markdown", "is_markdown"], is_flag=True, help="Print tables as Markdown.")]
+
+
+def _write(record: Record, lines: IO[str]) -> None:
+    print(json.dumps(record, default=str), file=lines, flush=True)
 
 
 def option_of(name: str, field: FieldInfo) -> click.Option:
@@ -110,13 +152,13 @@ def main(context: click.Context) -> None:
 main.add_command(decode)
 
 
-@main.group(cls=Ablations, context_settings=SETTINGS)
-def ablation() -> None:
-    """Measure what the parts of an engine bring: tables of papers.
+@main.group(cls=Papers, context_settings=SETTINGS)
+def papers() -> None:
+    """Repeat the tables and figures of a paper: all that can be had with the given options, or one (--table).
 
     \b
     Example:
-      python -m bench ablation tokenswift --table 5
+      python -m bench papers token-recycling --table 1 --runs 5 --json table1.jsonl
     """
 
 

@@ -15,10 +15,10 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from bench.griffin_tables import GRIFFIN_TABLES, TEMPERATURES, GriffinTable, Plan, Variant
-from bench.options import Ints, one_of
+from bench.options import ALL, Ints, one_of
 from bench.prompt_arms import Prompt, PromptArms, num_plain_tokens, read_prompt
 from bench.recycling_tasks import OWN_TASKS, read_tasks
-from bench.tables import Record, only, pivot
+from bench.tables import Curve, Record, only, pivot
 from swiftbatch.jobs.job import Message
 from swiftbatch.scheduler.commands.options.option_types import say
 from swiftbatch.worker.decode_bench import (
@@ -181,7 +181,7 @@ OPTIONS: dict[Plan, GriffinOptions] = {
 
 
 class Options(BenchOptions):
-    table: str  # a name in `GRIFFIN_TABLES`
+    table: str = ALL  # a name in `GRIFFIN_TABLES`
     data: Path | None = None  # books to train on
     work: Path | None = None  # trainings are kept here for other tables
     draft_model: Path | None = None  # the trained part of tables 1 and 9 without data
@@ -195,6 +195,22 @@ class Options(BenchOptions):
     batches: Ints = (1, 2, 4, 8)  # of table 9
     prefill: int = 2048
     num_tokens: int = 256  # more than the first step commits
+
+
+CURVES = {"1b": Curve("N", tuple((f"HASS, T = {t:g}", f"GRIFFIN, T = {t:g}") for t in TEMPERATURES))}
+
+
+def each_table(options: Options) -> list[Options]:
+    """Return the options of each wanted table that can be had."""
+    if options.table != ALL:
+        return [options]
+    names = [
+        name
+        for name, table in GRIFFIN_TABLES.items()
+        if options.text is not None or not table.plans or table.layout == "tasks"
+        if options.data is not None or not table.needs_data
+    ]
+    return [options.model_copy(update={"table": name}) for name in names]
 
 
 class GriffinArm(NamedTuple):
@@ -219,7 +235,7 @@ def run(options: Options, recipe: GriffinRecipe = GRIFFIN_RECIPE) -> Iterator[Re
 
     \b
     Example:
-      python -m bench ablation griffin --table 2 --data books --text test.jsonl --work griffin --json table2.jsonl
+      python -m bench papers griffin --table 2 --data books --text test.jsonl --work griffin --json table2.jsonl
     """
     table, files = one_of(GRIFFIN_TABLES, options.table), locate_model(options.model)
     prompts = _prompts(options, table, files) if table.plans else {}

@@ -39,11 +39,7 @@ class GriffinTable:
     plans: tuple[Plan, ...] = ("own", "paper")
     temperatures: tuple[float, ...] = TEMPERATURES
     engines: dict[str, str] = field(default_factory=dict)  # rows of engines that need no training
-
-    @property
-    def needs_data(self) -> bool:
-        """Return whether nothing can be shown without trainings."""
-        return self.layout not in ("tasks", "batches")
+    needs_data: bool = True  # False: some rows can be had without trainings
 
 
 NO_HEAD = {"has_token_enhanced_head": False}
@@ -83,6 +79,7 @@ GRIFFIN_TABLES: dict[str, GriffinTable] = {
         layout="tasks",
         plans=PAPER_TREES,
         engines={"PLD": "prompt-lookup"},
+        needs_data=False,
     ),
     "1b": GriffinTable(
         "Figure 1b: accept length by training steps N",
@@ -169,6 +166,15 @@ GRIFFIN_TABLES: dict[str, GriffinTable] = {
         layout="batches",
         plans=("chain",),
         temperatures=(0.0,),
+        needs_data=False,
+    ),
+    "10": GriffinTable(
+        "Table 10: the loss of features, by kind of prompt",
+        "method",
+        {"GRIFFIN": GRIFFIN, "w/o feature loss": Variant("without-feature-loss", {"feature_weight": 0.0})},
+        "EAGLE-3, the paper's third row, is not built.",
+        layout="tasks",
+        plans=PAPER_TREES,
     ),
     "order": GriffinTable(
         "Order of the parts by what they bring",

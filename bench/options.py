@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
+import os
+import platform
+import re
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import torch
 from pydantic import BeforeValidator
 
 from swiftbatch.jobs.json_records import Frozen
@@ -12,7 +17,10 @@ from swiftbatch.jobs.run.run_records import AttentionName, Device, LinearName
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.decode_bench import BenchError, BenchOptions
 from swiftbatch.worker.drafters.catalogue import ENGINES
+from swiftbatch.worker.kernels.native_library import chosen_variant
+from swiftbatch.worker.model.model_files import locate_model
 
+ALL = "all"  # tables of a paper
 Entry = TypeVar("Entry")
 
 
@@ -64,3 +72,17 @@ def one_of(known: dict[str, Entry], name: str) -> Entry:
     if name not in known:
         raise BenchError(f"got {name}; expected one of: {', '.join(known)}")
     return known[name]
+
+
+def machine_facts(options: BenchOptions) -> dict[str, Any]:
+    """Return what figures depend on, besides their own options."""
+    cpuinfo = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").exists() else ""
+    cpu = re.search(r"^model name\s*: (.*)$", cpuinfo, re.MULTILINE)
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "cpu": cpu[1].strip() if cpu else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "instructions": chosen_variant() or "none",
+        "torch": torch.__version__,
+        "model": locate_model(options.model).fingerprint[:12],
+    } | ({"gpu": torch.cuda.get_device_name()} if options.device != "cpu" and torch.cuda.is_available() else {})

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
-import platform
-import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,16 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from bench import agreement, auto, checkpoints, fields, kernels, long
+from bench.options import machine_facts
 from bench.tables import Record, only, pivot, tables
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.scheduler.commands.options.option_types import say
 from swiftbatch.worker.decode_bench import BenchOptions, DecodeBenchOptions, run_decode_bench
 from swiftbatch.worker.drafters.catalogue import ENGINES
-from swiftbatch.worker.kernels.native_library import chosen_variant
-from swiftbatch.worker.model.model_files import locate_model
 
 MACHINE, PAGE = "machine.json", "speed.md"
 BEGIN, END = "<!-- figures: {} -->", "<!-- end of the figures -->"
@@ -126,16 +119,7 @@ def run(options: Options) -> Iterator[Record]:
 
 
 def _machine(options: Options) -> Record:
-    cpuinfo = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").exists() else ""
-    cpu = re.search(r"^model name\s*: (.*)$", cpuinfo, re.MULTILINE)
-    return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "cpu": cpu[1].strip() if cpu else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "instructions": chosen_variant() or "none",
-        "torch": torch.__version__,
-        "model": locate_model(options.model).fingerprint[:12],
-    } | ({"small": "these say nothing about speed"} if options.small else {})
+    return machine_facts(options) | ({"small": "these say nothing about speed"} if options.small else {})
 
 
 def _place(record: Record) -> tuple[float, int]:

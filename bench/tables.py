@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from swiftbatch.worker.exactness.gpu_doctor.findings import cell_of
 
 Record = dict[str, Any]
+
+
+class Curve(NamedTuple):
+    """A figure of shown rows: `x` is the field of the places, each of `lines` the fields in one axis."""
+
+    x: str
+    lines: tuple[tuple[str, ...], ...]
 
 
 def tables(records: Iterable[Record], *, is_markdown: bool = False) -> str:

@@ -18,8 +18,8 @@ from bench import long
 from bench.compared_caches import without_cache
 from bench.large_trees import LargeTrees, room_for
 from bench.long import METERED, ReuseTally, generated, metered_drafter
-from bench.options import one_of
-from bench.tables import Record, pivot
+from bench.options import ALL, one_of
+from bench.tables import Curve, Record, pivot
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.decode_bench import BenchOptions, bench_slots, check_length
 from swiftbatch.worker.drafters.drafter_interface import Drafter
@@ -176,11 +176,16 @@ ABLATIONS: dict[str, Ablation] = {
     ),
 }
 
+CURVES = {
+    "fig3": Curve("tokens", tuple((f"k = 20 {rate}", f"k = 0 {rate}") for rate in ("alpha", "speedup"))),
+    "fig4": Curve("arm", (("alpha", "beta"), ("speedup",))),
+}
+
 
 class Options(BenchOptions):
     """Options; a table's five lengths are fifths of `num_tokens`."""
 
-    table: str  # a name in `ABLATIONS`; 15 also gives 16
+    table: str = ALL  # a name in `ABLATIONS`; 15 also gives 16
     model: str = Field(default=Computation.model, description="Several, separated by commas, for table 4.")
     engine: str = "tokenswift-paper"  # the engine to vary: K = 1 with whole trees, or `tokenswift` with what pays
     setting: str = "llama3.1-8b"  # a name in `SETTINGS`
@@ -219,12 +224,17 @@ class Options(BenchOptions):
         return metered_drafter(self.engine, target, costs, parts, drafting, new_cache)
 
 
+def each_table(options: Options) -> list[Options]:
+    """Return the options of each wanted table."""
+    return [options.model_copy(update={"table": name}) for name in ABLATIONS] if options.table == ALL else [options]
+
+
 def run(options: Options) -> Iterator[Record]:
     """Repeat a table of the TokenSwift paper. Its five lengths are fifths of `--tokens`.
 
     \b
     Example:
-      python -m bench ablation tokenswift --table 5 --tokens 20000 --json table5.jsonl
+      python -m bench papers tokenswift --table 5 --tokens 20000 --json table5.jsonl
     """
     models = options.model.split(",")
     for model in models:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from bench.compared_caches import StreamingKVCache, without_cache
 from bench.independent_sequences import IndependentSequences
-from bench.options import one_of
+from bench.options import ALL, one_of
 from bench.prompt_arms import (
     NEEDLE,
     Prompt,
@@ -22,9 +22,9 @@ from bench.prompt_arms import (
     num_text_tokens,
     read_prompt,
 )
-from bench.tables import Record, only
+from bench.tables import Curve, Record, only
 from bench.text_samples import sampled_tokens
-from bench.triforce_figures import FORWARD_FIGURES, Measured
+from bench.triforce_figures import DIVERGENCE_AT, FORWARD_FIGURES, Measured
 from swiftbatch.worker.decode_bench import BenchError, BenchOptions, bench_slots, check_length, encode
 from swiftbatch.worker.drafters.catalogue import check_parts
 from swiftbatch.worker.drafters.drafter_interface import Drafter
@@ -102,6 +102,7 @@ BUDGETS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 CHUNK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 LENGTH_PARTS = (16, 8, 4, 2, 1)  # contexts of figure 5, as parts of the prompt
 WIDTHS = (1, 2, 4, 8)
+TREE, CHAINS = "tokens per step, best candidates", "tokens per step, independent chains"
 SPEEDUP = Column("speed-up", "triforce", "speedup")
 ACCEPTANCE = Column("acceptance", "triforce", "acceptance")
 MIDDLE = Column("middle acceptance", "triforce", "middle_acceptance")
@@ -230,9 +231,9 @@ def _figure_6c(prefill: int, model: str) -> PromptTable:
         arms = {"triforce": PromptArm(options, plan="paper"), "independent": PromptArm(options, plan="independent")}
         rows.append(Row((str(width), str(6 * width)), arms))
     columns = (
-        Column("tokens per step, best candidates", "triforce", "tokens_per_step"),
+        Column(TREE, "triforce", "tokens_per_step"),
         Column("speed-up", "triforce", "speedup"),
-        Column("tokens per step, independent chains", "independent", "tokens_per_step"),
+        Column(CHAINS, "independent", "tokens_per_step"),
         Column("speed-up of these", "independent", "speedup"),
     )
     return PromptTable("Figure 6c: trees in the hierarchy", ("width", "nodes"), columns, tuple(rows), AT)
@@ -249,10 +250,19 @@ PROMPT_TABLES: dict[str, Callable[[int, str], PromptTable]] = {
     "6c": _figure_6c,
 }
 """Each takes the prompt's length and the model's name."""
+ON_DISK = "3"  # the table of caches outside the device
+CURVES = {
+    name: Curve(x, (("acceptance", "middle acceptance"), ("speed-up",)))
+    for name, x in (("6a", "budget"), ("6b", "chunk size"))
+} | {
+    "2a": Curve("length", tuple((f"StreamingLLM T = {t:g}", f"sliding window T = {t:g}") for t in DIVERGENCE_AT)),
+    "5": Curve("context", (("speed-up", "bound", "naive"),)),
+    "6c": Curve("nodes", ((TREE, CHAINS), ("speed-up", "speed-up of these"))),
+}
 
 
 class Options(BenchOptions):
-    table: str  # a name in `PROMPT_TABLES` or `FORWARD_FIGURES`
+    table: str = ALL  # a name in `PROMPT_TABLES` or `FORWARD_FIGURES`
     text: Path  # whole books; a prompt begins anywhere in it, as the seed says
     draft_model: Path | None = None
     prefill: int = 32_768  # at least 257; in table 4 the total
@@ -266,6 +276,15 @@ class Options(BenchOptions):
         return PROMPT_TABLES[self.table](self.prefill, Path(self.model).name)
 
 
+def each_table(options: Options) -> list[Options]:
+    """Return the options of each wanted table that can be had."""
+    if options.table != ALL:
+        return [options]
+    names = [name for name in (*PROMPT_TABLES, *FORWARD_FIGURES) if name != ON_DISK or options.kv_offload is not None]
+    folders = {ON_DISK: options.kv_offload}
+    return [options.model_copy(update={"table": name, "kv_offload": folders.get(name)}) for name in names]
+
+
 def run(options: Options) -> Iterator[Record]:
     """Repeat a table or figure of the TriForce paper, with prompts of `--prefill` tokens (table 4: in all).
 
@@ -274,13 +293,13 @@ def run(options: Options) -> Iterator[Record]:
 
     \b
     Example:
-      python -m bench ablation triforce --table 2 --prefill 100000 --text books.jsonl --json table2.jsonl
+      python -m bench papers triforce --table 2 --prefill 100000 --text books.jsonl --json table2.jsonl
     """
     if options.table in FORWARD_FIGURES:
         yield from _forward_figure(options)
         return
     table, files = options.layout(), locate_model(options.model)
-    if (options.kv_offload is not None) != (options.table == "3"):
+    if (options.kv_offload is not None) != (options.table == ON_DISK):
         raise BenchError(f"table {options.table}: --kv-offload DIR belongs to table 3, and table 3 needs it")
     check_length(files, max(length_of(prompts, options.prefill) for prompts in _all_prompts(table)), options.num_tokens)
     check_parts("triforce", options.model, files.fingerprint, options.draft_model)

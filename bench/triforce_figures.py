@@ -30,7 +30,7 @@ from swiftbatch.worker.sampling.sequence import Sequence
 
 BUDGETS = (256, 1024, 4096)
 LENGTH_SHARES = (16, 8, 4, 2, 1)
-TEMPERATURES = (0.2, 0.6, 1.0)
+DIVERGENCE_AT = (0.2, 0.6, 1.0)  # temperatures
 EVICTING = ("streaming", "h2o", "retrieval", "summary")
 
 
@@ -70,7 +70,9 @@ def divergences(on: Measured) -> Iterator[Record]:
         newest = [np.array(on.text_ids[: length + i][-len(window) :]) for i, window in enumerate(windows)]
         for name, read in (("StreamingLLM", windows), ("sliding window", newest)):
             found = torch.stack([draft.logits({"draft": token_ids})[0] for token_ids in read])
-            yield {"length": length, "draft": name} | {f"T = {t:g}": _divergence(exact, found, t) for t in TEMPERATURES}
+            yield {"length": length, "draft": name} | {
+                f"T = {t:g}": _divergence(exact, found, t) for t in DIVERGENCE_AT
+            }
     draft.stop("draft")
 
 
@@ -186,17 +188,29 @@ def _said(target: TargetModel, partial: SparseCache, full: FullKVCache, sequence
 class ForwardFigure:
     title: str
     measure: Callable[[Measured], Iterator[Record]]
-    is_by_layer: bool = False  # columns are layers
+    rows: str | None = None  # the field of the rows, where `column` and `values` make the others
+    column: str = ""
+    values: tuple[str, ...] = ()
 
     def shown(self, records: list[Record]) -> list[Record]:
-        return pivot(records, ["tokens"], "layer", ["share"]) if self.is_by_layer else records
+        return records if self.rows is None else pivot(records, [self.rows], self.column, self.values)
 
 
 FORWARD_FIGURES = {
     "1-right": ForwardFigure("Figure 1, right: needle retrieval, T = 0", needles),
-    "2a": ForwardFigure("Figure 2a: divergence of the draft model by the length of the text", divergences),
+    "2a": ForwardFigure(
+        "Figure 2a: divergence of the draft model by the length of the text",
+        divergences,
+        "length",
+        "draft",
+        tuple(f"T = {t:g}" for t in DIVERGENCE_AT),
+    ),
     "3a": ForwardFigure("Figure 3a: attention on the best keys by layer, means over heads", recovered),
     "3c": ForwardFigure(
-        "Figure 3c: attention of later tokens on the prompt's keys that its last token chose, by layer", locality, True
+        "Figure 3c: attention of later tokens on the prompt's keys that its last token chose, by layer",
+        locality,
+        "tokens",
+        "layer",
+        ("share",),
     ),
 }

@@ -193,7 +193,7 @@ def test_diversity_is_shown_at_the_end_with_its_average() -> None:
 def test_an_ablation_runs_all_arms_on_the_same_text(model: Path, text: Path, tmp_path: Path) -> None:
     path = tmp_path / "table.jsonl"
     options = ["--table", "fig3", "--model", str(model), "--tokens", "320", "--text", str(text), "--json", str(path)]
-    result = CliRunner().invoke(main, ["ablation", "tokenswift", *options])
+    result = CliRunner().invoke(main, ["papers", "tokenswift", *options])
     assert result.exit_code == 0, result.output
     assert "Figure 3" in result.output
     records = [json.loads(line) for line in path.read_text().splitlines()]
@@ -249,7 +249,7 @@ def test_an_ablation_beyond_the_model_is_refused_before_any_arm_runs(model: Path
 
 
 def test_an_unknown_table_names_the_known_ones() -> None:
-    result = CliRunner().invoke(main, ["ablation", "tokenswift", "--table", "9"])
+    result = CliRunner().invoke(main, ["papers", "tokenswift", "--table", "9"])
     assert result.exit_code == 2
     assert result.stderr.count("\n") == 1
     assert "fig3" in result.stderr

@@ -210,7 +210,7 @@ def test_rows_that_are_trained_need_books_and_a_folder(make_options: Callable[..
 
 def bench(folder: Path, model: Path, *args: str) -> Result:
     shared = ["--model", str(model), "--data", str(folder / "books"), "--threads", "1", "--work", str(folder / "cli")]
-    return CliRunner().invoke(main, ["ablation", "griffin", *shared, *args])
+    return CliRunner().invoke(main, ["papers", "griffin", *shared, *args])
 
 
 @pytest.mark.parametrize(

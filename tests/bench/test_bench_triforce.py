@@ -32,7 +32,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def bench(*args: str) -> Result:
-    return CliRunner().invoke(main, ["ablation", "triforce", *args])
+    return CliRunner().invoke(main, ["papers", "triforce", *args])
 
 
 @pytest.mark.parametrize("table", PROMPT_TABLES)

@@ -10,13 +10,14 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from bench.__main__ import ABLATIONS, MODULES, ablation, main
+from bench.__main__ import MODULES, main, papers
+from bench.papers import PAPERS
 from bench.tables import only, pivot, tables
 from tests import ROOT
 from tests.readme.command_lines import PAGES, commands, page
 
 COMMANDS = {name: group.get_command(click.Context(group), name) for group, names in (
-    (main, MODULES), (ablation, ABLATIONS)
+    (main, MODULES), (papers, PAPERS)
 ) for name in names}  # fmt: skip
 BENCH = re.compile(r"python -m bench ([a-z].*)")
 
@@ -28,7 +29,7 @@ def invoke(*args: str) -> Result:
 def test_all_benchmarks_are_listed() -> None:
     listed = subprocess.run([sys.executable, "-m", "bench"], cwd=ROOT, capture_output=True, text=True)
     found = [line.split()[0] for line in listed.stdout.partition("Commands:\n")[2].splitlines()]
-    assert found == sorted([*MODULES, "ablation", "decode", "digests"])
+    assert found == sorted([*MODULES, "decode", "digests", "papers"])
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -47,11 +48,11 @@ def test_every_benchmark_that_a_page_shows_is_one_that_can_be_given(
     (tmp_path / "book.txt").touch()
     monkeypatch.chdir(tmp_path)
     for words in shown:
-        name, given = (words[1], words[2:]) if words[0] == "ablation" else (words[0], words[1:])
+        name, given = (words[1], words[2:]) if words[0] == "papers" else (words[0], words[1:])
         command = COMMANDS.get(name) or main.commands[name]
         if given:
             command.make_parser(click.Context(command)).parse_args(list(given))
-    assert {words[0] for words in shown} >= {*MODULES, "ablation"}
+    assert {words[0] for words in shown} >= {*MODULES, "papers"}
 
 
 def test_a_mistake_is_one_line_and_exit_code_2() -> None:

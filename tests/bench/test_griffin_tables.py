@@ -46,6 +46,7 @@ def test_tables_have_the_rows_of_the_paper() -> None:
     rows = {name: list(table.rows) for name, table in GRIFFIN_TABLES.items()}
     assert rows["1"] == rows["9"] == ["EAGLE-2", "HASS", "GRIFFIN"]
     assert rows["1b"] == [f"{method}, N = {n}" for method in ("HASS", "GRIFFIN") for n in range(1, 6)]
+    assert rows["10"] == ["GRIFFIN", "w/o feature loss"]
     assert rows["1c"] == ["EAGLE-2", "HASS", "GRIFFIN"]
     assert rows["2"] == ["GRIFFIN", "w/o TAT", "w/o TAD", "w/o both (EAGLE-2)", "HASS (ours, added)"]
     assert rows["3"] == ["NA", "1", "3", "5", "10"]
@@ -63,6 +64,7 @@ def test_tables_have_the_rows_of_the_paper() -> None:
         ("1", {"num_passes", "align_top_k", "fusion", "has_token_enhanced_head"}),
         ("1b", {"num_passes", "align_top_k", "fusion", "has_token_enhanced_head"}),
         ("9", {"num_passes", "align_top_k", "fusion", "has_token_enhanced_head"}),
+        ("10", {"feature_weight"}),
         ("1c", {"num_passes", "align_top_k", "fusion", "has_token_enhanced_head"}),
         ("2", {"num_passes", "align_top_k", "fusion", "has_token_enhanced_head"}),
         ("3", {"align_top_k"}),
@@ -85,7 +87,7 @@ def test_trainings_differ_in_what_the_table_is_about_and_in_nothing_else(
 def test_a_folder_s_name_stands_for_one_recipe_and_no_recipe_has_two(tiny_model: Path) -> None:
     recipes = {variant.name: recipe(variant, tiny_model) for variant in all_variants()}
     assert all(recipe(variant, tiny_model) == recipes[variant.name] for variant in all_variants())
-    assert len(set(recipes.values())) == len(recipes) == 24
+    assert len(set(recipes.values())) == len(recipes) == 25
 
 
 def test_recipes_are_the_paper_s(tiny_model: Path) -> None:
