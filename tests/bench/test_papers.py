@@ -89,7 +89,10 @@ def test_runs_merge_numbers_that_differ_and_keep_what_is_equal() -> None:
 
 @pytest.mark.parametrize("name", PAPERS)
 def test_each_paper_has_its_tables_in_turn_or_the_one_that_is_named(name: str) -> None:
-    module, given = MODULES[name], {"griffin": {"data": Path(), "work": Path()}, "triforce": {"text": Path()}}
+    module, given = (
+        MODULES[name],
+        {"griffin": dict.fromkeys(("data", "work", "text"), Path()), "triforce": {"text": Path()}},
+    )
     options = module.Options(**given.get(name, {}))
     tables = [each.table for each in module.each_table(options)]
     assert len(set(tables)) == len(tables) > 0
