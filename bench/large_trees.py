@@ -25,7 +25,7 @@ def num_nodes(digits: tuple[int, ...]) -> int:
 
 def room_for(options: TokenSwiftOptions) -> int:
     """Return how many positions a cache needs for trees larger than those of engines."""
-    return max(0, 1 + num_nodes(options.tree) - MAX_TREE_NODES)
+    return max(0, 1 + num_nodes(options.tree or ()) - MAX_TREE_NODES)
 
 
 class LargeTrees(SelfSpeculationDrafter):
@@ -38,10 +38,11 @@ class LargeTrees(SelfSpeculationDrafter):
         cls, target: TargetModel, parts_folder: Path | None, options: TokenSwiftOptions, num_first: int
     ) -> LargeTrees:
         """Raises ModelError, and BenchError on a GPU."""
+        digits = options.tree or ()
         if target.forwards.arena is not None:
-            raise BenchError(f"tree {options.tree}: {num_nodes(options.tree)} nodes need a CPU; use --device cpu")
-        proposer = TokenSwiftProposer(DecodingHeads.load(parts_folder, target), options, None)
-        plan = replace(whole_trees(options.rounds), num_nodes=1 + num_nodes(options.tree))
+            raise BenchError(f"tree {digits}: {num_nodes(digits)} nodes need a CPU; use --device cpu")
+        proposer = TokenSwiftProposer(DecodingHeads.load(parts_folder, target), digits, options, None)
+        plan = replace(whole_trees(options.rounds), num_nodes=1 + num_nodes(digits))
         drafter = cls(target, proposer, partial_cache(options), options.partial_budget, plan, options.budget_of)
         drafter.num_first = num_first
         return drafter

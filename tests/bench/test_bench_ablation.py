@@ -196,7 +196,8 @@ def test_an_ablation_runs_all_arms_on_the_same_text(model: Path, text: Path, tmp
     result = CliRunner().invoke(main, ["papers", "tokenswift", *options])
     assert result.exit_code == 0, result.output
     assert "Figure 3" in result.output
-    records = [json.loads(line) for line in path.read_text().splitlines()]
+    about, *records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert about["paper"] == "tokenswift"
     assert [record["arm"] for record in records] == ["k = 20"] * 5 + ["k = 0"] * 5
     assert len({record["tokens_sha256"] for record in (records[4], records[9])}) == 1
     assert all(record["same_tokens"] for record in records)

@@ -128,6 +128,6 @@ def test_independent_chains_change_no_token_and_draft_more_nodes(on: Measured) -
 def test_a_figure_is_printed(figure: str, tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(f"the lazy fox number {n} jumps over the dog. " for n in range(40)))
     sizes = ["--prefill", "300", "--tokens", "10", "--threads", "1", "--text", str(tmp_path / "text.txt")]
-    result = CliRunner().invoke(main, ["ablation", "triforce", "--table", figure, "--model", str(tiny_model), *sizes])
+    result = CliRunner().invoke(main, ["papers", "triforce", "--table", figure, "--model", str(tiny_model), *sizes])
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith(f"Figure {figure.partition('-')[0]}")
