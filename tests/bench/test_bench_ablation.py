@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -202,6 +203,23 @@ def test_an_ablation_runs_all_arms_on_the_same_text(model: Path, text: Path, tmp
     assert len({record["tokens_sha256"] for record in (records[4], records[9])}) == 1
     assert all(record["same_tokens"] for record in records)
     assert records[9]["beta"] == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_table_3_runs_every_method_after_every_prefill(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arms = [replace(arm, prefill=arm.prefill // 8) for arm in ABLATIONS["3"].arms]
+    monkeypatch.setitem(ABLATIONS, "3", replace(ABLATIONS["3"], arms=tuple(arms)))
+    size = json.loads((model / "config.json").read_text())["hidden_size"]
+    save_heads(tmp_path, torch.zeros(3, size, size), locate_model(str(model)).fingerprint, kind="medusa")
+    options = Options(table="3", model=str(model), num_tokens=320, text=text, medusa=tmp_path)
+    records = list(run(options))
+    assert [(each["arm"], each["prefill"], each["engine"]) for each in records[::5]] == [
+        (arm.label, arm.prefill, "triforce-paper" if arm.label == "TriForce*" else "tokenswift-paper") for arm in arms
+    ]
+    assert len(list(shown(records, options))) == 1 + 5 * 3
 
 
 @pytest.mark.slow
