@@ -213,7 +213,7 @@ def generated(
 def text_of(target: TargetModel, sequence: Sequence) -> Record:
     """Return the output's text, and what stands where it begins to repeat itself, if it does."""
     codec, start = TextCodec(target.files), loop_start(sequence.output_ids)
-    loop = None if start is None else codec.decode(sequence.output_ids[start:][:NUM_SHOWN].tolist())
+    loop = None if start is None else " ".join(codec.decode(sequence.output_ids[start:][:NUM_SHOWN].tolist()).split())
     return {"loop": loop, "text": codec.decode(sequence.output_ids.tolist())}
 
 
