@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import random
 import statistics
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
-from bench.options import ALL, one_of
+from bench.griffin_tables import GRIFFIN_TABLES, TEMPERATURES, GriffinTable, Plan, Variant
+from bench.options import ALL, Ints, one_of
 from bench.prompt_arms import Prompt, PromptArms, num_plain_tokens, read_prompt
+from bench.recycling_tasks import OWN_TASKS, read_tasks
 from bench.tables import Curve, Record, only, pivot
+from swiftbatch.jobs.job import Message
 from swiftbatch.scheduler.commands.options.option_types import say
 from swiftbatch.worker.decode_bench import (
+    BY_NAME,
     BenchError,
     BenchOptions,
     Contestant,
@@ -26,12 +32,15 @@ from swiftbatch.worker.decode_bench import (
     encode,
     read_text,
 )
-from swiftbatch.worker.drafters.engine_options import GRIFFIN_PAPER, GriffinOptions
+from swiftbatch.worker.drafters.drafter_interface import Drafter
+from swiftbatch.worker.drafters.engine_options import GRIFFIN_PAPER, GriffinOptions, changed
 from swiftbatch.worker.drafters.griffin.griffin import griffin
 from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig
-from swiftbatch.worker.forward.step_costs import step_costs_of
+from swiftbatch.worker.forward.step_costs import Costs, step_costs_of
 from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
+from swiftbatch.worker.text.tokenizer import Chat, TextCodec
 from swiftbatch.worker.training.feature_files import TEST
 from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE, GriffinRecipe
 from swiftbatch.worker.training.train_griffin import GriffinAccuracyRecord, griffin_folder, train_griffin
@@ -48,148 +57,8 @@ TIMES = (
     "verify_ms",
     "level_ms",
 )
-TEMPERATURES = (0.0, 1.0)
 NUM_ORDER_SEEDS = 3  # trainings per row of table order
 MAX_FORWARDS = 6  # per draft, the depth of the paper's trees
-
-Plan = Literal["own", "paper"]
-"""As many nodes and levels as pay; or the paper's whole trees: 60 nodes, depth 6 (appendix C.2)."""
-
-Expansion = Literal["hidden", "double"]
-"""The sizes of the second fusion besides the target's feed-forward size: its hidden size, or twice the former."""
-
-Layout = Literal["arms", "forwards", "order"]
-"""Speed-up and accept length of every row; misaligned rates per forward; means and ranges over seeds."""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A training's folder and changes of `GriffinRecipe`."""
-
-    name: str
-    changes: dict[str, Any] = field(default_factory=dict)
-    expansion: Expansion | None = None
-
-
-@dataclass(frozen=True)
-class GriffinTable:
-    """A table's rows by label, as in the paper."""
-
-    title: str
-    label_header: str
-    rows: dict[str, Variant]
-    note: str
-    layout: Layout = "arms"
-    plans: tuple[Plan, ...] = ("own", "paper")
-
-
-NO_HEAD = {"has_token_enhanced_head": False}
-NO_FUSION = {"fusion": "none"}
-NO_MASK = {"align_top_k": None}
-ONE_PASS = {"num_passes": 1, **NO_MASK}
-
-GRIFFIN = Variant("griffin")
-WITHOUT_HEAD = Variant("without-head", NO_HEAD)
-WITHOUT_FUSION = Variant("without-fusion", NO_FUSION)
-WITHOUT_BOTH = Variant("without-fusion-and-head", NO_FUSION | NO_HEAD)
-ONE_STEP = Variant("one-step", ONE_PASS)
-EAGLE_2 = Variant("eagle-2", NO_FUSION | NO_HEAD | ONE_PASS)
-HASS = Variant("hass", NO_FUSION | NO_HEAD | NO_MASK)
-
-
-def _top_k(k: int) -> Variant:
-    return Variant(f"top-k-{k}", {"align_top_k": k})
-
-
-def _steps(n: int) -> Variant:
-    return Variant(f"steps-{n}", {"num_passes": n})
-
-
-GRIFFIN_TABLES: dict[str, GriffinTable] = {
-    "1c": GriffinTable(
-        "Figure 1c: misaligned tokens per draft forward",
-        "recipe",
-        {"EAGLE-2": EAGLE_2, "HASS": HASS, "GRIFFIN": GRIFFIN},
-        "Of the drafts whose earlier tokens were right, the share whose n-th is not what the target draws.",
-        layout="forwards",
-        plans=(),
-    ),
-    "2": GriffinTable(
-        "Table 2: token-alignable training (TAT) and draft model (TAD)",
-        "method",
-        {
-            "GRIFFIN": GRIFFIN,
-            "w/o TAT": ONE_STEP,
-            "w/o TAD": WITHOUT_BOTH,
-            "w/o both (EAGLE-2)": EAGLE_2,
-            "HASS (ours, added)": HASS,
-        },
-        "Without TAT one forward is trained; without TAD the draft model is EAGLE's; HASS trains 3 without the mask.",
-    ),
-    "3": GriffinTable(
-        "Table 3: top-k of the alignment mask",
-        "top-k",
-        {"NA": Variant("top-k-na", NO_MASK), "1": _top_k(1), "3": GRIFFIN, "5": _top_k(5), "10": _top_k(10)},
-        "NA: no mask.",
-    ),
-    "4": GriffinTable(
-        "Table 4: training steps",
-        "N",
-        {"1": ONE_STEP, "2": _steps(2), "3": GRIFFIN, "4": _steps(4), "5": _steps(5)},
-        "Step n trains the n-th forward of a draft.",
-    ),
-    "5": GriffinTable(
-        "Table 5: what the first fusion is fused with once more",
-        "input",
-        {
-            "token (ours)": GRIFFIN,
-            "feature": Variant("fusion-feature", {"fusion": "feature"}),
-            "fused": Variant("fusion-fused", {"fusion": "fused"}),
-        },
-        "In place of x in equation 7: the feature F, or the first fusion h.",
-    ),
-    "6": GriffinTable(
-        "Table 6: parts of the token-guided fusion",
-        "method",
-        {
-            "GRIFFIN": GRIFFIN,
-            "ablation 1": Variant("fusion-not-expanded", {"expansion_size": 0}),
-            "ablation 2": Variant("fusion-without-token", {"fusion": "without-token"}),
-            "ablation 3": Variant("fusion-without-fused", {"fusion": "without-fused"}),
-        },
-        "1: neither up-projector nor SiLU. 2: without x in equation 7. 3: without h in equation 7.",
-    ),
-    "7": GriffinTable(
-        "Table 7: size of the expansion",
-        "expansion",
-        {
-            "hidden size": Variant("expansion-hidden", expansion="hidden"),
-            "feed-forward size (ours)": GRIFFIN,
-            "twice that": Variant("expansion-double", expansion="double"),
-        },
-        "In the target: its hidden size and that of its feed-forward layers.",
-    ),
-    "8": GriffinTable(
-        "Table 8: parts of the token-alignable draft model",
-        "method",
-        {"GRIFFIN": GRIFFIN, "w/o TEH": WITHOUT_HEAD, "w/o TGF": WITHOUT_FUSION, "w/o both": WITHOUT_BOTH},
-        "TEH: token-enhanced head. TGF: token-guided fusion.",
-    ),
-    "order": GriffinTable(
-        "Order of the parts by what they bring",
-        "method",
-        {
-            "GRIFFIN": GRIFFIN,
-            "w/o head": WITHOUT_HEAD,
-            "w/o fusion": WITHOUT_FUSION,
-            "w/o alignment": ONE_STEP,
-            "none of them (EAGLE-2)": EAGLE_2,
-        },
-        "Rows stand in the paper's order. Mean and range over trainings with other seeds; trees of 60 nodes, depth 6.",
-        layout="order",
-        plans=("paper",),
-    ),
-}
 
 
 def predicted_speedup(plain_ms: float, verify_ms: float, num_levels: float, level_ms: float, tau: float) -> float:
@@ -304,65 +173,114 @@ def recipe_of(variant: Variant, base: GriffinRecipe, seed: int, target: PreTrain
     return replace(base, seed=seed, **changes)
 
 
-OPTIONS: dict[Plan, GriffinOptions] = {"own": GriffinOptions(), "paper": GRIFFIN_PAPER}
+OPTIONS: dict[Plan, GriffinOptions] = {
+    "own": GriffinOptions(),
+    "paper": GRIFFIN_PAPER,
+    "chain": changed(GRIFFIN_PAPER, {"max_depth": 2, "max_nodes": 2, "breadth": 1}),
+}
 
 
 class Options(BenchOptions):
     table: str = ALL  # a name in `GRIFFIN_TABLES`
-    data: Path  # books to train on
-    work: Path  # trainings are kept here for other tables
+    data: Path | None = None  # books to train on
+    work: Path | None = None  # trainings are kept here for other tables
+    draft_model: Path | None = None  # the trained part of tables 1 and 9 without data
     num_steps: int = GRIFFIN_RECIPE.num_steps
     num_own_texts: int = GRIFFIN_RECIPE.texts.num_own_texts
     num_seeds: int = NUM_ORDER_SEEDS  # of table order
     seed: int = 0
     text: Path | None = None  # books for the prompts, unseen in training
-    num_prompts: int = 2
+    tasks: Path = OWN_TASKS  # prompts of table 1, lines {category, prompt} or a benchmark's file
+    num_prompts: int = 2  # in table 1 of each category
+    batches: Ints = (1, 2, 4, 8)  # of table 9
     prefill: int = 2048
     num_tokens: int = 256  # more than the first step commits
 
 
-CURVES: dict[str, Curve] = {}
+CURVES = {"1b": Curve("N", tuple((f"HASS, T = {t:g}", f"GRIFFIN, T = {t:g}") for t in TEMPERATURES))}
 
 
 def each_table(options: Options) -> list[Options]:
     """Return the options of each wanted table that can be had."""
     if options.table != ALL:
         return [options]
-    names = [name for name, table in GRIFFIN_TABLES.items() if options.text is not None or not table.plans]
+    names = [
+        name
+        for name, table in GRIFFIN_TABLES.items()
+        if options.text is not None or not table.plans or table.layout == "tasks"
+        if options.data is not None or not table.needs_data
+    ]
     return [options.model_copy(update={"table": name}) for name in names]
+
+
+class GriffinArm(NamedTuple):
+    """A row's drafter: a trained part, or an engine without one."""
+
+    row: str
+    seed: int
+    parts_folder: Path | None = None
+    engine: str | None = None
+
+    def new_drafter(self, target: TargetModel, costs: Costs, plan: Plan) -> Drafter:
+        if self.engine is not None:
+            return BY_NAME[self.engine](target, costs, None)
+        return griffin(target, costs, self.parts_folder, OPTIONS[plan])
 
 
 def run(options: Options, recipe: GriffinRecipe = GRIFFIN_RECIPE) -> Iterator[Record]:
     """Repeat a table or figure of the GRIFFIN paper: train what its rows compare, then let them draft.
 
     Trainings are kept in --work, one folder each, for other tables and after a kill. Every arm continues the same
-    prompts, as plain decoding does, and must give the same tokens.
+    prompts, as plain decoding does, and must give the same tokens. Tables 1 and 9 also work without --data.
 
     \b
     Example:
       python -m bench papers griffin --table 2 --data books --text test.jsonl --work griffin --json table2.jsonl
     """
     table, files = one_of(GRIFFIN_TABLES, options.table), locate_model(options.model)
-    prompts = _prompts(options, files) if table.plans else []
-    if table.layout == "forwards" and not any(options.data.rglob(TEST)):
-        raise BenchError(f"data {options.data}: no file matches {TEST}; figure 1c is measured on test books")
-    options.work.mkdir(parents=True, exist_ok=True)
+    prompts = _prompts(options, table, files) if table.plans else {}
     torch.set_num_threads(options.num_threads)  # for the trainings
-    texts = replace(recipe.texts, num_own_texts=options.num_own_texts)
-    recipe = replace(recipe, num_steps=options.num_steps, texts=texts)
-    seeds = range(options.seed, options.seed + (options.num_seeds if table.layout == "order" else 1))
-    trainings = train_variants(table.rows, seeds, files, options.data, options.work, recipe)
+    trainings = _trainings(options, table, files, recipe)
     for training in trainings:
         yield from _accuracies(training)
     if not prompts:
         return
-    target = options.load(files, bench_slots(["griffin"], options.prefill + options.num_tokens, options.num_prompts))
+    arms = [GriffinArm(row, options.seed, engine=engine) for row, engine in table.engines.items()]
+    arms += [GriffinArm(each.row, each.seed, each.folder) for each in trainings]
+    arms += [] if trainings else [GriffinArm("GRIFFIN", options.seed, options.draft_model)]
+    target = options.load(files, _slots_wanted(options, prompts))
     costs = step_costs_of(target)
-    behind = [_read(options, target, prompt, number) for number, prompt in enumerate(prompts)]
-    for training, temperature, plan in product(trainings, TEMPERATURES, table.plans):
-        pairs = [arms.run(griffin(target, costs, training.folder, OPTIONS[plan]), temperature) for arms in behind]
-        key = {"table": options.table, "row": training.row, "seed": training.seed, "temperature": temperature}
-        yield key | {"tree": plan} | figures_of(pairs)
+    for name, given in prompts.items():
+        behind = [_read(options, target, batch, number) for number, batch in enumerate(given)]
+        for arm, temperature, plan in product(arms, table.temperatures, table.plans):
+            pairs = [each.run(arm.new_drafter(target, costs, plan), temperature) for each in behind]
+            key = {"table": options.table, "row": arm.row, "prompts": name, "seed": arm.seed}
+            yield key | {"temperature": temperature, "tree": plan} | figures_of(pairs)
+
+
+Batch = list[Prompt]
+
+
+def _trainings(options: Options, table: GriffinTable, files: ModelFiles, recipe: GriffinRecipe) -> list[Training]:
+    """Train what a table compares. Raises ModelError, CorpusError, BenchError."""
+    if options.data is None or options.work is None:
+        if table.needs_data or options.data is not None:
+            raise BenchError(f"table {options.table}: its rows are trained; name books and a folder: --data --work")
+        return []
+    if table.layout == "forwards" and not any(options.data.rglob(TEST)):
+        raise BenchError(f"data {options.data}: no file matches {TEST}; figure 1c is measured on test books")
+    options.work.mkdir(parents=True, exist_ok=True)
+    texts = replace(recipe.texts, num_own_texts=options.num_own_texts)
+    recipe = replace(recipe, num_steps=options.num_steps, texts=texts)
+    seeds = range(options.seed, options.seed + (options.num_seeds if table.layout == "order" else 1))
+    return train_variants(table.rows, seeds, files, options.data, options.work, recipe)
+
+
+def _slots_wanted(options: Options, prompts: dict[str, list[Batch]]) -> SlotsWanted:
+    batches = [batch for given in prompts.values() for batch in given]
+    longest = max(len(prompt.token_ids) for batch in batches for prompt in batch)
+    num_jobs = max(sum(map(len, given)) for given in prompts.values())
+    return bench_slots(["griffin"], longest + options.num_tokens, num_jobs)
 
 
 def _accuracies(training: Training) -> Iterator[Record]:
@@ -379,25 +297,55 @@ def _accuracies(training: Training) -> Iterator[Record]:
             } | {f"n={n}": rate for n, rate in enumerate(rates, 1)}
 
 
-def _prompts(options: Options, files: ModelFiles) -> list[Prompt]:
+def _prompts(options: Options, table: GriffinTable, files: ModelFiles) -> dict[str, list[Batch]]:
+    """Return batches of prompts by the column that they belong to. Raises BenchError."""
+    if table.layout == "tasks":
+        return _task_prompts(options, files)
+    if table.layout != "batches":
+        return {"": [[prompt] for prompt in _stretches(options, files, options.num_prompts)]}
+    stretches = _stretches(options, files, max(options.batches))
+    return {f"{size:,}": [stretches[:size]] for size in options.batches}
+
+
+def _task_prompts(options: Options, files: ModelFiles) -> dict[str, list[Batch]]:
+    """Return the first turns of some prompts of each category."""
+    codec, chance = TextCodec(files), random.Random(options.seed)
+    by_category = defaultdict[str, list[str]](list)
+    for task in read_tasks(options.tasks):
+        by_category[task.category].append(task.turns[0])
+    found = {name: chance.sample(turns, min(options.num_prompts, len(turns))) for name, turns in by_category.items()}
+    prompts = {name: [[Prompt(_chat_ids(codec, turn), [])] for turn in turns] for name, turns in found.items()}
+    check_length(files, max(len(p.token_ids) for given in prompts.values() for [p] in given), options.num_tokens)
+    return prompts
+
+
+def _chat_ids(codec: TextCodec, text: str) -> list[int]:
+    """Return a question in the model's template, or the text alone if it takes none."""
+    try:
+        return codec.encode_one(Chat([Message(role="user", content=text)], None)).token_ids
+    except ValueError:
+        return codec.encode_one(text).token_ids
+
+
+def _stretches(options: Options, files: ModelFiles, number: int) -> list[Prompt]:
     """Take prompts from all over the text. Raises BenchError."""
     if options.text is None:
         raise BenchError(f"table {options.table}: its arms go on from a text; name one with --text FILE")
     check_length(files, options.prefill, options.num_tokens)
     ids = encode(files, read_text(options.text))
-    between = len(ids) // options.num_prompts
+    between = len(ids) // number
     if between < options.prefill:
         raise BenchError(
-            f"text {options.text}: it has {len(ids)} tokens, {options.num_prompts} prompts of {options.prefill} need "
-            f"{options.num_prompts * options.prefill}"
+            f"text {options.text}: it has {len(ids)} tokens, {number} prompts of {options.prefill} need "
+            f"{number * options.prefill}"
         )
-    return [Prompt(ids[i * between :][: options.prefill], []) for i in range(options.num_prompts)]
+    return [Prompt(ids[i * between :][: options.prefill], []) for i in range(number)]
 
 
-def _read(options: Options, target: TargetModel, prompt: Prompt, number: int) -> PromptArms:
-    num_plain = num_plain_tokens(options.num_tokens, options.prefill)
-    read = read_prompt(target, prompt, options.num_tokens)
-    return PromptArms(target, [read], options.num_tokens, num_plain, options.seed + number)
+def _read(options: Options, target: TargetModel, batch: Batch, number: int) -> PromptArms:
+    num_plain = num_plain_tokens(options.num_tokens, max(len(prompt.token_ids) for prompt in batch))
+    read = [read_prompt(target, prompt, options.num_tokens) for prompt in batch]
+    return PromptArms(target, read, options.num_tokens, num_plain, options.seed + number)
 
 
 def shown(records: list[Record], options: Options) -> Iterator[Record]:
@@ -410,6 +358,12 @@ def shown(records: list[Record], options: Options) -> Iterator[Record]:
         return
     if table.layout == "order":
         yield from _order(table, arms, trained)
+    elif table.layout == "steps":
+        yield from _by_steps(arms)
+    elif table.layout in ("tasks", "batches"):
+        measures = ["speedup", "tokens_per_step"] if table.layout == "tasks" else ["speedup"]
+        yield from pivot(arms, ["row", "temperature"], "prompts", measures)
+        return  # the formula is for one sequence and one text
     else:
         cells = [each | {"arm": f"T = {each['temperature']:g} {each['tree']}"} for each in arms]
         yield from pivot(cells, ["row"], "arm", ["speedup", "tokens_per_step"])
@@ -418,6 +372,15 @@ def shown(records: list[Record], options: Options) -> Iterator[Record]:
         "words": "Speed-up by appendix H's formula, as if a tree cost what a row costs and as it does, and as measured"
     }
     yield from only(arms, FORMULA)
+
+
+def _by_steps(arms: list[Record]) -> list[Record]:
+    """Return accept lengths: a row per N, a column per method and temperature."""
+    cells = []
+    for each in arms:
+        method, _, n = each["row"].partition(", N = ")
+        cells.append(each | {"N": n, "method": f"{method}, T = {each['temperature']:g}"})
+    return pivot(cells, ["N"], "method", ["tokens_per_step"])
 
 
 def _order(table: GriffinTable, arms: list[Record], trained: list[Record]) -> Iterator[Record]:

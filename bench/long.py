@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import Field
 
 from bench.options import TextOptions
 from bench.tables import Record, only
+from bench.text_samples import loop_start, sampled_tokens
 from bench.variants import create_bench_drafter
 from swiftbatch.jobs import sampling_params
 from swiftbatch.jobs.sampling_params import SamplingParams
@@ -46,8 +48,10 @@ from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.draft_tree import DraftTree, Verification
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.session.running_job import distinct
+from swiftbatch.worker.text.tokenizer import TextCodec
 
 NUM_PLAIN_TOKENS = 24  # per window
+NUM_SHOWN = 96  # tokens of a loop
 RATES = ("speedup", "alpha", "beta", "tokens_per_step")
 COLUMNS = (
     *("num_tokens", "total.seconds", "total.plain_seconds", *(f"total.{rate}" for rate in RATES)),
@@ -138,6 +142,8 @@ class Options(TextOptions):
     eta: float = sampling_params.ETA
     repetition_penalty: float = sampling_params.REPETITION_PENALTY
     penalty_window: int = sampling_params.PENALTY_WINDOW
+    sampled: bool = Field(default=False, description="Begin the prompt anywhere in the text, as the seed says.")
+    with_text: bool = Field(default=False, description="Put the output's text into the last record.")
 
     @property
     def sampling(self) -> SamplingParams:
@@ -175,9 +181,11 @@ def shown(records: list[Record], options: Options) -> list[Record]:
     return only(records, COLUMNS)
 
 
-def generated(options: Options, target: TargetModel, drafter: Drafter, reuse: ReuseTally | None) -> Iterator[Record]:
-    """Yield figures at every stop. Raises BenchError."""
-    generation = LongGeneration(options, target, drafter, reuse)
+def generated(
+    options: Options, target: TargetModel, drafter: Drafter, reuse: ReuseTally | None, room: int = 0
+) -> Iterator[Record]:
+    """Yield figures at every stop; `room` positions are for trees larger than those of engines. Raises BenchError."""
+    generation = LongGeneration(options, target, drafter, reuse, room)
     sequence, plain = generation.sequence, PlainWindows(target, NUM_PLAIN_TOKENS)
     plain_stops, record_stops = set(options.plain_stops()), set(options.record_stops())
     before: Record | None = None
@@ -194,21 +202,31 @@ def generated(options: Options, target: TargetModel, drafter: Drafter, reuse: Re
                 "window": _between(before or start, mark, plain),
                 "total": _between(start, mark, plain),
                 "distinct": distinct(sequence.output_ids),
+                "loop_start": loop_start(sequence.output_ids),
                 "same_tokens": all(plain.compared(sequence.output_ids)),
                 "tokens_sha256": digest(sequence.output_ids),
+                **(text_of(target, sequence) if options.with_text and stop == options.num_tokens else {}),
             }
             before = mark
+
+
+def text_of(target: TargetModel, sequence: Sequence) -> Record:
+    """Return the output's text, and what stands where it begins to repeat itself, if it does."""
+    codec, start = TextCodec(target.files), loop_start(sequence.output_ids)
+    loop = None if start is None else " ".join(codec.decode(sequence.output_ids[start:][:NUM_SHOWN].tolist()).split())
+    return {"loop": loop, "text": codec.decode(sequence.output_ids.tolist())}
 
 
 class LongGeneration:
     """A generation; marks are taken in pauses, which do not count."""
 
-    def __init__(self, options: Options, target: TargetModel, drafter: Drafter, reuse: ReuseTally | None) -> None:
+    def __init__(
+        self, options: Options, target: TargetModel, drafter: Drafter, reuse: ReuseTally | None, room: int = 0
+    ) -> None:
         self._drafter, self._reuse, self._num_draft_depth = drafter, reuse, 0
-        text, prefill = options.text, options.prefill
-        prompt_ids = text_tokens(text, target.files, prefill) if text else own_tokens(target, prefill)
+        prompt_ids = _prompt(options, target)
         self.sequence = Sequence("long", prompt_ids, options.sampling, target.vocab_size, target.device)
-        self.cache = target.new_cache(self.sequence.max_length)
+        self.cache = target.new_cache(self.sequence.max_length + room)
         read_tokens(target, self.cache, prompt_ids, [drafter])
         self._engine = BenchEngine(target, drafter)
         started = time.perf_counter()
@@ -233,6 +251,15 @@ class LongGeneration:
             "step_seconds": dict(counters.step_seconds),
             "draft_seconds": dict(draft.seconds),
         }
+
+
+def _prompt(options: Options, target: TargetModel) -> list[int]:
+    text, prefill = options.text, options.prefill
+    if text is None:
+        return own_tokens(target, prefill)
+    if options.sampled:
+        return sampled_tokens(text, target.files, prefill, options.seed)
+    return text_tokens(text, target.files, prefill)
 
 
 def _between(first: Record, last: Record, plain: PlainWindows) -> Record:

@@ -140,6 +140,7 @@ def figures_of(generation: Contestant, plain: Contestant, expected_ids: list[int
         generation.engine.span,
     )
     ms, plain_ms = _ms_per_token(generation), _ms_per_token(plain)
+    tokens_per_step, drafted = last.num_tokens / steps, counters.num_draft_tokens / steps
     num_steps, draft = last.num_steps - first.num_steps, last.draft
     return {
         "num_tokens": last.num_tokens,
@@ -147,11 +148,12 @@ def figures_of(generation: Contestant, plain: Contestant, expected_ids: list[int
         "ms_per_token": ms,
         "plain_ms_per_token": plain_ms,
         "speedup": plain_ms / ms,
+        "speedup_bound": plain_ms / ms * (1 + drafted) / tokens_per_step,  # if all tokens of chains were right
         "acceptance": _share(counters.num_accepted_tokens, counters.num_draft_tokens),
         "middle_acceptance": _share(draft.num_agreed_nodes, draft.num_checked_nodes),
         "needle_share": _share(num_same(plain.sequences[0].output_ids, expected_ids), len(expected_ids)),
-        "tokens_per_step": last.num_tokens / steps,  # per sequence
-        "drafted_per_step": counters.num_draft_tokens / steps,
+        "tokens_per_step": tokens_per_step,  # per sequence
+        "drafted_per_step": drafted,
         "rounds_per_step": draft.num_rounds / steps,  # forwards with a partial cache
         "first_step_ms": 1000 * first.seconds,
         "step_ms": per_step(first.step_seconds, last.step_seconds, num_steps),

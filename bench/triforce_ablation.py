@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bench.compared_caches import StreamingKVCache, without_cache
+from bench.independent_sequences import IndependentSequences
 from bench.options import ALL, one_of
 from bench.prompt_arms import (
     NEEDLE,
@@ -22,12 +23,14 @@ from bench.prompt_arms import (
     read_prompt,
 )
 from bench.tables import Curve, Record, only
-from swiftbatch.worker.decode_bench import BenchError, BenchOptions, bench_slots, check_length, encode, text_tokens
+from bench.text_samples import sampled_tokens
+from bench.triforce_figures import DIVERGENCE_AT, FORWARD_FIGURES, Measured
+from swiftbatch.worker.decode_bench import BenchError, BenchOptions, bench_slots, check_length, encode
 from swiftbatch.worker.drafters.catalogue import check_parts
 from swiftbatch.worker.drafters.drafter_interface import Drafter
 from swiftbatch.worker.drafters.engine_options import TRIFORCE_PAPER, TriForceOptions, changed
-from swiftbatch.worker.drafters.self_speculation import RoundPlan, SelfSpeculationDrafter
-from swiftbatch.worker.drafters.triforce import DraftModel, DraftModelProposer, triforce
+from swiftbatch.worker.drafters.self_speculation import RoundPlan, SelfSpeculationDrafter, partial_cache
+from swiftbatch.worker.drafters.triforce import DraftModel, DraftModelProposer, hierarchy, triforce
 from swiftbatch.worker.forward.step_costs import Costs, step_costs_of
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
@@ -44,8 +47,9 @@ BUDGET = 4096
 OWN_BUDGET = 1024  # the engine's own, besides its summaries
 MAX_BUDGET_SHARE = 8  # prompts have at least so many budgets, otherwise the cache would not be partial
 
-Plan = Literal["own", "paper", "naive"]
-"""The paper's gammas where they pay; at every step; or the draft model's tokens straight to the full verification."""
+Plan = Literal["own", "paper", "naive", "independent"]
+"""The paper's gammas where they pay; at every step; the draft model's tokens straight to the full verification; or as
+many independent chains as the width says, at every step."""
 NAIVE = RoundPlan(num_rounds=0, num_round_nodes=0, chain_length=0, num_nodes=6)
 
 
@@ -96,6 +100,9 @@ TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
 BATCHES = ((2, 0.56, 1024), (6, 0.19, 768), (10, 0.12, 768))  # sequences, share of the prompt, budget
 BUDGETS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 CHUNK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+LENGTH_PARTS = (16, 8, 4, 2, 1)  # contexts of figure 5, as parts of the prompt
+WIDTHS = (1, 2, 4, 8)
+TREE, CHAINS = "tokens per step, best candidates", "tokens per step, independent chains"
 SPEEDUP = Column("speed-up", "triforce", "speedup")
 ACCEPTANCE = Column("acceptance", "triforce", "acceptance")
 MIDDLE = Column("middle acceptance", "triforce", "middle_acceptance")
@@ -201,25 +208,62 @@ def _figure_6b(prefill: int, model: str) -> PromptTable:
     return PromptTable(title, ("chunk size",), FIGURE, tuple(rows), AT)
 
 
+def _figure_5(prefill: int, model: str) -> PromptTable:
+    rows = []
+    for part in LENGTH_PARTS:
+        prompts = Prompts(share=1 / part)
+        budget = {"budget": budget_for(length_of(prompts, prefill), BUDGET)}
+        arms = {
+            "triforce": PromptArm(budget, plan="paper", prompts=prompts),
+            "naive": PromptArm(budget, 0.6, "naive", prompts),
+        }
+        rows.append(Row((f"{length_of(prompts, prefill):,}",), arms))
+    columns = SPEEDUP, Column("bound", "triforce", "speedup_bound"), ACCEPTANCE, Column("naive", "naive", "speedup")
+    note = "The bound is the speed-up if the same steps had accepted every drafted token. " + AT
+    return PromptTable("Figure 5: speed-up by context length, gammas 2 and 6", ("context",), columns, tuple(rows), note)
+
+
+def _figure_6c(prefill: int, model: str) -> PromptTable:
+    budget = {"budget": budget_for(prefill, BUDGET)}
+    rows = []
+    for width in WIDTHS:
+        options = budget | {"width": width}
+        arms = {"triforce": PromptArm(options, plan="paper"), "independent": PromptArm(options, plan="independent")}
+        rows.append(Row((str(width), str(6 * width)), arms))
+    columns = (
+        Column(TREE, "triforce", "tokens_per_step"),
+        Column("speed-up", "triforce", "speedup"),
+        Column(CHAINS, "independent", "tokens_per_step"),
+        Column("speed-up of these", "independent", "speedup"),
+    )
+    return PromptTable("Figure 6c: trees in the hierarchy", ("width", "nodes"), columns, tuple(rows), AT)
+
+
 PROMPT_TABLES: dict[str, Callable[[int, str], PromptTable]] = {
     "1": _table_1,
     "2": _table_2,
     "3": _table_3,
     "4": _table_4,
+    "5": _figure_5,
     "6a": _figure_6a,
     "6b": _figure_6b,
+    "6c": _figure_6c,
 }
 """Each takes the prompt's length and the model's name."""
 ON_DISK = "3"  # the table of caches outside the device
 CURVES = {
     name: Curve(x, (("acceptance", "middle acceptance"), ("speed-up",)))
     for name, x in (("6a", "budget"), ("6b", "chunk size"))
+} | {
+    "2a": Curve("length", tuple((f"StreamingLLM T = {t:g}", f"sliding window T = {t:g}") for t in DIVERGENCE_AT)),
+    "5": Curve("context", (("speed-up", "bound", "naive"),)),
+    "6c": Curve("nodes", ((TREE, CHAINS), ("speed-up", "speed-up of these"))),
 }
 
 
 class Options(BenchOptions):
-    table: str = ALL  # a name in `PROMPT_TABLES`
-    text: Path  # whole books
+    table: str = ALL  # a name in `PROMPT_TABLES` or `FORWARD_FIGURES`
+    text: Path  # whole books; a prompt begins anywhere in it, as the seed says
     draft_model: Path | None = None
     prefill: int = 32_768  # at least 257; in table 4 the total
     num_tokens: int = 256  # more than the first step commits
@@ -227,14 +271,16 @@ class Options(BenchOptions):
     kv_offload: Path | None = None  # table 3: the folder of caches
 
     def layout(self) -> PromptTable:
-        return one_of(PROMPT_TABLES, self.table)(self.prefill, Path(self.model).name)
+        known: dict[str, object] = {**PROMPT_TABLES, **FORWARD_FIGURES}
+        one_of(known, self.table)
+        return PROMPT_TABLES[self.table](self.prefill, Path(self.model).name)
 
 
 def each_table(options: Options) -> list[Options]:
     """Return the options of each wanted table that can be had."""
     if options.table != ALL:
         return [options]
-    names = [name for name in PROMPT_TABLES if name != ON_DISK or options.kv_offload is not None]
+    names = [name for name in (*PROMPT_TABLES, *FORWARD_FIGURES) if name != ON_DISK or options.kv_offload is not None]
     folders = {ON_DISK: options.kv_offload}
     return [options.model_copy(update={"table": name, "kv_offload": folders.get(name)}) for name in names]
 
@@ -249,13 +295,17 @@ def run(options: Options) -> Iterator[Record]:
     Example:
       python -m bench papers triforce --table 2 --prefill 100000 --text books.jsonl --json table2.jsonl
     """
+    if options.table in FORWARD_FIGURES:
+        yield from _forward_figure(options)
+        return
     table, files = options.layout(), locate_model(options.model)
     if (options.kv_offload is not None) != (options.table == ON_DISK):
         raise BenchError(f"table {options.table}: --kv-offload DIR belongs to table 3, and table 3 needs it")
     check_length(files, max(length_of(prompts, options.prefill) for prompts in _all_prompts(table)), options.num_tokens)
     check_parts("triforce", options.model, files.fingerprint, options.draft_model)
     check_folder(None if options.kv_offload is None else str(options.kv_offload))
-    text_ids = text_tokens(options.text, files, max(num_text_tokens(p, options.prefill) for p in _all_prompts(table)))
+    most = max(num_text_tokens(prompts, options.prefill) for prompts in _all_prompts(table))
+    text_ids = sampled_tokens(options.text, files, most, options.seed)
     target = options.load(files, _slots_wanted(options, files, table))
     for prompts in _all_prompts(table):
         made = make_prompts(prompts, options.prefill, text_ids, files)
@@ -268,8 +318,24 @@ def run(options: Options) -> Iterator[Record]:
         del behind  # frees its caches for the next ones
 
 
+def _forward_figure(options: Options) -> Iterator[Record]:
+    files = locate_model(options.model)
+    longest = options.prefill + max(options.num_tokens, len(encode(files, NEEDLE)))
+    check_length(files, options.prefill, longest - options.prefill)
+    text_ids = sampled_tokens(options.text, files, options.prefill + options.num_tokens, options.seed)
+    target = options.load(files, bench_slots(["triforce"], longest))
+    budget = budget_for(options.prefill, BUDGET)
+    on = Measured(target, text_ids, options.prefill, options.num_tokens, budget, options.seed, options.draft_model)
+    for record in FORWARD_FIGURES[options.table].measure(on):
+        yield {"table": options.table, "budget": budget} | record
+
+
 def shown(records: list[Record], options: Options) -> Iterator[Record]:
     """Yield the paper's table, then speed and counts of each arm."""
+    if (figure := FORWARD_FIGURES.get(options.table)) is not None:
+        yield {"words": figure.title}
+        yield from figure.shown(records)
+        return
     table, found = options.layout(), {(record["row"], record["arm"]): record for record in records}
     if records:
         yield {"words": table.title}
@@ -317,12 +383,14 @@ def new_drafter(target: TargetModel, costs: Costs, arm: PromptArm, parts_folder:
     """Raises ModelError if no draft model fits."""
     if arm.plan == "naive":
         return _naive_policy(target, parts_folder)
+    if arm.plan == "independent":
+        return _independent(target, parts_folder, drafting(arm)[0])
     return triforce(target, costs, parts_folder, *drafting(arm))
 
 
 def drafting(arm: PromptArm) -> tuple[TriForceOptions, SparseCacheFactory | None]:
     changes, new_cache = without_cache(arm.options)
-    return changed(TRIFORCE_PAPER if arm.plan == "paper" else TriForceOptions(), changes), new_cache
+    return changed(TriForceOptions() if arm.plan == "own" else TRIFORCE_PAPER, changes), new_cache
 
 
 def _naive_policy(target: TargetModel, parts_folder: Path | None) -> Drafter:
@@ -330,3 +398,10 @@ def _naive_policy(target: TargetModel, parts_folder: Path | None) -> Drafter:
     proposer = DraftModelProposer(draft_model, target.forwards.new_batch_sampler())
     # no round ever uses the cache
     return SelfSpeculationDrafter(target, proposer, StreamingKVCache, NUM_PINNED, NAIVE)
+
+
+def _independent(target: TargetModel, parts_folder: Path | None, options: TriForceOptions) -> Drafter:
+    draft_model = DraftModel.load(parts_folder, target, options)
+    proposer = IndependentSequences(draft_model, target.forwards.new_batch_sampler(), options.width)
+    plan = hierarchy(options.gamma_1, options.gamma_2, options.width)
+    return SelfSpeculationDrafter(target, proposer, partial_cache(options), options.partial_budget, plan)

@@ -11,7 +11,9 @@ from click.testing import CliRunner, Result
 
 from bench import griffin_ablation
 from bench.__main__ import main
-from bench.griffin_ablation import GRIFFIN_TABLES, OPTIONS, TEMPERATURES, Options, run
+from bench.griffin_ablation import OPTIONS, Options, run, shown
+from bench.griffin_tables import GRIFFIN_TABLES, TEMPERATURES
+from bench.recycling_tasks import OWN_TASKS, read_tasks
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.decode_bench import BenchError, encode, read_text
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
@@ -74,13 +76,17 @@ def test_a_table_has_a_record_of_every_arm_and_all_say_the_same(
 ) -> None:
     arms = [record for record in run(make_options(table=table, num_prompts=1), FAST) if "tree" in record]
     found = {(arm["row"], arm["temperature"], arm["tree"]) for arm in arms}
-    assert found == {(row, t, plan) for row in GRIFFIN_TABLES[table].rows for t in TEMPERATURES for plan in OPTIONS}
+    assert found == {
+        (row, t, plan) for row in GRIFFIN_TABLES[table].rows for t in TEMPERATURES for plan in ("own", "paper")
+    }
     for t in TEMPERATURES:
         assert len({arm["tokens_sha256"] for arm in arms if arm["temperature"] == t}) == 1
 
 
 def test_plans_are_what_pays_and_the_paper_s_trees() -> None:
     assert OPTIONS["own"] == GriffinOptions() != GRIFFIN_PAPER == OPTIONS["paper"]
+    chain = OPTIONS["chain"]
+    assert (chain.max_depth, chain.max_nodes, chain.breadth, chain.at_every_step) == (2, 2, 1, True)
 
 
 @pytest.mark.slow
@@ -127,6 +133,42 @@ def test_the_order_has_arms_of_all_seeds(make_options: Callable[..., Options]) -
     assert len(arms) == 5 * 2 * len(TEMPERATURES)
 
 
+@pytest.mark.slow
+def test_figure_1b_compares_methods_by_their_steps(make_options: Callable[..., Options]) -> None:
+    options = make_options(table="1b", num_prompts=1)
+    records = [record for record in run(options, FAST) if "tree" in record]
+    assert [(each["row"], each["temperature"]) for each in records] == [
+        (row, t) for row in GRIFFIN_TABLES["1b"].rows for t in TEMPERATURES
+    ]
+    assert len([row for row in shown(records, options) if "N" in row]) == 5
+
+
+@pytest.mark.slow
+def test_table_1_has_every_category_and_needs_no_training(make_options: Callable[..., Options]) -> None:
+    options = make_options(table="1", num_prompts=1, data=None, work=None, text=None)
+    records = list(run(options, FAST))
+    assert {each["row"] for each in records} == {"PLD", "GRIFFIN"}
+    assert {each["prompts"] for each in records} == {task.category for task in read_tasks(OWN_TASKS)}
+    for each in records:
+        alike = [other["tokens_sha256"] for other in records if other["prompts"] == each["prompts"]
+                 and other["temperature"] == each["temperature"]]  # fmt: skip
+        assert len(set(alike)) == 1
+    trained = list(run(make_options(table="1", num_prompts=1, text=None), FAST))
+    assert {each["row"] for each in trained if "tree" in each} == {"PLD", "EAGLE-2", "HASS", "GRIFFIN"}
+
+
+@pytest.mark.slow
+def test_table_9_drafts_chains_of_two_for_every_batch(make_options: Callable[..., Options]) -> None:
+    records = list(run(make_options(table="9", batches=(1, 3), data=None, work=None), FAST))
+    assert [(each["row"], each["prompts"], each["tree"]) for each in records] == [
+        ("GRIFFIN", "1", "chain"), ("GRIFFIN", "3", "chain")
+    ]  # fmt: skip
+    assert records[1]["num_tokens"] > 2 * records[0]["num_tokens"]
+    for each, size in zip(records, (1, 3), strict=True):
+        assert 0 < each["nodes_per_step"] <= 2 * size
+        assert each["levels_per_step"] <= 2 * size
+
+
 class Vandal(Drafter):
     """Damages the cache after the prompt from the fourth token on."""
 
@@ -155,9 +197,15 @@ def test_prompts_are_stretches_from_all_over_the_text(make_options: Callable[...
     files = locate_model(str(tiny_model))
     options = make_options(table="2", num_prompts=3)
     ids = encode(files, read_text(options.text))
-    prompts = griffin_ablation._prompts(options, files)
+    prompts = griffin_ablation._prompts(options, GRIFFIN_TABLES["2"], files)
     third = len(ids) // 3
-    assert [prompt.token_ids for prompt in prompts] == [ids[i * third : i * third + PREFILL] for i in range(3)]
+    assert [prompt.token_ids for [prompt] in prompts[""]] == [ids[i * third : i * third + PREFILL] for i in range(3)]
+
+
+def test_rows_that_are_trained_need_books_and_a_folder(make_options: Callable[..., Options]) -> None:
+    for fields in ({"table": "2", "data": None}, {"table": "1", "work": None}):
+        with pytest.raises(BenchError, match="--data --work"):
+            list(run(make_options(**fields), FAST))
 
 
 def bench(folder: Path, model: Path, *args: str) -> Result:
@@ -169,7 +217,8 @@ def bench(folder: Path, model: Path, *args: str) -> Result:
     ("args", "says"),
     [
         (["--table", "2"], "--text FILE"),
-        (["--table", "9"], "order"),
+        (["--table", "1", "--tasks", "EMPTY"], "cannot be read"),
+        (["--table", "11"], "order"),
         (["--table", "2", "--text", "TEXT", "--prefill", "4000"], "4000 + 256 tokens"),
         (["--table", "2", "--text", "TEXT", "--prompts", "9", "--prefill", "200"], "9 prompts of 200 need 1800"),
         (["--table", "1c", "--data", "EMPTY"], "*test*.jsonl"),

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from bench.long import METERED, Options, PlainWindows, generated, integral, metered_drafter, run
+from bench.long import METERED, Options, PlainWindows, generated, integral, metered_drafter, run, text_of
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.decode_bench import BenchError, read_tokens, text_tokens
+from swiftbatch.worker.decode_bench import BenchError, encode, read_tokens, text_tokens
 from swiftbatch.worker.drafters.drafter_interface import AutoregressiveDrafter, Drafter, DraftRequest
 from swiftbatch.worker.drafters.tokenswift.decoding_heads import save_heads
 from swiftbatch.worker.engine.engine import Engine, PlainRuns
@@ -215,3 +215,12 @@ def test_stops_cover_the_generation_to_its_end(make_options: Callable[..., Optio
     assert options.record_stops() == [20_000, 40_000, 60_000, 80_000, 100_000]
     assert options.plain_stops() == [*range(0, 100_000, 2500), 99_976]
     assert make_options(10, every=20_000).plain_stops() == [0]
+
+
+def test_the_loop_is_shown_in_one_line_beside_the_whole_text(tiny_target: TargetModel) -> None:
+    ids = encode(tiny_target.files, "the lazy\n\nfox ")
+    prompt = Sequence("long", [5], SamplingParams(max_tokens=500, ignore_eos=True), tiny_target.vocab_size)
+    for output_ids, loop in (([*range(50, 90), *ids * 40], "the lazy fox the"), (list(range(50, 90)), None)):
+        found = text_of(tiny_target, prompt.with_output(output_ids))
+        assert found["text"].endswith("\n\nfox ") == (loop is not None)
+        assert found["loop"] is None if loop is None else found["loop"].startswith(loop)

@@ -57,8 +57,10 @@ def test_every_arm_can_run_and_every_column_has_an_arm(table: str, prefill: int)
         ("2", {"temperature", "plan", "cache", "gamma_1", "at_every_step", "budget"}),
         ("3", {"temperature"}),
         ("4", {"temperature", "plan", "prompts", "budget"}),
+        ("5", {"plan", "prompts", "budget"}),
         ("6a", {"budget"}),
         ("6b", {"chunk_size"}),
+        ("6c", {"plan", "width"}),
     ],
 )
 def test_arms_differ_in_what_the_table_is_about_and_in_nothing_else(table: str, about: set[str]) -> None:
@@ -86,6 +88,8 @@ def test_tables_have_the_rows_of_the_paper() -> None:
     labels = {table: [row.labels for row in make(100_000, "embedded").rows] for table, make in PROMPT_TABLES.items()}
     assert [label[0] for label in labels["1"]] == ["Top-K (ref.)", "StreamingLLM", "H2O", "retrieval", "summary (ours)"]
     assert [label[1] for label in labels["2"]][:7] == ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0", "1.2"]
+    assert [label[0] for label in labels["5"]] == ["6,250", "12,500", "25,000", "50,000", "100,000"]
+    assert labels["6c"] == [("1", "6"), ("2", "12"), ("4", "24"), ("8", "48")]
     assert labels["3"] == [("embedded", "0.6"), ("embedded", "0.0")]
     assert labels["4"][::2] == [
         ("(2, 56.0K)", "(2, 1024)", "0.0"),
@@ -123,7 +127,9 @@ def test_a_table_has_a_row_for_each_of_the_paper_s_with_its_arms_figures(table: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("table", ["1", *(pytest.param(each, marks=pytest.mark.slow) for each in ("3", "4", "6a"))])
+@pytest.mark.parametrize(
+    "table", ["1", *(pytest.param(each, marks=pytest.mark.slow) for each in ("3", "4", "5", "6a", "6c"))]
+)
 def test_a_run_has_a_record_of_every_arm(table: str, tiny_model: Path, text: Path, tmp_path: Path) -> None:
     extra = {"3": {"kv_offload": tmp_path}}.get(table, {})
     sizes = {"prefill": PREFILL, "num_tokens": NUM_TOKENS}

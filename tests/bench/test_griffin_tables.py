@@ -9,15 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from bench.griffin_ablation import (
-    GRIFFIN_TABLES,
-    Options,
-    Variant,
-    figures_of,
-    predicted_speedup,
-    recipe_of,
-    shown,
-)
+from bench.griffin_ablation import Options, figures_of, predicted_speedup, recipe_of, shown
+from bench.griffin_tables import GRIFFIN_TABLES, Variant
 from bench.prompt_arms import Prompt, PromptArms, read_prompt
 from bench.variants import create_bench_drafter
 from swiftbatch.worker.drafters.drafter_interface import AutoregressiveDrafter, Drafter, DraftRequest
@@ -51,6 +44,9 @@ def recipe(variant: Variant, tiny_model: Path) -> GriffinRecipe:
 
 def test_tables_have_the_rows_of_the_paper() -> None:
     rows = {name: list(table.rows) for name, table in GRIFFIN_TABLES.items()}
+    assert rows["1"] == rows["9"] == ["EAGLE-2", "HASS", "GRIFFIN"]
+    assert rows["1b"] == [f"{method}, N = {n}" for method in ("HASS", "GRIFFIN") for n in range(1, 6)]
+    assert rows["10"] == ["GRIFFIN", "w/o feature loss"]
     assert rows["1c"] == ["EAGLE-2", "HASS", "GRIFFIN"]
     assert rows["2"] == ["GRIFFIN", "w/o TAT", "w/o TAD", "w/o both (EAGLE-2)", "HASS (ours, added)"]
     assert rows["3"] == ["NA", "1", "3", "5", "10"]
@@ -65,6 +61,10 @@ def test_tables_have_the_rows_of_the_paper() -> None:
 @pytest.mark.parametrize(
     ("table", "about"),
     [
+        ("1", {"num_passes", "align_top_k", "fusion", "has_token_enhanced_head"}),
+        ("1b", {"num_passes", "align_top_k", "fusion", "has_token_enhanced_head"}),
+        ("9", {"num_passes", "align_top_k", "fusion", "has_token_enhanced_head"}),
+        ("10", {"feature_weight"}),
         ("1c", {"num_passes", "align_top_k", "fusion", "has_token_enhanced_head"}),
         ("2", {"num_passes", "align_top_k", "fusion", "has_token_enhanced_head"}),
         ("3", {"align_top_k"}),
@@ -87,7 +87,7 @@ def test_trainings_differ_in_what_the_table_is_about_and_in_nothing_else(
 def test_a_folder_s_name_stands_for_one_recipe_and_no_recipe_has_two(tiny_model: Path) -> None:
     recipes = {variant.name: recipe(variant, tiny_model) for variant in all_variants()}
     assert all(recipe(variant, tiny_model) == recipes[variant.name] for variant in all_variants())
-    assert len(set(recipes.values())) == len(recipes) == 21
+    assert len(set(recipes.values())) == len(recipes) == 25
 
 
 def test_recipes_are_the_paper_s(tiny_model: Path) -> None:
@@ -99,6 +99,34 @@ def test_recipes_are_the_paper_s(tiny_model: Path) -> None:
     sizes = [recipe(variant, tiny_model).expansion_size for variant in GRIFFIN_TABLES["7"].rows.values()]
     assert (steps, top_ks) == ([1, 2, 3, 4, 5], [None, 1, 3, 5, 10])
     assert sizes == [64, None, 256]  # the tiny model has hidden 64, feed-forward 128
+
+
+def test_figure_1b_has_a_row_of_every_n_and_a_column_of_every_method() -> None:
+    rows = list(GRIFFIN_TABLES["1b"].rows)
+    records = [
+        {"row": row, "temperature": t, "tree": "paper", "prompts": "", "tokens_per_step": number + t / 2}
+        for number, row in enumerate(rows)
+        for t in (0.0, 1.0)
+    ]
+    found = [each for each in shown(records, Options(table="1b")) if "N" in each]
+    columns = ("HASS, T = 0", "HASS, T = 1", "GRIFFIN, T = 0", "GRIFFIN, T = 1")
+    assert found == [
+        {"N": str(n)} | dict(zip(columns, (n - 1, n - 0.5, n + 4, n + 4.5), strict=True)) for n in range(1, 6)
+    ]
+
+
+def test_tables_1_and_9_have_columns_of_what_was_asked() -> None:
+    for table, columns in (("1", ["chat", "prose"]), ("9", ["1", "8"])):
+        records = [
+            {"row": row, "temperature": 0.0, "tree": "paper", "prompts": name, "tokens_per_step": 2.0, "speedup": 1.5}
+            for name in columns
+            for row in ("PLD", "GRIFFIN")
+        ]
+        found = next(each for each in shown(records, Options(table=table)) if each.get("row") == "GRIFFIN")
+        measures = ("speedup", "tokens_per_step") if table == "1" else ("speedup",)
+        names = [f"{name} {measure}" for name in columns for measure in measures] if table == "1" else columns
+        assert list(found) == ["row", "temperature", *names]
+        assert found[names[0]] == 1.5
 
 
 def test_the_formula_gives_the_paper_s_number() -> None:

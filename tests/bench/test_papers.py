@@ -91,7 +91,10 @@ def test_runs_merge_numbers_that_differ_and_keep_what_is_equal() -> None:
 
 @pytest.mark.parametrize("name", PAPERS)
 def test_each_paper_has_its_tables_in_turn_or_the_one_that_is_named(name: str) -> None:
-    module, given = MODULES[name], {"griffin": {"data": Path(), "work": Path()}, "triforce": {"text": Path()}}
+    module, given = (
+        MODULES[name],
+        {"griffin": dict.fromkeys(("data", "work", "text"), Path()), "triforce": {"text": Path()}},
+    )
     options = module.Options(**given.get(name, {}))
     tables = [each.table for each in module.each_table(options)]
     assert len(set(tables)) == len(tables) > 0
@@ -108,7 +111,7 @@ def test_tables_that_need_more_than_is_given_are_left_out() -> None:
     assert [each.table for each in with_folder if each.kv_offload] == ["3"]
     assert len(with_folder) == len(triforce.each_table(text)) + 1
     books = griffin.Options(data=Path(), work=Path())
-    assert [each.table for each in griffin.each_table(books)] == ["1c"]
+    assert [each.table for each in griffin.each_table(books)] == ["1", "1c", "10"]
     assert len(griffin.each_table(books.model_copy(update={"text": Path()}))) > 5
 
 

@@ -19,6 +19,7 @@ from bench.papers import PAPERS
 from bench.token_recycling_ablation import RECYCLING_TABLES
 from bench.tokenswift_ablation import ABLATIONS
 from bench.triforce_ablation import PROMPT_TABLES
+from bench.triforce_figures import FORWARD_FIGURES
 from swiftbatch.worker.drafters.tokenswift.decoding_heads import save_heads
 from swiftbatch.worker.model.model_files import PARTS_FOLDER, locate_model
 from swiftbatch.worker.training.recipes import GriffinRecipe, HeadRecipe
@@ -35,7 +36,7 @@ SECTIONS = {
 TABLES = {
     "token-recycling": RECYCLING_TABLES,
     "tokenswift": ABLATIONS,
-    "triforce": PROMPT_TABLES,
+    "triforce": {**PROMPT_TABLES, **FORWARD_FIGURES},
     "griffin": GRIFFIN_TABLES,
 }
 COMMANDS = commands(PAGE, re.compile(r"python -m bench papers ([a-z].*)"))

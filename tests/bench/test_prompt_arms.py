@@ -163,6 +163,8 @@ def test_acceptance_is_accepted_over_drafted(
     assert figures["middle_acceptance"] is None
     assert figures["tokens_per_step"] == pytest.approx(1 + acceptance * figures["drafted_per_step"], abs=0.01)
     assert figures["num_tokens"] == NUM_TOKENS
+    lost = 1.0 if is_right else 1 + figures["drafted_per_step"]
+    assert figures["speedup_bound"] == pytest.approx(lost * figures["speedup"], rel=0.01)
 
 
 def test_plain_decoding_drafts_nothing(tiny_target: TargetModel, make_read: Callable[..., list[ReadPrompt]]) -> None:
@@ -217,8 +219,9 @@ def test_the_naive_policy_asks_no_partial_cache(
 
 
 def test_plans_are_the_paper_s_at_every_step_or_where_they_pay(tiny_target: TargetModel) -> None:
-    own, paper, naive = (new_drafter(tiny_target, free_rows, PromptArm(plan=plan), None) for plan in get_args(Plan))
-    assert paper.plan == hierarchy(2, 6)
+    drafters = (new_drafter(tiny_target, free_rows, PromptArm(plan=plan), None) for plan in get_args(Plan))
+    own, paper, naive, independent = drafters
+    assert paper.plan == independent.plan == hierarchy(2, 6)
     assert naive.plan.num_rounds == 0
     assert isinstance(own, ChoosingDrafter)
 
