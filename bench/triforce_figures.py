@@ -20,15 +20,17 @@ from swiftbatch.worker.drafters.drafter_interface import AutoregressiveDrafter
 from swiftbatch.worker.drafters.engine_options import TRIFORCE_PAPER, TriForceOptions, changed
 from swiftbatch.worker.drafters.triforce import DraftModel, triforce
 from swiftbatch.worker.forward.forward_interface import partial_rows
-from swiftbatch.worker.forward.step_costs import step_costs_of
+from swiftbatch.worker.forward.step_costs import seconds_of, step_costs_of
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import known_rows, tree_rows
 from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.kv.model_sizes import read_sizes
 from swiftbatch.worker.kv.sparse_cache import SparseCache
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
 
 BUDGETS = (256, 1024, 4096)
+SHORT = 64  # tokens whose keys take no time
 LENGTH_SHARES = (16, 8, 4, 2, 1)
 DIVERGENCE_AT = (0.2, 0.6, 1.0)  # temperatures
 EVICTING = ("streaming", "h2o", "retrieval", "summary")
@@ -80,6 +82,34 @@ def _divergence(exact: torch.Tensor, found: torch.Tensor, temperature: float) ->
     """Return the mean over rows of logits `[num_rows, vocab]`."""
     p, q = ((logits.float() / temperature).softmax(dim=-1) for logits in (exact, found))
     return 1.0 - float(torch.minimum(p, q).sum(dim=-1).mean())
+
+
+NUM_TIMED = 9
+
+
+def bottlenecks(on: Measured) -> Iterator[Record]:
+    """Yield figures 2b and 2c: what weights and keys with values take of a step's time and of memory, by length.
+
+    A step behind 64 tokens shows the time of the weights alone.
+    """
+    sizes = read_sizes(on.target.files, str(on.target.dtype).removeprefix("torch."))
+    weights, cache = _step_ms(on, on.target.new_cache(SHORT), SHORT), on.target.new_cache(len(on.text_ids))
+    for length in sorted({on.prefill // share for share in LENGTH_SHARES}):
+        whole = _step_ms(on, cache, length)
+        record = {"length": length, "weights_ms": weights, "kv_ms": max(0.0, whole - weights)}
+        if sizes is not None:
+            kv = length * sizes.bytes_per_position
+            record |= {"weights_mb": sizes.weight_bytes / 1e6, "kv_mb": kv / 1e6}
+            record["kv_share_of_memory"] = kv / (kv + sizes.weight_bytes)
+        yield record
+
+
+def _step_ms(on: Measured, cache: FullKVCache, length: int) -> float:
+    """Return the median time of a step with one row behind a text of some tokens, which the cache gets."""
+    read_tokens(on.target, cache, on.text_ids[:length], [])
+    rows = known_rows(cache, on.text_ids[length - 1 : length])
+    seconds = [seconds_of(on.target, lambda: on.target.verify(rows)) for _ in range(NUM_TIMED)]
+    return 1000 * statistics.median(seconds)
 
 
 def attention(cache: FullKVCache, queries: torch.Tensor, num_keys: int) -> Iterator[torch.Tensor]:
@@ -205,6 +235,7 @@ FORWARD_FIGURES = {
         "draft",
         tuple(f"T = {t:g}" for t in DIVERGENCE_AT),
     ),
+    "2b": ForwardFigure("Figure 2b, with 2c: weights, and keys with values, in time and memory", bottlenecks),
     "3a": ForwardFigure("Figure 3a: attention on the best keys by layer, means over heads", recovered),
     "3c": ForwardFigure(
         "Figure 3c: attention of later tokens on the prompt's keys that its last token chose, by layer",

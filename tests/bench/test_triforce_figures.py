@@ -12,7 +12,7 @@ from bench.__main__ import main
 from bench.independent_sequences import joined
 from bench.prompt_arms import Prompt, PromptArms, read_prompt
 from bench.triforce_ablation import PromptArm, new_drafter
-from bench.triforce_figures import Measured, attention, divergences, locality, needles, recovered
+from bench.triforce_figures import Measured, attention, bottlenecks, divergences, locality, needles, recovered
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.model.model_files import locate_model
@@ -106,6 +106,14 @@ def test_triforce_finds_of_a_needle_what_the_full_cache_finds(on: Measured) -> N
     assert all(each["ms_per_token"] > 0 for each in found.values())
 
 
+def test_keys_take_more_of_memory_the_longer_the_text(on: Measured) -> None:
+    found = list(bottlenecks(on))
+    shares = [each["kv_share_of_memory"] for each in found]
+    assert shares == sorted(shares)
+    assert all(each["kv_mb"] > 0 < each["weights_ms"] for each in found)
+    assert len({each["weights_mb"] for each in found}) == 1
+
+
 def test_joined_trees_have_common_beginnings_once() -> None:
     tree = joined([DraftTree.chain([1, 2, 3]), DraftTree.chain([1, 2, 4]), DraftTree.chain([5]), DraftTree()])
     assert (tree.token_ids, tree.parents) == ([1, 2, 3, 4, 5], [ROOT, 0, 1, 1, ROOT])
@@ -124,7 +132,7 @@ def test_independent_chains_change_no_token_and_draft_more_nodes(on: Measured) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("figure", ["1-right", "2a", "3a", "3c"])
+@pytest.mark.parametrize("figure", ["1-right", "2a", "2b", "3a", "3c"])
 def test_a_figure_is_printed(figure: str, tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(f"the lazy fox number {n} jumps over the dog. " for n in range(40)))
     sizes = ["--prefill", "300", "--tokens", "10", "--threads", "1", "--text", str(tmp_path / "text.txt")]
