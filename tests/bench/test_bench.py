@@ -65,6 +65,13 @@ def test_engines_say_the_same_tokens_on_a_model_whose_layers_have_states(text: P
         assert plain["tokens_sha256"] == drafted["tokens_sha256"]
 
 
+@pytest.mark.parametrize("engine", ["tokenswift", "tokenswift-paper", "triforce", "griffin"])
+def test_engines_with_trained_parts_say_the_same_tokens(engine: str, tiny_model: Path, text: Path) -> None:
+    options = make_options(tiny_model, text=text, engines=("autoregressive", engine), positions=(40,), num_tokens=10)
+    plain, drafted = run_decode_bench(options)
+    assert plain["tokens_sha256"] == drafted["tokens_sha256"]
+
+
 def test_a_contestant_goes_on_from_its_own_cache_whatever_the_others_left(tiny_model: Path) -> None:
     target = TargetModel.load(locate_model(str(tiny_model)), "bfloat16", "cpu")
     text = list(range(5, 45))

@@ -271,7 +271,8 @@ class SelfSpeculationDrafter(Drafter):
         del self._tracked[sequence.sequence_id]
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
-        partial = self._tracked[sequence.sequence_id].partial
+        tracked = self._tracked.get(sequence.sequence_id)  # None: the sequence is another drafter's
+        partial = None if tracked is None else tracked.partial
         return self._proposer.state(sequence) | ({} if partial is None else partial.state())
 
     def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:
