@@ -55,12 +55,10 @@ def largest_difference(
     try:
         own = shown if prompt is None else parts_of_echo(shown, prompt[0], len(prompt[1]))[1]
         recorded = shown_tokens(job, own)
-        offsets = [] if job.messages is not None else [*own["text_offset"]]
+        fits = job.messages is not None or own["text_offset"] == tokenizer.text_offsets(token_ids.tolist())
     except FORM_ERRORS:
         return LogprobsDifference()
-    if len(recorded) != len(token_ids) or (
-        job.messages is None and offsets != tokenizer.text_offsets(token_ids.tolist())
-    ):
+    if len(recorded) != len(token_ids) or not fits:
         return LogprobsDifference()
     found: list[LogprobsDifference] = []
     for first, logprobs in computed:
