@@ -224,6 +224,27 @@ def shown_tokens(job: Job, shown: Mapping[str, Any]) -> list[ShownToken]:
     ]
 
 
+def shown_prompt_tokens(shown: Sequence[Any]) -> list[ShownToken]:
+    """Read a prompt's log-probabilities as `shown_prompt_logprobs` writes them, but those of the first token.
+
+    The tokens are named by their ids. Raises as `shown_tokens` does, and IndexError.
+    """
+    entries = [[(_name(token), _number(each["logprob"])) for token, each in entry.items()] for entry in shown[1:]]
+    return [ShownToken(*entry[0], entry) for entry in entries]
+
+
+def parts_of_echo(
+    shown: Mapping[str, Any], num_tokens: int, num_characters: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split the lists of a completion behind a prompt with so many tokens and characters.
+
+    Raises as `shown_tokens` does.
+    """
+    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    prompt, own = {name: shown[name][:num_tokens] for name in names}, {name: shown[name][num_tokens:] for name in names}
+    return prompt, own | {"text_offset": [each - num_characters for each in own["text_offset"]]}
+
+
 def _named(entry: Mapping[str, Any]) -> tuple[Name, float]:
     return _name(entry["token"], entry["bytes"]), _number(entry["logprob"])
 

@@ -187,7 +187,7 @@ def _problem(finding: Mismatch) -> str:
         return "its token log is not that of its result"
     if finding.what == "text":
         return "its text is not that of its tokens"
-    if finding.what == "logprobs":
+    if finding.what in ("logprobs", "prompt"):
         return _problem_of_logprobs(finding, place)
     if finding.what == "output":
         return f"this model draws another text{'' if place is None else f' from character {place} on'}"
@@ -202,8 +202,11 @@ def _problem(finding: Mismatch) -> str:
 
 
 def _problem_of_logprobs(finding: Mismatch, place: str | None) -> str:
+    of_prompt = finding.what == "prompt"
     if place is None:
-        return "its log-probabilities are missing, or do not fit its tokens"
+        own = "its prompt's" if of_prompt else "its"
+        return f"{own} log-probabilities are missing, or do not fit its tokens"
+    token = f"prompt token {place}" if of_prompt else f"token {place}"
     if finding.margin is None:
-        return f"the log-probabilities of token {place} name other tokens than this model's"
-    return f"a log-probability of token {place} is not this model's, by {finding.margin:.3g}"
+        return f"the log-probabilities of {token} name other tokens than this model's"
+    return f"a log-probability of {token} is not this model's, by {finding.margin:.3g}"

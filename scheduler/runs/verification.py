@@ -20,7 +20,7 @@ from swiftbatch.jobs.run.output_line import CALLED, message_of, shown_text, toke
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import RunError
 from swiftbatch.jobs.sampling_params import MAX_TOP_LOGPROBS
-from swiftbatch.scheduler.runs.logprobs_comparison import largest_difference
+from swiftbatch.scheduler.runs.logprobs_comparison import largest_difference, prompt_difference
 from swiftbatch.scheduler.runs.run_manifest import computation_of, versions
 from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.worker.config import EngineConfig
@@ -53,12 +53,12 @@ class Mismatch(Frozen):
     `what`: the `job`, whose prompt or id is not its own; the `line`, whose names or counts are not the job's; a
     `token`; the `end`, where one of both outputs goes on; the `output` as a whole, with the first differing character
     as position; the `text`, which is not that of the tokens; the token `log`, which is not the result's; the
-    `logprobs`, with the largest difference of the output as margin.
+    `logprobs`, with the largest difference of the output as margin; those of the `prompt`, likewise.
     """
 
     custom_id: str
     choice: int
-    what: Literal["job", "line", "token", "end", "output", "text", "log", "logprobs"]
+    what: Literal["job", "line", "token", "end", "output", "text", "log", "logprobs", "prompt"]
     position: int | None = None
     recorded: int | None = None
     drawn: int | None = None
@@ -145,6 +145,7 @@ class Verifier:
                 num_drawn, more = self._verify_whole(record, choice)
             else:
                 num_drawn, more = self._verify_spans(record, body, token_ids, spans)
+            more += self._other_prompt_logprobs(record, body, choice)
         except (ConstraintError, ValueError):  # tokens that this model cannot draw at all
             return 0, [*found, _mismatch(record, "output")]
         return num_drawn, found + more
@@ -195,16 +196,32 @@ class Verifier:
         others: Collection[int] = (),
     ) -> list[Mismatch]:
         """Compare log-probabilities; those that `swiftbatch score` added to a result are computed as it does."""
-        parts = [(first, each) for first, each in drawn if each is not None]
+        parts, prompt_ids = (
+            [(first, each) for first, each in drawn if each is not None],
+            unpacked(record.prompt_token_ids),
+        )
         if record.job.sampling.logprobs is None:
             if choice.get("logprobs") is None:
                 return []
-            prompt_ids = unpacked(record.prompt_token_ids)
             parts = [(0, self._scorer.logprobs(prompt_ids, token_ids.tolist(), MAX_TOP_LOGPROBS))]
+        prompt = (len(prompt_ids), echo_of(record.job, prompt_ids, self.codec)) if record.job.sampling.echo else None
         found = largest_difference(
-            record.job, choice.get("logprobs"), token_ids.astype(np.uint32), parts, others, self.codec
+            record.job, choice.get("logprobs"), token_ids.astype(np.uint32), parts, others, self.codec, prompt
         )
         return [] if found is None else [_mismatch(record, "logprobs", position=found.position, margin=found.size)]
+
+    def _other_prompt_logprobs(self, record: JobRecord, body: Line, choice: Line) -> list[Mismatch]:
+        """Compare the log-probabilities of the prompt, which `swiftbatch score` also adds to an echo."""
+        sampling, shown, prompt_ids = record.job.sampling, body | choice, unpacked(record.prompt_token_ids)
+        num_top = sampling.num_top_of_prompt
+        if sampling.echo and sampling.logprobs is None and shown.get("logprobs") is not None:
+            num_top = MAX_TOP_LOGPROBS
+        if num_top is None and shown.get("prompt_logprobs") is None:
+            return []
+        prompt = self._scorer.scores(prompt_ids[:1], prompt_ids[1:], num_top or 0).of_prompt()
+        echo = echo_of(record.job, prompt_ids, self.codec)
+        found = prompt_difference(record.job, shown, prompt, echo, self.codec)
+        return [] if found is None else [_mismatch(record, "prompt", position=found.position, margin=found.size)]
 
     def tokens(self, record: JobRecord, choice: Line) -> NDArray[np.int64] | None:
         """Return a result's tokens, drawn again if they are not at hand, or None if this model draws others."""
@@ -323,7 +340,7 @@ def _computes_alike(run: Run) -> bool:
 
 
 def _is_tie(finding: Mismatch) -> bool:
-    return finding.margin is not None and finding.margin < (LOGPROBS_TIE if finding.what == "logprobs" else TIE)
+    return finding.margin is not None and finding.margin < (TIE if finding.what == "token" else LOGPROBS_TIE)
 
 
 def _had_other_bits(metrics: Line, numerics: str) -> bool:

@@ -143,7 +143,10 @@ def _refuse_untagged(tool: dict[str, Any], written: WrittenTags) -> None:
 
 
 def _parameters_of(tool: dict[str, Any]) -> Structure:
-    """Return the structure of a call's arguments."""
+    """Return the structure of a call's arguments, which are an object. Raises ValueError for another type."""
+    kind = (tool["function"].get("parameters") or {}).get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise ValueError(f'found the type {shown(kind)}, expected "object", since arguments are one')
     schema = {**(tool["function"].get("parameters") or {"additionalProperties": False}), "type": "object"}
     return Structure.model_construct(kind="json", text=json.dumps(schema))
 

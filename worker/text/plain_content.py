@@ -54,7 +54,9 @@ class PlainContent:
             name: names.broken(value) if (value := getattr(message, name)) is not None else None
             for name in ("content", "name", "reasoning_content", "tool_call_id")
         }
-        fields["parts"] = tuple(map(names.broken, message.parts))
+        if message.parts:
+            parts = tuple(map(names.broken, message.parts))
+            fields |= {"parts": parts, "content": "\n".join(parts)}
         fields["tool_calls"] = tuple(_call(call, names) for call in message.tool_calls)
         return Message.model_construct(**fields)
 

@@ -30,7 +30,7 @@ from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.scheduler.commands.command_parts import invoke, refusal, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
-from tests.scheduler.runs.verification_parts import finished
+from tests.scheduler.runs.verification_parts import finished, rewritten
 from tests.worker.session.session_parts import LOOPS_OF_80, claimed, record, session, to_the_end
 
 LONG = 700  # tokens: three spans
@@ -99,17 +99,6 @@ def test_an_output_that_was_cut_is_found(tmp_path: Path, tiny_model: Path, num_c
     assert (finding.what, finding.position, finding.recorded) == ("end", LONG - num_cut, None)
 
 
-def _rewritten(run: Run, change: Callable[[dict[str, Any]], object]) -> Run:
-    """Change the choice of a run's only result."""
-    [job_id] = run.job_ids()
-    line = run.result(job_id)
-    assert line is not None
-    change(line["response"]["body"]["choices"][0])
-    run.store.delete_folder("results")
-    run.write_segment("forged", ResultSegment([(job_id, line)]))
-    return Run.open(run.store.uri)
-
-
 CHAT = {"url": "/v1/chat/completions", "prompt": None, "messages": ({"role": "user", "content": "the quick"},)}
 RULED = {"logprobs": 3, "structured_outputs": {"regex": "[a-z]{90,120}"}, "ignore_eos": False}
 REWINDS = {**LOOPS_OF_80, "logprobs": 2}
@@ -158,7 +147,7 @@ def test_a_changed_logprob_is_found_at_its_place(
     tmp_path: Path, tiny_model: Path, change: Callable[[dict[str, Any]], None], sizes: tuple[float, float] | None
 ) -> None:
     run = finished(tmp_path / "run", tiny_model, record("long", LONG, {"logprobs": 4}))
-    [finding] = _verified(_rewritten(run, lambda choice: change(choice["logprobs"]))).findings
+    [finding] = _verified(rewritten(run, lambda choice: change(choice["logprobs"]))).findings
     assert (finding.what, finding.position) == ("logprobs", 500)
     if sizes is None:
         assert finding.margin is None
@@ -182,7 +171,7 @@ def test_a_changed_logprob_is_found_at_its_place(
 def test_logprobs_of_another_form_are_found(
     tmp_path: Path, tiny_model: Path, change: Callable[[dict[str, Any]], object]
 ) -> None:
-    run = _rewritten(finished(tmp_path / "run", tiny_model, record("a", 40, {"logprobs": 1})), change)
+    run = rewritten(finished(tmp_path / "run", tiny_model, record("a", 40, {"logprobs": 1})), change)
     [finding] = _verified(run).findings
     assert (finding.what, finding.position, finding.margin) == ("logprobs", None, None)
     done = invoke("verify", run.store.uri)
@@ -196,7 +185,7 @@ def test_a_changed_logprob_of_a_chat_without_kept_tokens_is_found(tmp_path: Path
     def change(choice: dict[str, Any]) -> None:
         choice["logprobs"]["content"][0]["top_logprobs"][1]["logprob"] -= 1.0
 
-    run = _rewritten(run, change)
+    run = rewritten(run, change)
     [finding] = _verified(run).findings
     assert (finding.what, finding.position) == ("logprobs", 0)
     assert "a log-probability of token 1 is not this model's, by 1\n" in invoke("verify", run.store.uri).output
@@ -211,7 +200,7 @@ def test_other_numerics_bound_the_differences_of_logprobs(
     monkeypatch.setattr("swiftbatch.scheduler.runs.verification._computes_alike", lambda _: False)
     for by, verdict in ((0.24, "exact up to ties"), (0.26, "differs")):
         run = finished(tmp_path / verdict, tiny_model, record("a", 40, {"logprobs": 3}))
-        assert _verified(_rewritten(run, partial(shifted, by=by))).verdict == verdict
+        assert _verified(rewritten(run, partial(shifted, by=by))).verdict == verdict
 
 
 def test_an_attempt_with_other_numerics_may_tie(tmp_path: Path, tiny_model: Path) -> None:
@@ -238,7 +227,7 @@ def test_a_changed_token_among_logprobs_is_found_at_its_place(tmp_path: Path, ti
             choice["token_ids"][place] = 1 + choice["token_ids"][place] % 5
         choice["token_ids_sha256"] = tokens_sha256(np.asarray(choice["token_ids"], np.uint32))
 
-    found = _verified(_rewritten(run, change)).findings
+    found = _verified(rewritten(run, change)).findings
     assert [each.position for each in found if each.what == "token"][:2] == [100, 101]
     assert {each.what for each in found} == {"token", "text", "logprobs"}
 
@@ -247,10 +236,10 @@ def test_logprobs_that_were_added_later_are_compared(tmp_path: Path, tiny_model:
     run = finished(tmp_path / "run", tiny_model, record("long", LONG, {"return_token_ids": True}))
     [line] = scored_results(run, 3)
     added = line["response"]["body"]["choices"][0]["logprobs"]
-    run = _rewritten(run, lambda choice: choice.update(logprobs=added))
+    run = rewritten(run, lambda choice: choice.update(logprobs=added))
     assert _verified(run).verdict == "exact"
     _shift(added)
-    [finding] = _verified(_rewritten(run, lambda choice: choice.update(logprobs=added))).findings
+    [finding] = _verified(rewritten(run, lambda choice: choice.update(logprobs=added))).findings
     assert (finding.what, finding.position) == ("logprobs", 500)
 
 

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from swiftbatch.jobs.job import JobRecord, packed
+from swiftbatch.jobs.run.result_files import ResultSegment
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
@@ -30,4 +32,15 @@ def finished(folder: Path, model: Path, *jobs: JobRecord, **changes: Any) -> Run
     ]
     run.add_jobs(full)
     to_the_end(worker, *(claimed(run, job) for job in full))
+    return Run.open(run.store.uri)
+
+
+def rewritten(run: Run, change: Callable[[dict[str, Any]], object]) -> Run:
+    """Change the choice of a run's only result."""
+    [job_id] = run.job_ids()
+    line = run.result(job_id)
+    assert line is not None
+    change(line["response"]["body"]["choices"][0])
+    run.store.delete_folder("results")
+    run.write_segment("forged", ResultSegment([(job_id, line)]))
     return Run.open(run.store.uri)

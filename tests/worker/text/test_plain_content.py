@@ -97,6 +97,20 @@ def test_other_texts_have_the_tokens_that_they_have_without_the_option(model: Pa
         assert plain.encode_one(asked).token_ids == usual.encode_one(asked).token_ids
 
 
+def test_parts_that_a_template_joins_may_end_as_a_control_token_begins(model: Path) -> None:
+    (model / "chat_template.jinja").write_text(TEMPLATE.replace("{{ part.text }}", ""))
+    plain, usual = codecs(model)
+    chat = Chat(
+        [
+            Message.model_validate(
+                {"role": "user", "content": [{"type": "text", "text": "x <"}, {"type": "text", "text": "y"}]}
+            )
+        ],
+        None,
+    )
+    assert plain.encode_one(chat).token_ids == usual.encode_one(chat).token_ids
+
+
 def test_an_answer_keeps_the_marks_of_thoughts_that_a_template_looks_for(model: Path) -> None:
     (model / "chat_template.jinja").write_text(TEMPLATE.replace("m.content | trim", "m.content.split('</think>')[-1]"))
     plain, _ = codecs(model)

@@ -337,6 +337,16 @@ def test_what_tags_cannot_write_is_refused(
         rule_of_calls(form(family), options, tokenizer, grammars)
 
 
+@pytest.mark.parametrize("family", ["GLM", "Hermes, Qwen", "Llama 3"])
+@pytest.mark.parametrize("kind", ["array", ["string", "null"]])
+def test_arguments_that_are_no_object_are_refused(tokenizer: Any, family: str, kind: Any) -> None:
+    options = TemplateOptions(tools=({"type": "function", "function": {"name": "g", "parameters": {"type": kind}}},))
+    grammars = GrammarTokenizer(tokenizer, len(tokenizer), frozenset({tokenizer.eos_token_id}))
+    problem = f'found the type {json.dumps(kind)}, expected "object"'
+    with pytest.raises(ConstraintError, match=re.escape(f"field 'tools[0].function.parameters': {problem}")):
+        rule_of_calls(form(family), options, tokenizer, grammars)
+
+
 @pytest.mark.parametrize("family", ["GLM", "Qwen3-Coder"])
 def test_json_in_a_tag_may_contain_tags(family: str) -> None:
     schema = {"properties": {"words": {"type": "array"}, "more": {"type": "string"}}}
