@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from swiftbatch.scheduler.commands.exit_codes import LIMIT_REACHED, SOME_FAILED
-from swiftbatch.scheduler.commands.options.launch_options import runs_options
+from swiftbatch.scheduler.commands.options.launch_options import check_engine, runs_options
 from swiftbatch.scheduler.commands.options.option_types import GroupedCommand
 from swiftbatch.scheduler.commands.submit import submit
 from swiftbatch.scheduler.display.progress_line import printable
@@ -45,6 +45,7 @@ def nightly(context: click.Context, /, inbox: str, runs_uri: str, if_busy: str, 
     from swiftbatch.jobs.storage.store import Store
     from swiftbatch.scheduler.runs.folder_lock import hold
 
+    check_engine(options)
     inbox_store, runs = Store(inbox), Store(runs_uri)
     _check_folders(inbox_store, runs)
     with hold(runs, if_busy == "wait", "nightly") as held:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from swiftbatch.scheduler.commands.options.launch_options import receiver_of, runs_options
+from swiftbatch.scheduler.commands.options.launch_options import check_engine, receiver_of, runs_options
 from swiftbatch.scheduler.commands.options.option_types import GroupedCommand, WholeNumber, all_of, options_of
 from swiftbatch.scheduler.commands.resume import resume
 from swiftbatch.scheduler.commands.submit import submit
@@ -105,6 +105,7 @@ def serve(
     """
     if any(find_spec(name) is None for name in NEEDED):
         raise click.UsageError("serve needs more packages; get them with: pip install 'swiftbatch[serve]'")
+    check_engine(context.params)
     if context.params["metrics_port"] and options["max_running"] > 1:  # all drivers would take the same port
         raise click.UsageError(
             f"--metrics-port {context.params['metrics_port']} with --max-running {options['max_running']}: expected "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -26,7 +26,7 @@ from swiftbatch.scheduler.driver.run_limits import Limits
 from swiftbatch.scheduler.driver.worker_fleet import STORE_SLACK_SECONDS, WORKER_TIMEOUT
 from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.worker.config import CheckpointKind, CheckpointSettings, Computation
-from swiftbatch.worker.drafters.catalogue import ENGINES, PAPER_ENGINES
+from swiftbatch.worker.drafters.catalogue import DEFAULT_ENGINE, ENGINES, PAPER_ENGINES, engine_entry
 from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS, ROW_CHOICES
 
 if TYPE_CHECKING:
@@ -284,10 +284,17 @@ launch_options = all_of(TAKEOVER, *WORKERS, *LIMITS, *CHECKPOINTS, *OUTPUT)
 """What all commands that run jobs share."""
 
 
+def check_engine(options: Mapping[str, Any]) -> None:
+    """Raise ModelError for options that the engine of new runs does not have, or values out of range."""
+    engine_entry(options.get("engine") or DEFAULT_ENGINE, options.get("engine_options") or ())
+
+
 def make_settings(**options: Any) -> Settings:
-    """Make settings from these options and those of `submit` or `resume`."""
+    """Make settings from these options and those of `submit` or `resume`. Raises ModelError for engine options."""
     named = {field.name: options.pop(field.name, None) for field in fields(Computation)}
     checkpoints = {field.name: options.pop(field.name) for field in fields(CheckpointSettings)}
     limits = Limits(**{field.name: options.pop(field.name, None) for field in fields(Limits)})
     said = {name: value for name, value in named.items() if value is not None}
+    if "engine" in said:  # else the run may have another one
+        check_engine(said)
     return Settings(said, CheckpointSettings(**checkpoints), limits=limits, **options)

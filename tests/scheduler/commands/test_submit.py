@@ -330,3 +330,17 @@ def test_a_clock_that_is_no_time_with_an_offset_is_refused_in_one_line(
         2,
         f"swiftbatch: Invalid value for '--clock': found {said!r}, {expected}",
     )
+
+
+@pytest.mark.parametrize(
+    "command", [["submit", "JOBS"], ["serve", "--runs", "RUNS"], ["nightly", "INBOX", "--runs", "RUNS"]]
+)
+def test_a_wrong_engine_option_is_refused_before_anything_is_made(
+    tmp_path: Path, jobs_file: str, command: list[str]
+) -> None:
+    (tmp_path / "inbox").mkdir()
+    places = {"JOBS": jobs_file, "INBOX": str(tmp_path / "inbox"), "RUNS": str(tmp_path / "runs")}
+    args = [places.get(word, word) for word in command]
+    for engine, message in (("griffin", "'breadth': found"), ("suffix", "engine suffix has no options")):
+        assert message in refusal(*args, "--engine", engine, "--engine-option", "breadth=0")
+    assert not (tmp_path / "runs").exists()
