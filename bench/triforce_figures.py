@@ -1,4 +1,4 @@
-"""What the TriForce paper observes of attention and of the draft model, measured forward by forward."""
+"""Figures of the TriForce paper about attention and the draft model, measured forward by forward."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EVICTING = ("streaming", "h2o", "retrieval", "summary")
 
 @dataclass(frozen=True)
 class Measured:
-    """What a figure is measured on: `text_ids [prefill + num_tokens]` and sizes."""
+    """Model, text `text_ids [prefill + num_tokens]` and sizes that a figure is measured with."""
 
     target: TargetModel
     text_ids: list[int]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from swiftbatch.worker.drafters.griffin.griffin_model import Fusion
 
 Labels = Literal["soft", "hard"]
-"""What a step teaches: the target's distributions, or the text's next tokens."""
+"""Labels of a step: the target's distributions, or the text's next tokens."""
 TARGET_KIND = "qwen3"
 TARGET_KINDS = (TARGET_KIND, "qwen3_5_text")
 PUBLISHED_PARTS = ("draft", "eagle", "griffin", "tokenswift")

@@ -134,7 +134,7 @@ def test_a_config_that_says_more_is_left_to_transformers(change: str, llama: Pat
     ],
 )
 def test_nothing_is_left_to_a_default(kind: str, missing: str, tmp_path: Path) -> None:
-    """Of Llama, two keys are: see `test_paper_models`."""
+    """Two keys of Llama may be absent: see `test_paper_models`."""
     saved(tmp_path, config_of(kind))
     config = json.loads((tmp_path / "config.json").read_text())
     del config[missing]
