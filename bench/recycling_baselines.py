@@ -1,4 +1,4 @@
-"""Two drafters that the Token Recycling paper compares with: n-grams of guessed tokens, and matches in other texts."""
+"""Drafters that the Token Recycling paper compares with: guessed n-grams, matches in other texts, Medusa's heads."""
 
 from __future__ import annotations
 
@@ -6,14 +6,22 @@ import bisect
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
+from pathlib import Path
 
 import numpy as np
 
 from swiftbatch.worker.drafters.drafter_interface import TreeDrafter
+from swiftbatch.worker.drafters.engine_options import TokenSwiftOptions
+from swiftbatch.worker.drafters.self_speculation import RoundPlan, SelfSpeculationDrafter
+from swiftbatch.worker.drafters.tokenswift.decoding_heads import DecodingHeads
+from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftProposer
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.kv.sparse_cache import NUM_PINNED, SummaryKVCache
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree, Verification
 from swiftbatch.worker.sampling.sequence import Sequence
 
 WINDOW, NGRAM_SIZE, NUM_NGRAMS = 15, 5, 15  # Lookahead's, for models of 7 billion parameters
+MEDUSA_WIDTH, MEDUSA_NODES = 10, 63  # candidates of a head, and most nodes of a tree without its root
 LONGEST_MATCH, NUM_MATCHES, MATCH_DEPTH, MATCH_NODES = 16, 5000, 10, 64  # REST's
 
 
@@ -105,3 +113,16 @@ class DatastoreDrafter(TreeDrafter):
         last = bisect.bisect_right(self._order, tokens, lo=first, key=from_position)
         found = (position + len(tokens) for position in self._order[first : min(last, first + NUM_MATCHES)])
         return [path for start in found if (path := tuple(self._ids[start : start + MATCH_DEPTH]))]
+
+
+def medusa(target: TargetModel, parts_folder: Path | None) -> SelfSpeculationDrafter:
+    """Return Medusa-1 (Cai et al. 2024): a tree of the heads' candidates at every step.
+
+    Raises ModelError without heads for this target.
+    """
+    heads = DecodingHeads.load(parts_folder, target)
+    options = TokenSwiftOptions(num_ngrams=0, recycles=False)
+    proposer = TokenSwiftProposer(heads, (MEDUSA_WIDTH,) * heads.num_heads, options, None)
+    plan = RoundPlan(num_rounds=0, num_round_nodes=0, chain_length=0, num_nodes=MEDUSA_NODES)
+    # no round ever uses the cache
+    return SelfSpeculationDrafter(target, proposer, SummaryKVCache, NUM_PINNED, plan)

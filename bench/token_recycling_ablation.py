@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import Field
 
 from bench.options import ALL, one_of
-from bench.recycling_baselines import DatastoreDrafter, LookaheadDrafter
+from bench.recycling_baselines import DatastoreDrafter, LookaheadDrafter, medusa
 from bench.recycling_tasks import OWN_TASKS, Task, read_tasks
 from bench.tables import Curve, Record
 from swiftbatch.jobs.job import Message
@@ -43,7 +43,7 @@ from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.text.tokenizer import Chat, TextCodec
 
-PAPER, LOOKAHEAD, REST = "token-recycling-paper", "lookahead", "rest"
+PAPER, LOOKAHEAD, REST, MEDUSA = "token-recycling-paper", "lookahead", "rest", "medusa"
 TEMPLATE_ROOM = 64  # tokens that a chat template may add to a turn
 PARTS = ("preparing", "retrieving", "forward", "verifying", "updating")
 Layout = Literal["tasks", "arms", "parts"]
@@ -88,6 +88,7 @@ RECYCLING_TABLES = {
             RecyclingArm("prompt-lookup", "prompt-lookup"),
             RecyclingArm("lookahead", LOOKAHEAD),
             RecyclingArm("rest", REST),
+            RecyclingArm("Medusa-1", MEDUSA),
             RecyclingArm("token-recycling", "token-recycling"),
             RecyclingArm(PAPER),
             RecyclingArm("the same, shuffled", is_shuffled=True),
@@ -118,11 +119,13 @@ class Options(BenchOptions):
     num_tokens: int = Field(default=128, ge=2)  # of an answer at most
     temperature: float = Field(default=0.0, ge=0.0)
     datastore: Path | None = None  # the text of `rest` in table 1
+    medusa: Path | None = Field(default=None, description="Folder of Medusa's heads, for their row of table 1.")
     seed: int = 0
 
     def arms(self) -> list[RecyclingArm]:
         arms = one_of(RECYCLING_TABLES, self.table).arms
-        return [arm for arm in arms if arm.engine != REST or self.datastore is not None]
+        needed = {REST: self.datastore, MEDUSA: self.medusa}
+        return [arm for arm in arms if needed.get(arm.engine, self.prompts) is not None]
 
     def tasks(self) -> list[Task]:
         """Return prompts of each category, one category after the other. Raises BenchError."""
@@ -162,7 +165,8 @@ def run(options: Options) -> Iterator[Record]:
     for is_shuffled in sorted({arm.is_shuffled for arm in arms}):
         ordered = random.Random(options.seed).sample(tasks, len(tasks)) if is_shuffled else tasks
         alike = [PLAIN, *(arm for arm in arms if arm.is_shuffled == is_shuffled)]
-        engines = {arm.label: TimedParts(target, new_drafter(arm, target, costs, store)) for arm in alike}
+        drafters = {arm.label: new_drafter(arm, target, costs, store, options.medusa) for arm in alike}
+        engines = {label: TimedParts(target, drafter) for label, drafter in drafters.items()}
         yield from _answered(options, target, engines, ordered)
 
 
@@ -225,11 +229,13 @@ class TimedParts(BenchEngine):
         }
 
 
-def new_drafter(arm: RecyclingArm, target: TargetModel, costs: Costs, store: list[int]) -> Drafter:
+def new_drafter(arm: RecyclingArm, target: TargetModel, costs: Costs, store: list[int], heads: Path | None) -> Drafter:
     if arm.engine == LOOKAHEAD:
         return LookaheadDrafter()
     if arm.engine == REST:
         return DatastoreDrafter(store)
+    if arm.engine == MEDUSA:
+        return medusa(target, heads)
     return drafter_factory(arm.engine, arm.options)(target, costs, None)
 
 

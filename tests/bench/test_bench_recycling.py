@@ -17,6 +17,8 @@ from bench.tables import Record
 from bench.token_recycling_ablation import PAPER, PARTS, RECYCLING_TABLES, Options, run, shown
 from swiftbatch.worker.decode_bench import BenchError
 from swiftbatch.worker.drafters.catalogue import engine_entry
+from swiftbatch.worker.drafters.tokenswift.decoding_heads import save_heads
+from swiftbatch.worker.model.model_files import locate_model
 
 TASKS = [{"category": name, "prompt": f"the {name} fox jumps over the dog {n}"} for name in "ab" for n in range(3)]
 pytestmark = pytest.mark.long
@@ -61,7 +63,9 @@ def test_a_table_has_a_record_of_every_arm_and_answer(
     table: str, prompts: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "store.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
+    save_heads(tmp_path, torch.zeros(2, 64, 64), locate_model(str(tiny_model)).fingerprint, "medusa")
     sizes = {"per_category": 2, "num_tokens": 8, "prompts": prompts, "datastore": tmp_path / "store.txt"}
+    sizes["medusa"] = tmp_path
     options = Options(table=table, model=str(tiny_model), num_threads=1, **sizes)
     records = list(run(options))
     labels = {arm.label for arm in RECYCLING_TABLES[table].arms} | {"autoregressive"}
@@ -78,7 +82,7 @@ def test_a_table_has_a_record_of_every_arm_and_answer(
 def test_the_same_answers_come_at_every_temperature_and_order(prompts: Path, tiny_model: Path) -> None:
     sizes = {"per_category": 1, "num_tokens": 6, "prompts": prompts, "temperature": 1.0}
     records = list(run(Options(table="1", model=str(tiny_model), num_threads=1, **sizes)))
-    assert "rest" not in {record["arm"] for record in records}  # without a datastore
+    assert not {"rest", "Medusa-1"} & {record["arm"] for record in records}  # without a datastore and heads
     shuffled = {each["tokens_sha256"] for each in records if each["arm"] == "the same, shuffled"}
     assert shuffled == {each["tokens_sha256"] for each in records if each["arm"] == PAPER}
 
