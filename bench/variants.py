@@ -23,6 +23,7 @@ VARIANTS: dict[str, DrafterFactory] = {
 BENCH_ENGINES: dict[str, DrafterFactory] = {
     name: entry.factory() for name, entry in (ENGINES | PAPER_ENGINES).items()
 } | VARIANTS
+COMPARED = VARIANTS.keys() | PAPER_ENGINES.keys()  # beside the users' engines
 BY_NAME.update(VARIANTS)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
+from bench.variants import BENCH_ENGINES, COMPARED, create_bench_drafter
 from swiftbatch.jobs.sampling_params import RepetitionDetection, SamplingParams
 from swiftbatch.worker.constraints.thinking import Thinking, ThinkingRule
 from swiftbatch.worker.engine.engine import Engine
@@ -81,7 +81,7 @@ MANIFOLD = "auto"  # it drafts in several ways
 RESUMED = ("thinking, structured", HARDEST)
 ALSO_RESUMED = ("greedy", "adjusted", "structured", LOOPING)  # their rules are included, or only end a text
 MARKERS = ("<think>", " So this is what I say: ")  # of several tokens each
-ALL = [(name, setting) for name in BENCH_ENGINES for setting in SETTINGS if name not in VARIANTS or setting == HARDEST]
+ALL = [(name, setting) for name in BENCH_ENGINES for setting in SETTINGS if name not in COMPARED or setting == HARDEST]
 
 
 def marks_of(engine_name: str, setting: str) -> list[pytest.MarkDecorator]:
@@ -154,7 +154,7 @@ def test_every_engine_gives_plain_decoding_s_tokens_in_a_batch(plain: Plain, eng
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "engine_name", [pytest.param(n, marks=pytest.mark.slow if n in VARIANTS else ()) for n in OTHER_ENGINES]
+    "engine_name", [pytest.param(n, marks=pytest.mark.slow if n in COMPARED else ()) for n in OTHER_ENGINES]
 )
 def test_every_engine_gives_plain_decoding_s_tokens_alone(plain: Plain, engine_name: str) -> None:
     assert decode(plain.target, engine_name, plain.sequences(HARDEST)[:1]) == plain.outputs(HARDEST)[:1]
@@ -173,7 +173,7 @@ def interrupted(plain: Plain, setting: str, nums_tokens: tuple[int, ...]) -> lis
 @pytest.mark.parametrize(
     ("engine_name", "setting"),
     [
-        pytest.param(*entry, marks=pytest.mark.slow if entry[1] in ALSO_RESUMED or entry[0] in VARIANTS else ())
+        pytest.param(*entry, marks=pytest.mark.slow if entry[1] in ALSO_RESUMED or entry[0] in COMPARED else ())
         for entry in ALL
         if entry[1] in RESUMED + ALSO_RESUMED
     ],

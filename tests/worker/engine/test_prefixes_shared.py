@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.variants import BENCH_ENGINES, VARIANTS
+from bench.variants import BENCH_ENGINES, COMPARED
 from swiftbatch.jobs.shared_prompts import prompt_keys, shared_prompts
 from swiftbatch.worker.engine.prefill import SHORTEST
 from swiftbatch.worker.forward.target_model import TargetModel
@@ -19,7 +19,7 @@ from tests.worker.model.kind_parts import native_target, tiny_target
 
 pytestmark = pytest.mark.long
 
-ENGINES = [name for name in BENCH_ENGINES if name not in VARIANTS]
+ENGINES = [name for name in BENCH_ENGINES if name not in COMPARED]
 NUM_SHARED = 300
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
+from bench.variants import BENCH_ENGINES, COMPARED, create_bench_drafter
 from swiftbatch.jobs.checkpoints.token_log import Rewind
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.engine.engine import Engine
@@ -117,7 +117,7 @@ def run(target: TargetModel, engine_name: str, sequences: list[Sequence]) -> lis
     ("setting", "engine_name"),
     [
         pytest.param(
-            setting, name, marks=() if name == "auto" or (is_hardest and name not in VARIANTS) else pytest.mark.slow
+            setting, name, marks=() if name == "auto" or (is_hardest and name not in COMPARED) else pytest.mark.slow
         )
         for setting, is_hardest in {"sampled": False, "adjusted": True}.items()
         for name in BENCH_ENGINES

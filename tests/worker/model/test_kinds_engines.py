@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
+from bench.variants import BENCH_ENGINES, COMPARED, create_bench_drafter
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.auto import round_costs
 from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig, GriffinModel, save_griffin
@@ -84,7 +84,7 @@ def plain(made: Callable[[Kind], TargetModel]) -> Callable[[Kind], list[list[int
 
 def marks_of(kind: Kind, engine_name: str) -> list[pytest.MarkDecorator]:
     """Run every engine on the last kind, some on all."""
-    is_tried = engine_name in SEVERAL_WAYS or (kind == KINDS[-1] and engine_name not in VARIANTS)
+    is_tried = engine_name in SEVERAL_WAYS or (kind == KINDS[-1] and engine_name not in COMPARED)
     return [] if is_tried else [pytest.mark.slow]
 
 

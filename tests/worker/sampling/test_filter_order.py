@@ -34,6 +34,7 @@ OTHER_FIELDS = {  # they decide a draw or an end, but are no filters
     *("frequency_penalty", "presence_penalty", "logit_bias", "min_tokens", "stop_token_ids", "bad_words"),
     *("include_stop_str_in_output", "repetition_detection", "logprobs", "structured_outputs", "thinking_end"),
     *("thinking_token_budget", "stop_in_reasoning", "return_token_ids", "truncate_prompt_tokens"),
+    *("echo", "prompt_logprobs"),
 }
 CUTTING: dict[str, list[float]] = {  # values at which a filter cuts rows of `VOCAB` tokens
     "top_k": [3, 6, 12],

@@ -110,6 +110,7 @@ def check_close(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> N
         assert (two[name].float() - expected.float()).norm() <= 0.03 * expected.float().norm() + 1e-6, name
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_weights_of_one(tiny_model: Path, books: Path, tmp_path: Path) -> None:
     (books / "test.jsonl").unlink()
     first, second = train(tiny_model, books, tmp_path / "two", 2, *FILES)

@@ -7,12 +7,13 @@ import functools
 import pytest
 import torch
 
+from bench import compared_caches
 from bench.compared_caches import PARTIAL_CACHES
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.kv import importance_cache as retrieval_cache
 from swiftbatch.worker.kv import sparse_cache
 from swiftbatch.worker.kv.cache_rows import CacheShape
 from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.kv.importance_cache import RetrievalKVCache
 from swiftbatch.worker.kv.kv_capacity import KVRoomError
 from swiftbatch.worker.kv.slot_arena import KVArena
 from swiftbatch.worker.kv.sparse_arena import SparseArena, arena_for
@@ -32,8 +33,8 @@ def small_periods(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shortens periods, so that a short text is summarised repeatedly."""
     monkeypatch.setattr(sparse_cache, "NUM_RECENT", 48)
     monkeypatch.setattr(sparse_cache, "PERIOD", 32)
-    monkeypatch.setattr(retrieval_cache, "STRIDE", 24)
-    monkeypatch.setattr(retrieval_cache, "OBSERVED_EVERY", 8)
+    monkeypatch.setitem(PARTIAL_CACHES, "retrieval", functools.partial(RetrievalKVCache, stride=24))
+    monkeypatch.setattr(compared_caches, "OBSERVED_EVERY", 8)
 
 
 def text(max_length: int = LONGEST) -> Sequence:
