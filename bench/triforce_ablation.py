@@ -26,9 +26,9 @@ from bench.tables import Curve, Record, only
 from bench.text_samples import sampled_tokens
 from bench.triforce_figures import DIVERGENCE_AT, FORWARD_FIGURES, Measured
 from swiftbatch.worker.decode_bench import BenchError, BenchOptions, bench_slots, check_length, encode
-from swiftbatch.worker.drafters.catalogue import DRAFT_MODEL, check_parts
+from swiftbatch.worker.drafters.catalogue import check_parts
 from swiftbatch.worker.drafters.drafter_interface import Drafter
-from swiftbatch.worker.drafters.engine_options import CHAIN_ROOM, NUM_SINKS, TRIFORCE_PAPER, TriForceOptions, changed
+from swiftbatch.worker.drafters.engine_options import TRIFORCE_PAPER, TriForceOptions, changed
 from swiftbatch.worker.drafters.self_speculation import RoundPlan, SelfSpeculationDrafter, partial_cache
 from swiftbatch.worker.drafters.triforce import DraftModel, DraftModelProposer, hierarchy, triforce
 from swiftbatch.worker.forward.step_costs import Costs, step_costs_of
@@ -50,7 +50,6 @@ MAX_BUDGET_SHARE = 8  # prompts have at least so many budgets, otherwise the cac
 Plan = Literal["own", "paper", "naive", "independent"]
 """The paper's gammas where they pay; at every step; the draft model's tokens straight to the full verification; or as
 many independent chains as the width says, at every step."""
-NAIVE_WINDOW = 504  # with the first 16 tokens up to 1K, as in the paper
 NAIVE = RoundPlan(num_rounds=0, num_round_nodes=0, chain_length=0, num_nodes=6)
 
 
@@ -395,10 +394,7 @@ def drafting(arm: PromptArm) -> tuple[TriForceOptions, SparseCacheFactory | None
 
 
 def _naive_policy(target: TargetModel, parts_folder: Path | None) -> Drafter:
-    files = target.files
-    folder = DRAFT_MODEL.find(files.name, files.path, files.fingerprint, parts_folder)
-    window = (locate_model(str(folder)).max_positions - NUM_SINKS - CHAIN_ROOM) // 2  # it grows to twice as many tokens
-    draft_model = DraftModel.load(parts_folder, target, TriForceOptions(window=min(NAIVE_WINDOW, window)))
+    draft_model = DraftModel.load(parts_folder, target, TriForceOptions())
     proposer = DraftModelProposer(draft_model, target.forwards.new_batch_sampler())
     # no round ever uses the cache
     return SelfSpeculationDrafter(target, proposer, StreamingKVCache, NUM_PINNED, NAIVE)
