@@ -28,7 +28,7 @@ from bench.triforce_figures import DIVERGENCE_AT, FORWARD_FIGURES, Measured
 from swiftbatch.worker.decode_bench import BenchError, BenchOptions, bench_slots, check_length, encode
 from swiftbatch.worker.drafters.catalogue import check_parts
 from swiftbatch.worker.drafters.drafter_interface import Drafter
-from swiftbatch.worker.drafters.engine_options import TRIFORCE_PAPER, TriForceOptions, changed
+from swiftbatch.worker.drafters.engine_options import TRIFORCE_PAPER, WINDOW, TriForceOptions, changed
 from swiftbatch.worker.drafters.self_speculation import RoundPlan, SelfSpeculationDrafter, partial_cache
 from swiftbatch.worker.drafters.triforce import DraftModel, DraftModelProposer, hierarchy, triforce
 from swiftbatch.worker.forward.step_costs import Costs, step_costs_of
@@ -265,6 +265,7 @@ class Options(BenchOptions):
     table: str = ALL  # a name in `PROMPT_TABLES` or `FORWARD_FIGURES`
     text: Path  # whole books; a prompt begins anywhere in it, as the seed says
     draft_model: Path | None = None
+    naive_window: int = WINDOW  # newest tokens of the naive policy's draft model; the paper's sees 1K in all: 504
     prefill: int = 32_768  # at least 257; in table 4 the total
     num_tokens: int = 256  # more than the first step commits
     seed: int = 0
@@ -312,7 +313,9 @@ def run(options: Options) -> Iterator[Record]:
         behind = _read(options, target, made)
         costs = step_costs_of(behind.target)
         for labels, name, arm in _arms_behind(table, prompts):
-            pair = behind.run(new_drafter(behind.target, costs, arm, options.draft_model), arm.temperature)
+            pair = behind.run(
+                new_drafter(behind.target, costs, arm, options.draft_model, options.naive_window), arm.temperature
+            )
             place = {"table": options.table, "row": " ".join(labels), "arm": name, "temperature": arm.temperature}
             yield place | {"plan": arm.plan, "options": arm.options} | figures_of(*pair, made[0].expected_ids)
         del behind  # frees its caches for the next ones
@@ -379,10 +382,12 @@ def _arms_behind(table: PromptTable, prompts: Prompts) -> Iterator[tuple[tuple[s
         yield from ((row.labels, name, arm) for name, arm in row.arms.items() if arm.prompts == prompts)
 
 
-def new_drafter(target: TargetModel, costs: Costs, arm: PromptArm, parts_folder: Path | None) -> Drafter:
+def new_drafter(
+    target: TargetModel, costs: Costs, arm: PromptArm, parts_folder: Path | None, naive_window: int = WINDOW
+) -> Drafter:
     """Raises ModelError if no draft model fits."""
     if arm.plan == "naive":
-        return _naive_policy(target, parts_folder)
+        return _naive_policy(target, parts_folder, naive_window)
     if arm.plan == "independent":
         return _independent(target, parts_folder, drafting(arm)[0])
     return triforce(target, costs, parts_folder, *drafting(arm))
@@ -393,8 +398,8 @@ def drafting(arm: PromptArm) -> tuple[TriForceOptions, SparseCacheFactory | None
     return changed(TriForceOptions() if arm.plan == "own" else TRIFORCE_PAPER, changes), new_cache
 
 
-def _naive_policy(target: TargetModel, parts_folder: Path | None) -> Drafter:
-    draft_model = DraftModel.load(parts_folder, target, TriForceOptions())
+def _naive_policy(target: TargetModel, parts_folder: Path | None, window: int) -> Drafter:
+    draft_model = DraftModel.load(parts_folder, target, TriForceOptions(window=window))
     proposer = DraftModelProposer(draft_model, target.forwards.new_batch_sampler())
     # no round ever uses the cache
     return SelfSpeculationDrafter(target, proposer, StreamingKVCache, NUM_PINNED, NAIVE)
