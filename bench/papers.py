@@ -77,7 +77,8 @@ def draw(path: Path, curve: Curve, runs: list[Rows]) -> None:
             bars = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in points]
             axes.errorbar(places, means, bars, marker="o", capsize=3, label=name)
         axes.set_xlabel(curve.x)
-        axes.tick_params(axis="x", rotation=30)
+        for label in axes.get_xticklabels():
+            label.set(rotation=30, horizontalalignment="right")  # so that it ends at its tick
         axes.legend(frameon=False)
         axes.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
