@@ -10,6 +10,8 @@ from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.catalogue import ENGINES, PAPER_ENGINES, create_drafter, engine_entry, slots_wanted
 from swiftbatch.worker.drafters.engine_options import PartialCacheOptions, TokenSwiftOptions
+from swiftbatch.worker.drafters.griffin.draft_forwards import GriffinForwards
+from swiftbatch.worker.drafters.griffin.draft_input import Candidates
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
@@ -99,3 +101,32 @@ def test_slots_have_room_for_the_options_caches(tiny_model: Path) -> None:
     assert (found.partial_budget, found.partial_chunk, found.draft_length) == (128, 8, 16 + 2 * 32 + 64)
     assert engine_entry("suffix").slots(900) == SlotsWanted(900)
     assert PartialCacheOptions(cache="importance").partial_chunk == 0
+
+
+def drafted(target: TargetModel, engine: str, *options: str) -> Engine:
+    params = SamplingParams(max_tokens=4, seed=4, ignore_eos=True, temperature=0.8)
+    sequence = Sequence("a", [5 + i % 30 for i in range(900)], params, target.vocab_size)
+    runner = Engine(target, create_drafter(engine, target, free_rows, None, options))
+    run_to_ends(runner, sequence)
+    return runner
+
+
+def test_a_width_adds_candidates_to_each_draft_token(target: TargetModel) -> None:
+    narrow, wide = (drafted(target, "triforce-paper", "gamma_1=2", f"width={width}") for width in (1, 3))
+    assert wide.drafter.counters.num_checked_nodes > narrow.drafter.counters.num_checked_nodes
+
+
+def test_the_whole_context_is_read_by_griffin_s_layer(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    follow = GriffinForwards.follow
+
+    def noted(forwards: GriffinForwards, sequences: list[Sequence]) -> list[Candidates]:
+        found = follow(forwards, sequences)
+        read.append(next(iter(forwards._contexts.values())).room.cache.length)
+        return found
+
+    monkeypatch.setattr(GriffinForwards, "follow", noted)
+    drafted(target, "griffin-paper", "context=whole")
+    whole, read[:] = read[0], []
+    drafted(target, "griffin-paper")
+    assert read[0] < 600 < 899 <= whole
