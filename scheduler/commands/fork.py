@@ -7,7 +7,13 @@ from typing import Any
 import click
 
 from swiftbatch.scheduler.commands.exit_codes import end, launch_shown
-from swiftbatch.scheduler.commands.options.launch_options import ENGINE, launch_options, make_settings, shown
+from swiftbatch.scheduler.commands.options.launch_options import (
+    ENGINE,
+    check_engine,
+    launch_options,
+    make_settings,
+    shown,
+)
 from swiftbatch.scheduler.commands.options.option_types import GroupedCommand, WholeNumber, options_of, utf8
 
 MOST_FORKS = 2048
@@ -50,13 +56,14 @@ def fork(
     from swiftbatch.jobs.run.run import Run
     from swiftbatch.scheduler.driver.run_lease import RunLease, refuse_if_taken
     from swiftbatch.scheduler.runs.forking import forks
-    from swiftbatch.scheduler.runs.run_manifest import refuse_changed_model
+    from swiftbatch.scheduler.runs.run_manifest import computation_of, refuse_changed_model
     from swiftbatch.worker.model.model_files import locate_model
 
     showing, settings = shown(options), make_settings(**options)
     run = Run.open(run_uri, settings.start_retries)
     refuse_if_taken(run, may_take_over)  # before loading the model; the hold checks again
     refuse_changed_model(run)
+    check_engine(vars(computation_of(run.manifest, settings)))
     files = locate_model(run.manifest.stored_model)
     with showing as display, RunLease(run, may_take_over, forgets_cancel=True) as hold:
         name = f"{custom_id}@{num_kept}" if name is None else name

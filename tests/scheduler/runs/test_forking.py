@@ -17,6 +17,7 @@ from swiftbatch.scheduler.runs.forking import ForkError, forks
 from swiftbatch.scheduler.runs.verification import verify_run
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
+from tests.scheduler.commands.command_parts import refusal
 from tests.scheduler.runs.verification_parts import finished
 from tests.worker.session.session_parts import LOOPS_OF_80, claimed, record, session, to_the_end
 
@@ -96,6 +97,12 @@ SCHEMA = (
     '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'
 )
 FITS = '{"a": 5'
+
+
+def test_a_wrong_engine_option_adds_no_fork(run: Run) -> None:
+    num_jobs, line = len(run.job_ids()), refusal("fork", run.store.uri, "a", "--at", "3", "--engine-option", "x=1")
+    assert "--engine-option x=1: engine suffix has no options" in line
+    assert len(Run.open(run.store.uri).job_ids()) == num_jobs
 
 
 @pytest.mark.parametrize(
