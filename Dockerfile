@@ -1,8 +1,10 @@
 # swiftbatch with Ray: a Ray node and a command in one, for CPU or for CUDA workers (see k8s/README.md).
-#   docker build --build-arg PIP_EXTRA_INDEX_URL=... --tag swiftbatch:0.1.0-cpu .
+#   docker build --tag swiftbatch:0.1.0-cpu .
 #   docker build --target cuda --tag swiftbatch:0.1.0-cuda .
+#   docker build --target cuda12 --tag swiftbatch:0.1.0-cuda12 .
 #   docker build --target cuda-flash --build-arg MAX_JOBS=16 --tag swiftbatch:0.1.0-cuda-flash .
-# PyPI's torch for Linux is the CUDA build; the much smaller one for CPUs is in an index of its own, which pytorch.org names.
+# PyPI's torch for Linux is the build for CUDA 13; others are in indexes of their own. They count as newer, so pip takes
+# them. Another index of such builds: --build-arg PIP_EXTRA_INDEX_URL=...
 # The CPU image comes last, so that it is the one that is built where no target is named.
 FROM python:3.11-slim-bookworm AS python
 # Everything goes into the system's Python: KubeRay may start commands in a login shell, which forgets other folders.
@@ -18,6 +20,8 @@ RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['p
     > requirements.txt
 RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['gpu'], sep='\n')" \
     > requirements-gpu.txt
+ENTRYPOINT ["swiftbatch"]
+CMD ["--help"]
 
 FROM python AS wheel
 COPY README.md LICENSE setup.py ./
@@ -28,23 +32,42 @@ COPY scheduler/ scheduler/
 COPY worker/ worker/
 RUN pip wheel --no-deps --wheel-dir /wheels .
 
-# The dependencies come before the code: a change of the code leaves their gigabytes alone. With ray[default], since jobs
-# are submitted to the head's dashboard, and nodes answer probes through their dashboard agents.
-FROM python AS cuda-dependencies
-# A torch without CUDA would make this image useless, and only a GPU node would tell.
-RUN pip install --constraint constraints.txt --requirement requirements.txt "ray[default]" \
-    && python -c "import torch; assert torch.version.cuda, 'found a torch without CUDA, expected the build for GPUs'"
-# Triton, which comes with torch's CUDA build, compiles what launches its kernels, once for each pod.
+FROM python AS gpu
+# Triton, which comes with torch's CUDA builds, compiles what launches its kernels, once for each pod.
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+# Drivers are put into a container when it starts: into the libraries' folder, which Triton would ask ldconfig for, whose
+# cache is as old as the image where files are read-only, or into GKE's own folder, for the loader and for gcc.
+ENV NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    TRITON_LIBCUDA_PATH=/usr/lib/x86_64-linux-gnu \
+    LD_LIBRARY_PATH=/usr/local/nvidia/lib64 \
+    LIBRARY_PATH=/usr/local/nvidia/lib64 \
+    TRITON_CACHE_DIR=/opt/swiftbatch/triton
+# Kernels that are compiled at build time go here. Pods, whose files are read-only, copy them to /tmp/triton.
+RUN install --directory --owner 1000 --group 1000 "$TRITON_CACHE_DIR"
+
+# The dependencies come before the code: a change of the code leaves their gigabytes alone. With ray[default], since jobs
+# are submitted to the head's dashboard, and nodes answer probes through their dashboard agents. A torch for something
+# else would make an image useless, and only a node would tell.
+FROM gpu AS cuda-dependencies
+RUN pip install --constraint constraints.txt --requirement requirements.txt "ray[default]" \
+    && python -c "import torch; found = torch.version.cuda; assert (found or '').startswith('13.'), f'torch has CUDA {found}, expected 13'"
+
+# For drivers from 525 to 579, which CUDA 13 refuses.
+FROM gpu AS cuda12-dependencies
+ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126
+RUN pip install --constraint constraints.txt --requirement requirements.txt "ray[default]" \
+    && python -c "import torch; found = torch.version.cuda; assert (found or '').startswith('12.'), f'torch has CUDA {found}, expected 12'"
 
 FROM cuda-dependencies AS cuda
-ENV NVIDIA_VISIBLE_DEVICES=all \
-    NVIDIA_DRIVER_CAPABILITIES=compute,utility
 RUN --mount=from=wheel,source=/wheels,target=/wheels pip install --no-deps /wheels/*.whl
 WORKDIR /home/swiftbatch
 USER 1000:1000
-ENTRYPOINT ["swiftbatch"]
-CMD ["--help"]
+
+FROM cuda12-dependencies AS cuda12
+RUN --mount=from=wheel,source=/wheels,target=/wheels pip install --no-deps /wheels/*.whl
+WORKDIR /home/swiftbatch
+USER 1000:1000
 
 # nvcc and its headers, of the major version that torch was built with: torch refuses to build with another one.
 FROM nvidia/cuda:13.0.2-devel-ubuntu22.04 AS toolkit
@@ -66,10 +89,9 @@ RUN --mount=from=flash-attention,source=/wheels,target=/wheels pip install --no-
 USER 1000:1000
 
 FROM python AS cpu
-ARG PIP_EXTRA_INDEX_URL
-RUN pip install --constraint constraints.txt --requirement requirements.txt "ray[default]"
+ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+RUN pip install --constraint constraints.txt --requirement requirements.txt "ray[default]" \
+    && python -c "import torch; found = torch.version.cuda; assert found is None, f'torch has CUDA {found}, expected the build for CPUs'"
 RUN --mount=from=wheel,source=/wheels,target=/wheels pip install --no-deps /wheels/*.whl
 WORKDIR /home/swiftbatch
 USER 1000:1000
-ENTRYPOINT ["swiftbatch"]
-CMD ["--help"]
