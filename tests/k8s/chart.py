@@ -19,15 +19,17 @@ def require(program: str) -> None:
         pytest.skip(f"needs {program}, to render the manifests")
 
 
-def rendered(overlay: str | None = None, *values: str, release: str = "swiftbatch") -> list[dict[str, Any]]:
-    """`values` are NAME=VALUE."""
+def rendered(
+    overlay: str | None = None, *values: str, given: Any = None, release: str = "swiftbatch"
+) -> list[dict[str, Any]]:
+    """Render the chart; `values` are NAME=VALUE, `given` is what a file of values has."""
     require("helm")
-    command = ["helm", "template", release, str(CHART), "--namespace", "swiftbatch"]
+    command = ["helm", "template", release, str(CHART), "--namespace", "swiftbatch", "--values", "-"]
     if overlay is not None:
         command += ["--values", str(values_file(overlay))]
     for value in values:
         command += ["--set", value]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    process = subprocess.run(command, input=yaml.safe_dump(given or {}), capture_output=True, text=True, timeout=60)
     if process.returncode:
         raise ValueError(process.stderr)
     return [each for each in yaml.safe_load_all(process.stdout) if each is not None]

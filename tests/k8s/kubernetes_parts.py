@@ -110,6 +110,13 @@ def validate(each: Object) -> None:
     jsonschema.Draft202012Validator(schema).validate(content)
 
 
+def validate_pods(objects: list[Object]) -> None:
+    """Check the fields of all pods, KubeRay's too."""
+    for template in pods(objects).values():
+        named = {**template, "metadata": {"name": "pod", **template["metadata"]}}
+        validate({"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": named})
+
+
 @functools.cache
 def _ray_schema(kind: str) -> Any:
     path = SCHEMAS / f"{kind}-v1.json"

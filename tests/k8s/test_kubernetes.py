@@ -7,7 +7,18 @@ import kubernetes_validate
 import pytest
 
 from tests.k8s.chart import OVERLAYS
-from tests.k8s.kubernetes_parts import RAY, ROOT, Object, one, pods, ray_containers, render, settings, validate
+from tests.k8s.kubernetes_parts import (
+    RAY,
+    ROOT,
+    Object,
+    one,
+    pods,
+    ray_containers,
+    render,
+    settings,
+    validate,
+    validate_pods,
+)
 
 GIVEN_MAPS = {"swiftbatch-demo-jobs"}  # which the user makes
 GIVEN_SECRETS = {"swiftbatch", "swiftbatch-s3"}  # the one that KubeRay makes, and the one that the user makes
@@ -23,6 +34,7 @@ def objects(request: pytest.FixtureRequest) -> list[Object]:
 def test_every_object_has_all_its_fields_and_no_other(objects: list[Object]) -> None:
     kinds = "RayCluster RayJob RayCronJob CronJob NetworkPolicy ServiceAccount ConfigMap PodDisruptionBudget"
     assert set(kinds.split()) <= {each["kind"] for each in objects}
+    validate_pods(objects)
     for each in sorted(objects, key=lambda each: each["apiVersion"] == RAY):  # sorted last, because it may be skipped
         validate(each)
 
@@ -78,7 +90,7 @@ def test_dashboards_and_alert_rules_are_those_of_the_repository(objects: list[Ob
     assert dashboards
     found = one(objects, "ConfigMap", "swiftbatch-dashboards")
     assert found["data"] == dashboards
-    assert found["metadata"]["labels"] == {"grafana_dashboard": "1"}
+    assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert (
         sum(map(len, dashboards.values())) < 250_000
     )  # `kubectl apply` keeps a copy in an annotation of 262,144 bytes

@@ -25,156 +25,140 @@ autoscalerOptions:
     - { name: home, mountPath: /home/swiftbatch }
 {{- end }}
 headGroupSpec:
-  {{- include "swiftbatch.head" . | nindent 2 }}
+  rayStartParams:
+    num-cpus: "0" # the driver runs here, workers don't
+    object-store-memory: "100000000" # reports are small
+  template:
+    {{- include "swiftbatch.rayPod" (dict "root" . "component" "head" "values" .Values.head "spot" "never") | nindent 4 }}
 workerGroupSpecs:
-  - {{- include "swiftbatch.workers" . | nindent 4 }}
+  - groupName: workers
+    replicas: {{ ternary .Values.workers.max .Values.workers.min (not (empty .Values.queueName)) }}
+    minReplicas: {{ .Values.workers.min }}
+    maxReplicas: {{ .Values.workers.max }}
+    rayStartParams:
+      object-store-memory: "100000000"
+    template:
+      {{- $worker := dict "root" . "component" "worker" "values" .Values.workers "spot" .Values.workers.spot }}
+      {{- include "swiftbatch.rayPod" $worker | nindent 6 }}
 {{- end }}
 
-{{- define "swiftbatch.head" -}}
-rayStartParams:
-  num-cpus: "0" # the driver runs here, workers don't
-  object-store-memory: "100000000" # reports are small
-template:
-  metadata:
-    labels:
-      {{- include "swiftbatch.podLabels" (dict "root" . "component" "head") | nindent 6 }}
-    annotations:
-      ray.io/overwrite-container-cmd: "true" # see `args`
-      # a head that goes takes all workers along: no autoscaler of nodes moves it, and all may move workers
-      karpenter.sh/do-not-disrupt: "true"
-      cluster-autoscaler.kubernetes.io/safe-to-evict: "false"
-  spec:
-    serviceAccountName: {{ include "swiftbatch.name" . }}-head
-    {{- include "swiftbatch.pullSecrets" . | nindent 4 }}
-    {{- with .Values.priorityClassName }}
-    priorityClassName: {{ . }}
+{{/* The pod of a head or a worker, the `component`, with its `values`; `spot` is never, prefer, only or any. */}}
+{{- define "swiftbatch.rayPod" -}}
+{{- $root := .root }}
+{{- $isHead := eq .component "head" }}
+metadata:
+  labels:
+    {{- include "swiftbatch.podLabels" . | nindent 4 }}
+  annotations:
+    ray.io/overwrite-container-cmd: "true" # see `args`
+    {{- if $isHead }}
+    # a head that goes takes all workers along: no autoscaler of nodes moves it, and all may move workers
+    karpenter.sh/do-not-disrupt: "true"
+    cluster-autoscaler.kubernetes.io/safe-to-evict: "false"
     {{- end }}
-    terminationGracePeriodSeconds: {{ add .Values.graceSeconds 25 }}
-    securityContext:
-      {{- include "swiftbatch.podSecurity" (dict "ownsStore" true) | nindent 6 }}
-    affinity:
-      nodeAffinity: # never on a spot node
-        requiredDuringSchedulingIgnoredDuringExecution:
-          nodeSelectorTerms:
-            - matchExpressions:
-                - { key: cloud.google.com/gke-spot, operator: NotIn, values: ["true"] }
-                - { key: eks.amazonaws.com/capacityType, operator: NotIn, values: [SPOT] }
-                - { key: karpenter.sh/capacity-type, operator: NotIn, values: [spot] }
-                - { key: kubernetes.azure.com/scalesetpriority, operator: NotIn, values: [spot] }
-    containers:
-      - name: ray-head
-        {{- include "swiftbatch.rayContainer" . | nindent 8 }}
-        ports:
-          - { name: gcs, containerPort: 6379 }
-          - { name: dashboard, containerPort: 8265 }
-          - { name: client, containerPort: 10001 }
-          - { name: metrics, containerPort: 8080 }
-          - { name: driver-metrics, containerPort: 9400 }
-        resources:
-          requests: { cpu: {{ .Values.head.cpu | quote }}, memory: {{ .Values.head.memory }} }
-          limits: { memory: {{ .Values.head.memory }} }
-        readinessProbe:
-          httpGet: { path: /api/gcs_healthz, port: 8265 }
-          periodSeconds: 10
-          timeoutSeconds: 5
-          failureThreshold: 6
-        volumeMounts:
-          {{- include "swiftbatch.mounts" . | nindent 10 }}
-          {{- if .Values.inboxConfigMap }}
-          - { name: inbox, mountPath: /inbox, readOnly: true }
-          {{- end }}
-    volumes:
-      {{- include "swiftbatch.volumes" . | nindent 6 }}
-      {{- with .Values.inboxConfigMap }}
-      - { name: inbox, configMap: { name: {{ . }} } }
-      {{- end }}
-{{- end }}
-
-{{- define "swiftbatch.workers" -}}
-groupName: workers
-replicas: {{ ternary .Values.workers.max .Values.workers.min (not (empty .Values.queueName)) }}
-minReplicas: {{ .Values.workers.min }}
-maxReplicas: {{ .Values.workers.max }}
-rayStartParams:
-  object-store-memory: "100000000"
-template:
-  metadata:
-    labels:
-      {{- include "swiftbatch.podLabels" (dict "root" . "component" "worker") | nindent 6 }}
-    annotations:
-      ray.io/overwrite-container-cmd: "true"
-  spec:
-    serviceAccountName: {{ include "swiftbatch.name" . }}-worker
-    {{- include "swiftbatch.pullSecrets" . | nindent 4 }}
-    {{- with .Values.priorityClassName }}
-    priorityClassName: {{ . }}
+    {{- with $root.Values.podAnnotations }}
+    {{- toYaml . | nindent 4 }}
     {{- end }}
-    # a spot node gives 30 s (Azure, Google) to 120 s (Amazon). A worker writes its checkpoints in graceSeconds (20),
-    # Ray waits 10 s longer in its drain time-out (30), and the pod 15 s longer than that (45)
-    terminationGracePeriodSeconds: {{ add .Values.graceSeconds 25 }}
-    securityContext:
-      {{- include "swiftbatch.podSecurity" (dict "ownsStore" true) | nindent 6 }}
-    {{- with .Values.workers.tolerations }}
-    tolerations:
-      {{- toYaml . | nindent 6 }}
-    {{- end }}
-    {{- with .Values.workers.gpuProduct }}
-    nodeSelector:
-      nvidia.com/gpu.product: {{ . }}
-    {{- end }}
-    {{- include "swiftbatch.spot" . | nindent 4 }}
-    containers:
-      - name: ray-worker
-        {{- include "swiftbatch.rayContainer" . | nindent 8 }}
-        ports:
-          - { name: metrics, containerPort: 8080 }
-        {{- $gpus := int .Values.workers.gpus }}
-        resources:
-          requests:
-            cpu: {{ .Values.workers.cpu | quote }}
-            memory: {{ .Values.workers.memory }}
-            {{- if $gpus }}
-            nvidia.com/gpu: {{ $gpus | quote }}
-            {{- end }}
-          limits:
-            memory: {{ .Values.workers.memory }}
-            {{- if $gpus }}
-            nvidia.com/gpu: {{ $gpus | quote }}
-            {{- end }}
-        readinessProbe:
-          httpGet: { path: /api/local_raylet_healthz, port: 52365 }
-          periodSeconds: 10
-          timeoutSeconds: 5
-          failureThreshold: 6
-        volumeMounts:
-          {{- include "swiftbatch.mounts" . | nindent 10 }}
-    volumes:
-      {{- include "swiftbatch.volumes" . | nindent 6 }}
-{{- end }}
-
-{{/* Each term is one cloud's label of spot nodes; one of them suffices. */}}
-{{- define "swiftbatch.spot" -}}
-{{- $terms := list
-  (dict "key" "cloud.google.com/gke-spot" "operator" "In" "values" (list "true"))
-  (dict "key" "eks.amazonaws.com/capacityType" "operator" "In" "values" (list "SPOT"))
-  (dict "key" "karpenter.sh/capacity-type" "operator" "In" "values" (list "spot"))
-  (dict "key" "kubernetes.azure.com/scalesetpriority" "operator" "In" "values" (list "spot")) }}
-{{- if eq .Values.workers.spot "only" }}
-affinity:
-  nodeAffinity:
-    requiredDuringSchedulingIgnoredDuringExecution:
-      nodeSelectorTerms:
-        {{- range $terms }}
-        - matchExpressions: [{{ toJson . }}]
+spec:
+  {{- include "swiftbatch.placement" . | nindent 2 }}
+  {{- with mergeOverwrite (fromYaml (include "swiftbatch.spot" .)) .values.affinity }}
+  affinity:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $root.Values.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
+  # a spot node gives 30 s (Azure, Google) to 120 s (Amazon). A worker writes its checkpoints in graceSeconds (20),
+  # Ray waits 10 s longer in its drain time-out (30), and the pod 15 s longer than that (45)
+  terminationGracePeriodSeconds: {{ add $root.Values.graceSeconds 25 }}
+  securityContext:
+    {{- include "swiftbatch.podSecurity" (dict "ownsVolumes" true) | nindent 4 }}
+  containers:
+    - name: ray-{{ .component }}
+      {{- include "swiftbatch.image" $root | nindent 6 }}
+      command: [/bin/bash, -c, --]
+      # The image's files are read-only, and Triton adds to its compiled kernels. `ray start` itself has to be process 1:
+      # SIGTERM makes it drain the node, and a shell in front would swallow it
+      args:
+        - test ! "$TRITON_CACHE_DIR" || cp -rT "$TRITON_CACHE_DIR" /tmp/triton; export TRITON_CACHE_DIR=/tmp/triton;
+          ulimit -n 65536; exec /bin/bash -c "exec $KUBERAY_GEN_RAY_START_CMD"
+      {{- include "swiftbatch.environment" . | nindent 6 }}
+      ports:
+        - { name: metrics, containerPort: 8080 }
+        {{- if $isHead }}
+        - { name: gcs, containerPort: 6379 }
+        - { name: dashboard, containerPort: 8265 }
+        - { name: client, containerPort: 10001 }
+        - { name: driver-metrics, containerPort: 9400 }
         {{- end }}
-{{- else if eq .Values.workers.spot "prefer" }}
-affinity:
-  nodeAffinity:
-    preferredDuringSchedulingIgnoredDuringExecution:
-      {{- range $terms }}
-      - weight: 100
-        preference:
-          matchExpressions: [{{ toJson . }}]
+      {{- include "swiftbatch.resources" .values | nindent 6 }}
+      livenessProbe:
+        httpGet: { path: /api/local_raylet_healthz, port: 52365 }
+        initialDelaySeconds: 60
+        periodSeconds: 15
+        timeoutSeconds: 5
+        failureThreshold: 8
+      readinessProbe:
+        httpGet: {{ ternary "{ path: /api/gcs_healthz, port: 8265 }" "{ path: /api/local_raylet_healthz, port: 52365 }" $isHead }}
+        periodSeconds: 10
+        timeoutSeconds: 5
+        failureThreshold: 6
+      securityContext:
+        {{- include "swiftbatch.confined" . | nindent 8 }}
+      volumeMounts:
+        - { name: tmp, mountPath: /tmp }
+        - { name: home, mountPath: /home/swiftbatch }
+        {{- if ne $root.Values.modelCache.type "none" }}
+        - { name: models, mountPath: /models }
+        {{- end }}
+        {{- if not $root.Values.store.bucket }}
+        - { name: store, mountPath: /store }
+        {{- end }}
+        {{- if and $isHead $root.Values.inboxConfigMap }}
+        - { name: inbox, mountPath: /inbox, readOnly: true }
+        {{- end }}
+  volumes:
+    {{- include "swiftbatch.volume" (dict "name" "tmp" "values" (merge (dict "type" "emptyDir") $root.Values.tmp)) | nindent 4 }}
+    {{- include "swiftbatch.volume" (dict "name" "home" "values" .values.home) | nindent 4 }}
+    {{- if ne $root.Values.modelCache.type "none" }}
+    {{- $own := printf "%s-models" (include "swiftbatch.name" $root) }}
+    {{- include "swiftbatch.volume" (dict "name" "models" "values" $root.Values.modelCache "claim" $own) | nindent 4 }}
+    {{- end }}
+    {{- if not $root.Values.store.bucket }}
+    - { name: store, persistentVolumeClaim: { claimName: {{ include "swiftbatch.name" $root }}-store } }
+    {{- end }}
+    {{- if $isHead }}
+    {{- with $root.Values.inboxConfigMap }}
+    - { name: inbox, configMap: { name: {{ . }} } }
+    {{- end }}
+    {{- end }}
+{{- end }}
+
+{{/* Each expression is one cloud's label of spot nodes: a node is one by any of them, and is none by all. */}}
+{{- define "swiftbatch.spot" -}}
+{{- $operator := ternary "NotIn" "In" (eq .spot "never") }}
+{{- $expressions := list
+  (dict "key" "cloud.google.com/gke-spot" "operator" $operator "values" (list "true"))
+  (dict "key" "eks.amazonaws.com/capacityType" "operator" $operator "values" (list "SPOT"))
+  (dict "key" "karpenter.sh/capacity-type" "operator" $operator "values" (list "spot"))
+  (dict "key" "kubernetes.azure.com/scalesetpriority" "operator" $operator "values" (list "spot")) }}
+{{- if ne .spot "any" }}
+nodeAffinity:
+  {{- if eq .spot "prefer" }}
+  preferredDuringSchedulingIgnoredDuringExecution:
+    {{- range $expressions }}
+    - { weight: 100, preference: { matchExpressions: [{{ toJson . }}] } }
+    {{- end }}
+  {{- else }}
+  requiredDuringSchedulingIgnoredDuringExecution:
+    nodeSelectorTerms:
+      {{- if eq .spot "never" }}
+      - matchExpressions: {{ toJson $expressions }}
+      {{- else }}
+      {{- range $expressions }}
+      - matchExpressions: [{{ toJson . }}]
       {{- end }}
+      {{- end }}
+  {{- end }}
 {{- end }}
 {{- end }}

@@ -6,34 +6,34 @@ with up to 12 more, and it is called NAME-nightly.
 {{- .Release.Name | trunc 27 | trimSuffix "-" -}}
 {{- end }}
 
-{{- define "swiftbatch.image" -}}
-{{- .Values.image.repository }}:{{ .Values.image.tag -}}
-{{- end }}
-
-{{/* Labels of an object that Kueue is to admit. */}}
-{{- define "swiftbatch.queued" -}}
-{{- with .Values.queueName }}
-kueue.x-k8s.io/queue-name: {{ . }}
-{{- end }}
-{{- with .Values.labels }}
-{{ toYaml . }}
-{{- end }}
-{{- end }}
-
-{{/* An object's metadata behind `name`, where it has labels of the user's alone. */}}
-{{- define "swiftbatch.labels" -}}
-{{- with .Values.labels }}
+{{/* An object's metadata: the `suffix` of its name, and `labels` beside those that all have, as text. */}}
+{{- define "swiftbatch.metadata" -}}
+name: {{ include "swiftbatch.name" .root }}{{ .suffix }}
 labels:
-  {{- toYaml . | nindent 2 }}
+  {{- include "swiftbatch.labels" .root | nindent 2 }}
+  {{- with .labels }}
+  {{- . | nindent 2 }}
+  {{- end }}
+{{- end }}
+
+{{- define "swiftbatch.labels" -}}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version | replace "+" "_" }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- with .Values.labels }}
+{{ toYaml . }}
 {{- end }}
 {{- end }}
 
-{{/* A pod's labels: the part of it that network policies, budgets and monitors select. */}}
-{{- define "swiftbatch.podLabels" -}}
+{{/* The label of an object that Kueue is to admit. */}}
+{{- define "swiftbatch.queue" -}}
+{{- with .Values.queueName }}kueue.x-k8s.io/queue-name: {{ . }}{{ end }}
+{{- end }}
+
+{{/* What network policies, budgets and services select: all pods, or those of one component. */}}
+{{- define "swiftbatch.selector" -}}
 app.kubernetes.io/part-of: {{ include "swiftbatch.name" .root }}
-app.kubernetes.io/component: {{ .component }}
-{{- with .root.Values.labels }}
-{{ toYaml . }}
+{{- with .component }}
+app.kubernetes.io/component: {{ . }}
 {{- end }}
 {{- end }}
 
@@ -41,10 +41,15 @@ app.kubernetes.io/component: {{ .component }}
 {{- if .Values.inboxConfigMap }}/inbox{{ else }}{{ .Values.store.bucket | default "/store" | trimSuffix "/" }}/inbox{{ end }}
 {{- end }}
 
-{{/* What every command is given. Nobody is there to say --takeover at night; a driver that is heard of is never overtaken. */}}
+{{/*
+What every command is given. Nobody is there to say --takeover at night; a driver that is heard of is never overtaken.
+A GPU worker finds out itself how many jobs fit.
+*/}}
 {{- define "swiftbatch.options" -}}
---address 127.0.0.1:6379 --model {{ .Values.model }} --device {{ ternary "cuda" "cpu" (gt (int .Values.workers.gpus) 0) }}
-{{- printf " --threads %v --workers %v --slots %v" .Values.workers.cpu .Values.workers.max .Values.slots }}
+{{- $hasGpu := gt (int .Values.workers.gpus) 0 -}}
+--address 127.0.0.1:6379 --model {{ .Values.model }} --device {{ ternary "cuda" "cpu" $hasGpu }}
+{{- printf " --threads %v --workers %v" .Values.workers.cpu .Values.workers.max }}
+{{- with .Values.slots | default (ternary nil 4 $hasGpu) }} --slots {{ . }}{{ end }}
 {{- printf " --grace-seconds %v --metrics-port 9400 --takeover" .Values.graceSeconds }}
 {{- with .Values.deadline }} --deadline {{ . }}{{ end }}
 {{- with .Values.options }} {{ . }}{{ end }}

@@ -2,7 +2,7 @@
 runAsNonRoot: true
 runAsUser: 1000
 runAsGroup: 1000
-{{- if .ownsStore }}
+{{- if .ownsVolumes }}
 fsGroup: 1000
 fsGroupChangePolicy: OnRootMismatch
 {{- end }}
@@ -17,27 +17,64 @@ capabilities:
   drop: [ALL]
 {{- end }}
 
-{{- define "swiftbatch.pullSecrets" -}}
-{{- with .Values.imagePullSecrets }}
+{{- define "swiftbatch.podLabels" -}}
+{{- include "swiftbatch.selector" . }}
+{{- with .root.Values.labels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "swiftbatch.image" -}}
+{{- with .Values.image }}
+image: {{ .repository }}{{ ternary (printf ":%s" .tag) (printf "@%s" .digest) (empty .digest) }}
+{{- with .pullPolicy }}
+imagePullPolicy: {{ . }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Who a pod is, and on which nodes it may be, by the `values` of head or workers. */}}
+{{- define "swiftbatch.placement" -}}
+serviceAccountName: {{ include "swiftbatch.name" .root }}-{{ .component }}
+{{- with .root.Values.imagePullSecrets }}
 imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- $product := dict }}
+{{- with .values.gpuProduct }}
+{{- $product = dict "nvidia.com/gpu.product" . }}
+{{- end }}
+{{- with merge $product .values.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.tolerations }}
+tolerations:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
-{{/* The pod that hands a command to Ray and shows its lines. */}}
+{{/* The pod that hands a command to Ray and shows its lines. It may be where the head may be. */}}
 {{- define "swiftbatch.submitter" -}}
+{{- $pod := dict "root" .root "component" "submit" "values" .root.Values.head }}
 metadata:
   labels:
-    {{- include "swiftbatch.podLabels" (dict "root" .root "component" "submit") | nindent 4 }}
+    {{- include "swiftbatch.podLabels" $pod | nindent 4 }}
+  {{- with .root.Values.podAnnotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
 spec:
   restartPolicy: Never
-  serviceAccountName: {{ include "swiftbatch.name" .root }}-submit
-  {{- include "swiftbatch.pullSecrets" .root | nindent 2 }}
+  {{- include "swiftbatch.placement" $pod | nindent 2 }}
   securityContext:
-    {{- include "swiftbatch.podSecurity" (dict "ownsStore" false) | nindent 4 }}
+    {{- include "swiftbatch.podSecurity" (dict "ownsVolumes" false) | nindent 4 }}
   containers:
     - name: {{ .container }}
-      image: {{ include "swiftbatch.image" .root }}
+      {{- include "swiftbatch.image" .root | nindent 6 }}
       {{- with .command }}
       {{- . | nindent 6 }}
       {{- end }}
@@ -64,46 +101,81 @@ spec:
     - { name: home, emptyDir: {} }
 {{- end }}
 
-{{/* What a Ray container is beside its name, ports, resources and probes. */}}
-{{- define "swiftbatch.rayContainer" -}}
-image: {{ include "swiftbatch.image" . }}
-command: [/bin/bash, -c, --]
-# `ray start` itself has to be process 1: SIGTERM makes it drain the node, and a shell in front would swallow it
-args: ['ulimit -n 65536; exec /bin/bash -c "exec $KUBERAY_GEN_RAY_START_CMD"']
+{{/* Variables of a Ray container, the user's last. */}}
+{{- define "swiftbatch.environment" -}}
 env:
   - name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
-    value: {{ add .Values.graceSeconds 10 | quote }}
+    value: {{ add .root.Values.graceSeconds 10 | quote }}
   - { name: RAY_worker_niceness, value: "0" } # 15 by default: a neighbour would come first
-{{- if .Values.store.bucket }}
+  {{- if ne .root.Values.modelCache.type "none" }}
+  - { name: HF_HUB_CACHE, value: /models }
+  {{- end }}
+  {{- with .root.Values.hf.secret }}
+  - { name: HF_TOKEN, valueFrom: { secretKeyRef: { name: {{ . }}, key: HF_TOKEN } } }
+  {{- end }}
+  {{- if eq .component "head" }}
+  {{- with .root.Values.webhook.secret }}
+  - { name: SWIFTBATCH_WEBHOOK_SECRET, valueFrom: { secretKeyRef: { name: {{ . }}, key: secret } } }
+  {{- end }}
+  {{- end }}
+  {{- with .root.Values.extraEnv }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- $sources := .root.Values.envFrom }}
+{{- with .root.Values.store }}
+{{- if and .bucket .secret }}
+{{- $sources = prepend $sources (dict "secretRef" (dict "name" .secret)) }}
+{{- end }}
+{{- end }}
+{{- with $sources }}
 envFrom:
-  - secretRef: { name: {{ .Values.store.secret }} }
-{{- end }}
-livenessProbe:
-  httpGet: { path: /api/local_raylet_healthz, port: 52365 }
-  initialDelaySeconds: 60
-  periodSeconds: 15
-  timeoutSeconds: 5
-  failureThreshold: 8
-securityContext:
-  {{- include "swiftbatch.confined" . | nindent 2 }}
-{{- end }}
-
-{{- define "swiftbatch.mounts" -}}
-- { name: tmp, mountPath: /tmp }
-- { name: home, mountPath: /home/swiftbatch }
-{{- if not .Values.store.bucket }}
-- { name: store, mountPath: /store }
+  {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
-{{- define "swiftbatch.volumes" -}}
-- { name: tmp, emptyDir: { sizeLimit: 20Gi } }
-- { name: home, emptyDir: { sizeLimit: 50Gi } }
-{{- if not .Values.store.bucket }}
-- name: store
-  persistentVolumeClaim:
-    claimName: {{ include "swiftbatch.name" . }}-store
+{{- define "swiftbatch.resources" -}}
+{{- $limits := dict "memory" .memory }}
+{{- with .gpus }}
+{{- $_ := set $limits "nvidia.com/gpu" (toString .) }}
 {{- end }}
+{{- $requests := merge (dict "cpu" (toString .cpu)) $limits }}
+{{- with .ephemeralStorage }}
+{{- $_ := set $requests "ephemeral-storage" . }}
+{{- end }}
+resources:
+  requests:
+    {{- toYaml $requests | nindent 4 }}
+  limits:
+    {{- toYaml $limits | nindent 4 }}
+{{- end }}
+
+{{/* A pod's volume, of the `type` that its `values` say; `claim` is ours where they name none. */}}
+{{- define "swiftbatch.volume" -}}
+- name: {{ .name }}
+{{- with .values }}
+  {{- if eq .type "claim" }}
+  persistentVolumeClaim: { claimName: {{ .existingClaim | default $.claim }} }
+  {{- else if eq .type "hostPath" }}
+  hostPath: { path: {{ .hostPath }}, type: Directory }
+  {{- else if eq .type "ephemeral" }}
+  ephemeral:
+    volumeClaimTemplate:
+      spec:
+        {{- include "swiftbatch.claim" (dict "values" . "accessMode" "ReadWriteOnce") | nindent 8 }}
+  {{- else }}
+  emptyDir: { sizeLimit: {{ .size }} }
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "swiftbatch.claim" -}}
+accessModes: [{{ .accessMode }}]
+{{- with .values.storageClassName }}
+storageClassName: {{ . }}
+{{- end }}
+resources:
+  requests:
+    storage: {{ .values.size }}
 {{- end }}
 
 {{- define "swiftbatch.nightlyCommand" -}}
