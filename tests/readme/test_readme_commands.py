@@ -226,5 +226,5 @@ def test_kubectl_finds_the_objects_and_folders_that_are_named() -> None:
 
 def test_docker_finds_the_targets_that_are_named() -> None:
     named = set(re.findall(r"docker build --target ([\w-]+)", CODE))
-    assert named == {"cuda", "cuda-flash"}  # the default is the one for CPUs
+    assert named == {"cuda", "cuda12", "cuda-flash"}  # the default is the one for CPUs
     assert named <= set(re.findall(r"^FROM \S+ AS ([\w-]+)$", page("Dockerfile"), re.MULTILINE))
