@@ -98,7 +98,7 @@ class StubWorker:
 
     def __post_init__(self) -> None:
         info = WorkerInfo("simulated", 0, None, self.node_id, "", NUM_POSITIONS)
-        functions = (lambda: self.calls.after(0.0, info), self._work, self._drain)
+        functions = (lambda failed_gpus: self.calls.after(0.0, info), self._work, self._drain)
         self.start, self.work, self.drain = (Method(self.calls.clock, function) for function in functions)
 
     def _work(self, orders: Orders, seconds: float) -> Call:

@@ -233,8 +233,8 @@ def _sum(one: Any, other: Any) -> Any:
 
 MEMORY_FULL = "memory_full"  # preemption reason of a worker without memory for all caches
 PREEMPTION_REASONS = (
-    *("attempt_failed", "cluster_lost", "driver_stopped", MEMORY_FULL, "migrated", "node_drained", "node_lost"),
-    *("store_failed", "worker_died", "worker_error", "worker_out_of_memory", "worker_silent"),
+    *("attempt_failed", "cluster_lost", "driver_stopped", "gpu_failed", MEMORY_FULL, "migrated", "node_drained"),
+    *("node_lost", "store_failed", "worker_died", "worker_error", "worker_out_of_memory", "worker_silent"),
     *("worker_terminated", "worker_unreachable"),
 )
 
@@ -271,6 +271,9 @@ class DriverCounters:
     )
     num_preemptions: Counter[str] = exported(
         "preemptions_total", "Jobs taken back from a worker, by reason.", by="reason", known=PREEMPTION_REASONS
+    )
+    num_gpu_failures: Counter[str] = exported(
+        "gpu_failures_total", "Workers lost because their GPU failed, by its UUID.", by="gpu"
     )
     jobs_finished: Counter[str] = exported(
         "jobs_finished_total",

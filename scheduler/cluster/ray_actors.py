@@ -8,10 +8,10 @@ import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swiftbatch.jobs.errors import ModelError
+from swiftbatch.jobs.errors import GPUFailedError, ModelError
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.cluster import worker_code
-from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo, WorkerSpec
+from swiftbatch.scheduler.cluster.worker_actor import RefusedGPU, WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.cluster.worker_code import STARTING, Code, OtherCodeError
 from swiftbatch.worker.kv.kv_capacity import KVRoomError
 from swiftbatch.worker.model.model_files import OtherModelError
@@ -26,6 +26,7 @@ OTHER_MODEL = "other_model"  # another model than the run's
 NODE_LOST = "node_lost"  # its node is gone, or cut off for too long
 NODE_DRAINED = "node_drained"
 TORCH_OUT_OF_MEMORY = "OutOfMemoryError"  # a GPU's; by name, so that the driver need not import torch
+GPU_FAILED = "gpu_failed"  # the GPU or its driver, not a job
 NO_MEMORY = "no_memory"  # too little memory to start; others may free some
 OTHER_CODE = "other_code"  # other code than the driver's
 NUM_LINES, MAX_CHARACTERS = 3, 400  # limits on a dead worker's log
@@ -37,10 +38,10 @@ LOST_NODE = "its node has died"  # Ray's wording; if it changes, the reason is j
 
 
 class WorkerLostError(RuntimeError):
-    """A lost worker; `reason` is a label for metrics."""
+    """A lost worker; `reason` is a label for metrics, `gpu` the UUID of a GPU that failed at the start."""
 
-    def __init__(self, reason: str, message: str) -> None:
-        self.reason = reason
+    def __init__(self, reason: str, message: str, gpu: str | None = None) -> None:
+        self.reason, self.gpu = reason, gpu
         super().__init__(message)
 
 
@@ -71,14 +72,15 @@ def wait(calls: list[Any], seconds: float) -> list[Any]:
     return list(ready)
 
 
-def answer(call: Any) -> WorkerInfo | WorkReport:
+def answer(call: Any) -> WorkerInfo | RefusedGPU | WorkReport:
     """Return the answer of an ended call. Raises WorkerLostError."""
     import ray
 
     try:
-        result: WorkerInfo | WorkReport = ray.get(call)
+        result: WorkerInfo | RefusedGPU | WorkReport = ray.get(call)
     except ray.exceptions.RayError as error:
-        raise WorkerLostError(*_explain(error)) from error
+        gpu = getattr(getattr(error, "cause", None), "gpu", None)
+        raise WorkerLostError(*_explain(error), gpu) from error
     return result
 
 
@@ -112,6 +114,8 @@ def _explain_cause(cause: Exception) -> tuple[str, str]:
         return OTHER_MODEL, str(cause)
     if isinstance(cause, ModelError):
         return "model_refused", str(cause)
+    if isinstance(cause, GPUFailedError):
+        return GPU_FAILED, str(cause)
     if isinstance(cause, StoreError):
         return STORE_FAILED, str(cause)
     if isinstance(cause, KVRoomError) or type(cause).__name__ == TORCH_OUT_OF_MEMORY:

@@ -9,7 +9,9 @@ import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from swiftbatch.jobs.errors import GPUFailedError
 from swiftbatch.worker.config import EngineConfig
+from swiftbatch.worker.forward.nvml import own_gpu_uuid
 from swiftbatch.worker.kv.kv_capacity import HeldPositions, PoolSize
 
 if TYPE_CHECKING:
@@ -43,18 +45,38 @@ class WorkerInfo:
     num_state_positions: int = 0  # a job's extra positions for layer states
     pool_size: PoolSize | None = None  # pages of the shared caches on a GPU
     held_positions: HeldPositions | None = None  # positions held per job if layers forget some; None for all
+    gpu: str | None = None  # UUID
 
 
-def start_session(worker_id: str, spec: WorkerSpec) -> tuple[WorkerSession, WorkerInfo]:
-    """Load the model in this process, which is an actor of Ray and drains at SIGTERM and SIGINT."""
+@dataclass(frozen=True)
+class RefusedGPU:
+    """The answer of a process on a GPU that failed too often. It holds the GPU, so that no worker gets it."""
+
+    gpu: str
+
+
+def start_session(
+    worker_id: str, spec: WorkerSpec, failed_gpus: frozenset[str]
+) -> tuple[WorkerSession | None, WorkerInfo | RefusedGPU]:
+    """Load the model in this process, which is an actor of Ray and drains at SIGTERM and SIGINT.
+
+    Raises GPUFailedError with the GPU's UUID as `gpu`, and as the session.
+    """
     import ray
 
+    gpu = None if spec.config.device == "cpu" else own_gpu_uuid()
+    if gpu is not None and gpu in failed_gpus:
+        return None, RefusedGPU(gpu)
     module, _, name = spec.session_factory.partition(":")
     factory = getattr(importlib.import_module(module), name)
-    session: WorkerSession = factory(spec.config, spec.run_uri, worker_id, spec.metrics_host)
+    try:
+        session: WorkerSession = factory(spec.config, spec.run_uri, worker_id, spec.metrics_host)
+    except GPUFailedError as error:
+        error.gpu = gpu
+        raise
     for number in (signal.SIGTERM, signal.SIGINT):  # Ray would end a call at SIGINT with a traceback
         signal.signal(number, lambda _number, _frame: session.request_drain())
     node_id = str(ray.get_runtime_context().get_node_id())
     where = (socket.gethostname(), os.getpid(), session.metrics_address, node_id)
     sizes = (session.num_free_positions, session.num_slots, session.num_state_positions, session.pool_size)
-    return session, WorkerInfo(*where, session.numerics, *sizes, session.held_positions)
+    return session, WorkerInfo(*where, session.numerics, *sizes, session.held_positions, gpu)

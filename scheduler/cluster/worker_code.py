@@ -48,8 +48,8 @@ class WorkerProcess:
         """`spec` is a pickled `WorkerSpec`, importable after `start`."""
         self._worker_id, self._code, self._log_folder, self._spec = worker_id, code, log_folder, spec
 
-    def start(self) -> Any:
-        """Load the model. Raises OtherCodeError, ImportError, and as `start_session`.
+    def start(self, failed_gpus: frozenset[str]) -> Any:
+        """Load the model, except on a failed GPU. Raises OtherCodeError, ImportError, and as `start_session`.
 
         `__init__` would wrap the error.
         """
@@ -57,8 +57,8 @@ class WorkerProcess:
             write_output_to(Path(self._log_folder) / f"{self._worker_id}.log")
         use_code_of_driver(self._code)
         ours = importlib.import_module(f"{PACKAGE}.scheduler.cluster.worker_actor")
-        self._session, info = ours.start_session(self._worker_id, pickle.loads(self._spec))
-        return info
+        self._session, answer = ours.start_session(self._worker_id, pickle.loads(self._spec), failed_gpus)
+        return answer
 
     def work(self, orders: Any, seconds: float) -> Any:
         return self._session.work(orders, seconds)

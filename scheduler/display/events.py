@@ -186,6 +186,19 @@ class WorkerLost(Event):
 
 
 @dataclass(frozen=True)
+class GpuLeftOut(Event):
+    """The GPU with UUID `gpu` failed `num_failures` times, the last time with `message`, and gets no more workers."""
+
+    is_error: ClassVar[bool] = True
+    text: ClassVar[str] = (
+        "GPU {gpu} has failed {num_failures} times and gets no more workers of this run; look after it: {message}"
+    )
+    gpu: str
+    num_failures: int
+    message: str
+
+
+@dataclass(frozen=True)
 class RunStopping(Event):
     """The driver was asked to end, and its workers write their checkpoints."""
 

@@ -18,7 +18,7 @@ from pydantic import Field
 from swiftbatch.jobs.checkpoints.checkpoint_files import NUMBERS_PER_EPOCH
 from swiftbatch.jobs.json_records import Strict, parse_sealed, sealed
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.driver.waiting_jobs import Strikes
+from swiftbatch.scheduler.driver.queued_job import Strikes
 
 FOLDER = "attempts"
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from swiftbatch.scheduler.display.events import JobStarted
 from swiftbatch.scheduler.driver.job_queue import JobQueue
+from swiftbatch.scheduler.driver.queued_job import QueuedJob
 from swiftbatch.scheduler.driver.run_progress import DriverContext
-from swiftbatch.scheduler.driver.waiting_jobs import QueuedJob
 from swiftbatch.scheduler.driver.worker_fleet import JOB_SHARE, Fleet, Worker, slice_seconds
 from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS
 from swiftbatch.worker.kv.kv_capacity import PAGE, Growth, PoolSize, fit

@@ -119,6 +119,7 @@ class Driver:
             self._intake.take_in(event)
         self._intake.settle()
         self._refuse_others(events)
+        self._refuse_failed_gpus()
         self._refuse_endless_starts(events)
         if not events and len(self._fleet.idle) == len(self._fleet.workers):
             time.sleep(WAIT_SECONDS)  # every remaining job waits for its next attempt
@@ -143,6 +144,14 @@ class Driver:
             if isinstance(event, Lost) and event.reason in (OTHER_MODEL, OTHER_CODE):
                 self._drain_all("driver_stopped")
                 raise DriverError(event.message)
+
+    def _refuse_failed_gpus(self) -> None:
+        """Raise DriverError if no GPU is left for a worker."""
+        if self._fleet.has_no_gpu_left():
+            failed = ", ".join(f"{gpu} ({num} times)" for gpu, num in sorted(self._fleet.gpu_failures.items()))
+            raise DriverError(
+                f"every GPU of this machine has failed: {failed}; nothing is lost: mend them, or resume elsewhere"
+            )
 
     def _refuse_endless_starts(self, events: list[Event]) -> None:
         if any(worker.info for worker in self._fleet.workers):

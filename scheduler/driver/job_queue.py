@@ -19,7 +19,8 @@ from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.shared_prompts import NOT_SHARED, SharedPrompt
 from swiftbatch.jobs.storage.retries import Backoff
 from swiftbatch.scheduler.driver.expected_lengths import Forecast, LengthStatistics, RunningLengths, length_bucket_of
-from swiftbatch.scheduler.driver.waiting_jobs import QueuedJob, Strikes, UntouchedJobs, WaitingJobs
+from swiftbatch.scheduler.driver.queued_job import QueuedJob, Strikes
+from swiftbatch.scheduler.driver.waiting_jobs import UntouchedJobs, WaitingJobs, Wanted
 from swiftbatch.worker.kv.kv_capacity import Growth
 
 FIRST_ORDER = 16  # ended jobs needed before others are sorted by expected length
@@ -141,8 +142,8 @@ class WorkerJobs:
 class JobQueue:
     """A run's unfinished jobs, and counts of the others.
 
-    A job fails after `max_attempts` consecutive losses without progress; after two it runs alone, to spare its
-    neighbours. Only `unfinished` and `stop_running` take time per job.
+    A job fails after `max_attempts` consecutive losses without progress; `QueuedJob.strike` says which count. Only
+    `unfinished` and `stop_running` take time per job.
     """
 
     def __init__(
@@ -176,8 +177,9 @@ class JobQueue:
         self.num_generated_tokens += num_generated_tokens
         job = QueuedJob(entry, num_generated_tokens, num_generated_tokens, priority, prompt)
         if strikes is not None:
-            job.num_tokens_at_last_loss = strikes.num_tokens
-            job.strike(0 if job.has_progressed else strikes.num, self._max_attempts)
+            job.num_strikes, job.num_tokens_at_last_loss, job.max_group = strikes
+            if job.has_progressed:
+                job.clear_strikes()
             job.num_tokens_at_last_loss = max(strikes.num_tokens, num_generated_tokens)
         self._touch(job)
 
@@ -199,10 +201,10 @@ class JobQueue:
         return job
 
     def reserve(self, worker_id: str, now: float, has_room: Callable[[Growth], bool] = _always) -> QueuedJob | None:
-        """Reserve the job that `take` would return, unless it may have to run alone."""
+        """Reserve the job that `take` would return, unless that is struck or may end the worker."""
         forecast = self._expected.forecast()
         job = self._first(worker_id, now, lambda job: not job.is_suspect and has_room(job.growth(forecast)))
-        if job is None or job.runs_alone:
+        if job is None or job.max_group:
             return None
         self._hand_to(worker_id, job)
         self._reserved[job.job_id] = job
@@ -237,7 +239,7 @@ class JobQueue:
         if job := self.find(job_id):
             self._set_tokens(job, num_generated_tokens)
             if job.num_strikes and job.has_progressed:
-                job.num_strikes, job.runs_alone = 0, False
+                job.clear_strikes()
                 if job.turn is not None:
                     self._waiting.put(job)
 
@@ -266,12 +268,11 @@ class JobQueue:
             self._num_tokens_left -= job.num_left
             self._num_ended[state] += 1
 
-    def lose(self, job_id: str, now: float) -> bool:
-        """Requeue a lost job; return False if it has no attempt left."""
+    def lose(self, job_id: str, now: float, num_lost: int = 1) -> bool:
+        """Requeue a job that was lost, as one of `num_lost` without progress; return False if no attempt is left."""
         job = self.find(job_id)
         assert job is not None, f"job {job_id} has ended"
-        job.strike(1 if job.has_progressed else job.num_strikes + 1, self._max_attempts)
-        job.num_tokens_at_last_loss = max(job.num_tokens_at_last_loss, job.num_generated_tokens)
+        job.strike(self._max_attempts, num_lost)
         self._put_back(job, now + RETRY_BACKOFF.seconds(job.num_strikes))
         return job.num_strikes < self._max_attempts
 
@@ -346,12 +347,11 @@ class JobQueue:
         return {"pending": self.num_unfinished - num_running, "running": num_running, **self._num_ended}
 
     def _first(self, worker_id: str, now: float, has_room: Callable[[QueuedJob], bool]) -> QueuedJob | None:
-        """Return the first job that may run and has room, or None if the worker has a job that runs alone."""
+        """Return the first job that may run beside the worker's jobs and has room."""
         own = self._workers[worker_id]
-        if any(job.runs_alone for job in own.running.values()):
-            return None
+        wanted = Wanted.beside(own.running.values(), has_reserve=bool(own.reserve))
         self._expected.order_anew(self._untouched)
-        return self._waiting.first(own.num_to_run > 0, now, own.groups, has_room)
+        return self._waiting.first(wanted, now, own.groups, has_room)
 
     def _hand_to(self, worker_id: str, job: QueuedJob) -> None:
         self._waiting.take(job)

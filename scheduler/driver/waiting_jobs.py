@@ -2,117 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from heapq import heappop, heappush
 from itertools import count
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from swiftbatch.jobs.run.job_index import JobEntry, JobIndex
-from swiftbatch.jobs.shared_prompts import NOT_SHARED, SharedPrompt
-from swiftbatch.scheduler.driver.expected_lengths import Forecast, LengthBucket
-from swiftbatch.worker.kv.kv_capacity import Growth
-
-CLASSES_PER_DOUBLING = 4  # length classes; if the longest job has no room, each shorter class is tried
-PROGRESS_SHARE = 0.01  # share of max_tokens; an attempt that adds less made no progress
-LEAST_LENGTH = 0.75  # share of the longest job's length; shorter ones never go first for their prompt
-
-
-class Strikes(NamedTuple):
-    """A job's number of losses without progress, and its number of tokens at the last loss."""
-
-    num: int
-    num_tokens: int
-
-
-Turn = tuple[int, int, int, int]
-"""The turn of a waiting job, the lowest first: its priority, its negative length, its line, and a ticket of its own."""
-
-
-@dataclass(eq=False)
-class QueuedJob:
-    """An unfinished job, with or without a worker."""
-
-    entry: JobEntry
-    num_generated_tokens: int = 0  # last reported number
-    num_tokens_at_last_loss: int = 0  # the most it had at any loss
-    priority: int = 0  # lower comes first
-    prompt: SharedPrompt = NOT_SHARED
-    num_strikes: int = 0  # losses in a row without progress
-    runs_alone: bool = False
-    not_before: float = 0.0
-    seniority: int | None = None  # order of first attempts over all jobs; None before
-    worker_id: str = ""  # its present or last worker
-    is_suspect: bool = False  # it may have killed a worker from the reserve, which no report would show
-    has_ended: bool = False  # its worker has not written the result yet
-    lives_at: LengthBucket | None = None  # its bucket among unfinished jobs of workers
-    turn: Turn | None = None  # its turn while waiting, else None
-    length: int = 0  # expected positions, by which it waits; 0: the most it may have
-
-    def __post_init__(self) -> None:
-        self.length = self.length or self.entry.max_length
-
-    @property
-    def job_id(self) -> str:
-        return self.entry.job_id
-
-    @property
-    def name(self) -> str:
-        return self.entry.name
-
-    @property
-    def strikes(self) -> Strikes:
-        return Strikes(self.num_strikes, self.num_tokens_at_last_loss)
-
-    @property
-    def num_left(self) -> int:
-        num_left = self.entry.max_tokens - self.num_generated_tokens
-        return num_left if num_left > 0 and not self.has_ended else 0  # a driver asks about ten times per job
-
-    @property
-    def has_progressed(self) -> bool:
-        """Return whether the job gained enough since its last loss."""
-        needed = max(1, int(PROGRESS_SHARE * self.entry.max_tokens))
-        return self.num_generated_tokens >= self.num_tokens_at_last_loss + needed
-
-    def wait(self, ticket: int) -> Turn:
-        self.turn = (self.priority, -self.length, self.entry.line_number, ticket)
-        return self.turn
-
-    def strike(self, num_strikes: int, max_attempts: int) -> None:
-        """Set the job's strikes; a job with two strikes, or with one attempt left, runs alone."""
-        self.num_strikes = num_strikes
-        self.runs_alone = num_strikes >= max(1, min(2, max_attempts - 1))
-
-    def num_final_tokens(self, forecast: Forecast) -> int:
-        return forecast.final_tokens(self.entry.num_prompt_tokens, self.num_generated_tokens, self.entry.max_tokens)
-
-    def num_expected(self, forecast: Forecast) -> int:
-        return self.num_final_tokens(forecast) - self.num_generated_tokens
-
-    def growth(self, forecast: Forecast) -> Growth:
-        num_prompt_tokens = self.entry.num_prompt_tokens
-        now, end = num_prompt_tokens + self.num_generated_tokens, num_prompt_tokens + self.num_final_tokens(forecast)
-        return Growth(now, end, self.prompt.num_tokens)
-
-    @property
-    def length_class(self) -> int:
-        return length_class(self.length)
-
-    def may_precede(self, first: QueuedJob) -> bool:
-        """Return whether this job may overtake `first` because of its prompt."""
-        is_as_long = self.length >= LEAST_LENGTH * first.length
-        return is_as_long and self.priority == first.priority
-
-
-def length_class(length: int) -> int:
-    return int(CLASSES_PER_DOUBLING * math.log2(length))
-
+from swiftbatch.jobs.shared_prompts import SharedPrompt
+from swiftbatch.scheduler.driver.expected_lengths import Forecast
+from swiftbatch.scheduler.driver.queued_job import QueuedJob, Turn, length_class
 
 # Jobs that no worker had, in arrays; each call takes constant time.
 
@@ -275,6 +177,25 @@ Heap = list[tuple[Turn, QueuedJob]]
 HasRoom = Callable[[QueuedJob], bool]
 
 
+class Wanted(NamedTuple):
+    """The jobs that suit a worker's present jobs."""
+
+    smallest_group: int  # a struck job needs at least this `max_group`; 0: no struck job
+    has_others: bool  # whether jobs that are not struck suit, too
+
+    @classmethod
+    def beside(cls, running: Collection[QueuedJob], *, has_reserve: bool) -> Self:
+        """Return the jobs for a worker with these jobs.
+
+        Struck jobs run with struck jobs and with jobs that have progressed: a loss then tells who is at fault.
+        """
+        groups = [job.max_group for job in running if job.max_group]
+        size = len(groups) + 1
+        is_unfit = has_reserve or min(groups, default=size) < size
+        is_unfit = is_unfit or not all(job.max_group or job.has_progressed for job in running)
+        return cls(0 if is_unfit else size, not groups)
+
+
 class WaitingJobs:
     """Waiting jobs by priority, then the longest first, equal ones in file order.
 
@@ -286,15 +207,15 @@ class WaitingJobs:
         self._untouched = untouched
         self._tickets = count()
         self._delayed: list[tuple[float, Turn, QueuedJob]] = []
-        self._sociable: Heap = []
-        self._loners: Heap = []
-        self._groups: defaultdict[int, Heap] = defaultdict(list)  # `_sociable` by prompt group
-        self._by_length: defaultdict[int, Heap] = defaultdict(list)  # `_sociable` by length class
+        self._free: Heap = []  # jobs that are not struck
+        self._struck: defaultdict[int, Heap] = defaultdict(list)  # by `max_group`
+        self._groups: defaultdict[int, Heap] = defaultdict(list)  # `_free` by prompt group
+        self._by_length: defaultdict[int, Heap] = defaultdict(list)  # `_free` by length class
         self._fresh: Heap = []  # jobs without a group or of new groups
         self._begun: set[int] = set()
 
     def put(self, job: QueuedJob) -> None:
-        """Queue a job until its `not_before`; call again after `runs_alone` changed."""
+        """Queue a job until its `not_before`; call again after `max_group` changed."""
         heappush(self._delayed, (job.not_before, job.wait(next(self._tickets)), job))
 
     def drop(self, job: QueuedJob) -> None:
@@ -302,22 +223,21 @@ class WaitingJobs:
             self._untouched.take(job.turn[-1])
         job.turn = None
 
-    def first(self, has_neighbours: bool, now: float, groups: Iterable[int], has_room: HasRoom) -> QueuedJob | None:
-        """Return the first job that may run and has room.
-
-        With neighbours, jobs that run alone are skipped.
-        """
+    def first(self, wanted: Wanted, now: float, groups: Iterable[int], has_room: HasRoom) -> QueuedJob | None:
+        """Return the first wanted job that has room."""
         self._admit(now)
-        job = self._first_for(has_neighbours, groups)
+        job = self._first_for(wanted, groups)
         if job is None or has_room(job):
             return job
-        return next((other for other in self._shorter(job) if has_room(other)), None)
+        shorter = self._shorter(job) if wanted.has_others else ()
+        return next((other for other in shorter if has_room(other)), None)
 
-    def _first_for(self, has_neighbours: bool, groups: Iterable[int]) -> QueuedJob | None:
+    def _first_for(self, wanted: Wanted, groups: Iterable[int]) -> QueuedJob | None:
         """Return the first job, or a job of similar length whose prompt suits the worker better."""
-        waiting = [self._sociable] if has_neighbours else [self._sociable, self._loners]
-        first = _first([*map(_head, waiting), self._untouched.first()])
-        if first is None or first.runs_alone:
+        struck = [heap for size, heap in self._struck.items() if 0 < wanted.smallest_group <= size]
+        others = [_head(self._free), self._untouched.first()] if wanted.has_others else []
+        first = _first([*map(_head, struck), *others])
+        if first is None or first.max_group:
             return first
         while (fresh_head := _head(self._fresh)) is not None and fresh_head.prompt.group in self._begun:
             heappop(self._fresh)
@@ -337,9 +257,9 @@ class WaitingJobs:
 
     def _shorter(self, job: QueuedJob) -> Iterator[QueuedJob]:
         """Yield the first job of each shorter class of the same priority."""
-        for length_class in range(job.length_class - 1, -1, -1):
-            touched = _head(self._by_length[length_class]) if length_class in self._by_length else None
-            untouched = self._untouched.first_of_class(job.priority, length_class)
+        for shorter in range(job.length_class - 1, -1, -1):
+            touched = _head(self._by_length[shorter]) if shorter in self._by_length else None
+            untouched = self._untouched.first_of_class(job.priority, shorter)
             other = _first([touched, untouched])
             if other is not None and other.priority == job.priority:
                 yield other
@@ -347,8 +267,8 @@ class WaitingJobs:
     def _admit(self, now: float) -> None:
         while self._delayed and self._delayed[0][0] <= now:
             _, turn, job = heappop(self._delayed)
-            heappush(self._loners if job.runs_alone else self._sociable, (turn, job))
-            if job.runs_alone:
+            heappush(self._struck[job.max_group] if job.max_group else self._free, (turn, job))
+            if job.max_group:
                 continue
             heappush(self._by_length[job.length_class], (turn, job))
             if job.prompt.group is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -13,7 +14,7 @@ from swiftbatch.jobs.storage.retries import Backoff
 from swiftbatch.scheduler.cluster import ray_actors
 from swiftbatch.scheduler.cluster.ray_actors import last_words
 from swiftbatch.scheduler.cluster.ray_cluster import AwakeClock
-from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo, WorkerSpec
+from swiftbatch.scheduler.cluster.worker_actor import RefusedGPU, WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.cluster.worker_code import Code, own_code
 from swiftbatch.scheduler.driver.run_limits import monotonic
 from swiftbatch.worker.session.work_messages import Orders, WorkReport
@@ -80,6 +81,7 @@ RESTART_BACKOFF = Backoff(first=1.0, longest=30.0)
 MAX_FAILED_STARTS = 3  # in a row, over all workers
 MAX_STARTS_WITHOUT_MEMORY = 6  # about a minute: a killed worker's GPU memory is freed late
 DEATH_REASONS = ("worker_died", "worker_unreachable")  # its own or its node's
+MAX_GPU_FAILURES = 2  # in a run; then the GPU gets no more workers
 SILENCE_CHECK_SECONDS = 1.0  # each check visits all workers
 SLICE_SECONDS = 0.5  # work between two reports
 SECONDS_PER_WORKER = 0.002  # slice per worker: many workers report less often
@@ -137,11 +139,15 @@ class Reported:
 
 @dataclass(frozen=True)
 class Lost:
-    """A lost worker, as in `WorkerLostError`."""
+    """A lost worker, as in `WorkerLostError`; `gpu` is the UUID of the GPU that failed, for the `num_gpu_failures`th
+    time.
+    """
 
     worker: Worker
     reason: str
     message: str
+    gpu: str | None = None
+    num_gpu_failures: int = 0
 
 
 Event = Started | Reported | Lost
@@ -159,7 +165,7 @@ class Calls(Protocol):
 
     def wait(self, calls: list[Any], seconds: float) -> list[Any]: ...
 
-    def answer(self, call: Any) -> WorkerInfo | WorkReport: ...
+    def answer(self, call: Any) -> WorkerInfo | RefusedGPU | WorkReport: ...
 
     def kill(self, actor: Any) -> None: ...
 
@@ -194,20 +200,37 @@ class Fleet:
         self._num_draining = self._num_starting = 0
         self._num_on_nodes: Counter[str] = Counter()  # started workers
         self._looked = 0.0
+        self.gpu_failures: Counter[str] = Counter()  # by UUID
+        self._placeholders: list[Any] = []  # actors that hold the slots of failed GPUs, so that no worker gets one
 
     def fill(self, num_workers: int, now: float) -> None:
         """Start workers up to `num_workers`; after failed starts, with growing pauses."""
         num_staying = len(self.workers) - self._num_draining
-        for _ in range(num_workers - num_staying if now >= self._restart_not_before else 0):
+        num_wanted = min(num_workers, self._most_workers()) - num_staying
+        for _ in range(num_wanted if now >= self._restart_not_before else 0):
             self._num_created += 1
             worker_id = f"w{self._num_created}"
             num_cpus, num_gpus = self._cluster.num_cpus_per_worker(), self.num_gpus_per_worker()
             actor = self._calls.create_actor(worker_id, self._spec, self._code, num_cpus=num_cpus, num_gpus=num_gpus)
-            worker = Worker(worker_id, actor, actor.start.remote(), speed=Speed(self._now()))
+            call = actor.start.remote(self.failed_gpus())
+            worker = Worker(worker_id, actor, call, speed=Speed(self._now()))
             worker.num_failed_before = self.num_failed_starts
             self.workers.append(worker)
             self._calls_out[worker.call] = worker
             self._num_starting += 1
+
+    def _most_workers(self) -> int:
+        """Return how many workers there can be; a running cluster may get more GPUs."""
+        if not self._placeholders or not self._cluster.is_embedded:
+            return sys.maxsize
+        return self._cluster.num_gpus - len(self._placeholders)
+
+    def failed_gpus(self) -> frozenset[str]:
+        """Return the UUIDs of the GPUs that get no more workers."""
+        return frozenset(gpu for gpu, num in self.gpu_failures.items() if num >= MAX_GPU_FAILURES)
+
+    def has_no_gpu_left(self) -> bool:
+        return self._most_workers() <= 0
 
     def num_sharing(self, node_id: str) -> int:
         """Count the workers that share a node's memory, and all starting ones."""
@@ -253,11 +276,14 @@ class Fleet:
             return []
         answered = self._calls.wait(list(self._calls_out), seconds)
         events = [self._event(self._calls_out.pop(call), now) for call in answered]
-        return [*events, *self._silent()]
+        return [*(event for event in events if event is not None), *self._silent()]
 
     def retire(self, worker: Worker) -> None:
         """Kill a worker that is no longer wanted, unreachable or broken."""
         self._calls.kill(worker.actor)
+        self._forget(worker)
+
+    def _forget(self, worker: Worker) -> None:
         self.workers.remove(worker)
         self.idle.pop(worker, None)
         self._calls_out.pop(worker.call, None)
@@ -271,6 +297,8 @@ class Fleet:
         """Kill all workers; a resume recomputes unwritten tokens."""
         for worker in list(self.workers):
             self.retire(worker)
+        while self._placeholders:
+            self._calls.kill(self._placeholders.pop())
 
     def _await(self, worker: Worker, call: Any, patience: float) -> None:
         self._calls_out.pop(worker.call, None)
@@ -289,12 +317,16 @@ class Fleet:
             self.retire(worker)
         return [Lost(worker, "worker_silent", f"it has not reported for {worker.patience:.0f} s") for worker in overdue]
 
-    def _event(self, worker: Worker, now: float) -> Event:
+    def _event(self, worker: Worker, now: float) -> Event | None:
         call, worker.call = worker.call, None
         try:
             answer = self._calls.answer(call)
         except ray_actors.WorkerLostError as error:
             return self._lose(worker, error, now)
+        if isinstance(answer, RefusedGPU):
+            self._forget(worker)
+            self._placeholders.append(worker.actor)
+            return None
         self.idle[worker] = None
         if isinstance(answer, WorkerInfo):
             worker.info = answer
@@ -313,15 +345,20 @@ class Fleet:
         message = str(error)
         if worker.info is None:
             message += last_words(self._spec.log_folder, worker.id)
-            self.num_failed_starts += self._blames_the_start(worker, error.reason)
+            self.num_failed_starts += self._blames_the_start(worker, error)
             self._restart_not_before = now + RESTART_BACKOFF.seconds(max(1, self.num_failed_starts))
-        return Lost(worker, error.reason, message)
+        gpu = error.gpu if worker.info is None else worker.info.gpu
+        if gpu is None or error.reason != ray_actors.GPU_FAILED:
+            return Lost(worker, error.reason, message)
+        self.gpu_failures[gpu] += 1
+        return Lost(worker, error.reason, message, gpu, self.gpu_failures[gpu])
 
-    def _blames_the_start(self, worker: Worker, reason: str) -> bool:
+    def _blames_the_start(self, worker: Worker, error: ray_actors.WorkerLostError) -> bool:
         """Return whether a loss counts as a failed start.
 
-        Lost nodes do not count; of workers started together, only the first does.
+        Lost nodes and known GPUs do not count; of workers started together, only the first does.
         """
-        if reason in (ray_actors.NODE_LOST, ray_actors.NODE_DRAINED):
+        reason = error.reason
+        if reason in (ray_actors.NODE_LOST, ray_actors.NODE_DRAINED) or error.gpu is not None:
             return False
         return reason not in DEATH_REASONS or worker.num_failed_before == self.num_failed_starts

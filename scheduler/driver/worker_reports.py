@@ -12,8 +12,9 @@ from swiftbatch.jobs.run.output_line import error_line, num_completion_tokens
 from swiftbatch.jobs.run.run_records import in_parallel
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.metrics.counters import MEMORY_FULL
-from swiftbatch.scheduler.cluster.ray_actors import STORE_FAILED
+from swiftbatch.scheduler.cluster.ray_actors import GPU_FAILED, NODE_DRAINED, STORE_FAILED
 from swiftbatch.scheduler.display.events import (
+    GpuLeftOut,
     JobCancelled,
     JobFinished,
     JobGivenUp,
@@ -24,15 +25,16 @@ from swiftbatch.scheduler.display.events import (
     WorkerStopping,
 )
 from swiftbatch.scheduler.driver.queue_loading import CANCELLED, with_results, write_cancelled
+from swiftbatch.scheduler.driver.queued_job import QueuedJob
 from swiftbatch.scheduler.driver.run_progress import DriverContext
-from swiftbatch.scheduler.driver.waiting_jobs import QueuedJob
-from swiftbatch.scheduler.driver.worker_fleet import Event, Lost, Reported, Started, Worker
+from swiftbatch.scheduler.driver.worker_fleet import MAX_GPU_FAILURES, Event, Lost, Reported, Started, Worker
 from swiftbatch.worker.session.work_messages import JobOutcome, WorkReport
 
 Result = TypeVar("Result")
 
 NUM_UNPACKED = 8  # lost workers unpacked at a time
 CANCELLED_AT_ONCE = 10_000  # bounds memory when a whole run is cancelled
+UNBLAMED = (NODE_DRAINED, GPU_FAILED)  # losses that no job causes
 
 
 class AttemptSettlement:
@@ -45,12 +47,12 @@ class AttemptSettlement:
         self._checkpoints = CheckpointStore.of(context.run)
         self._cancelling: set[str] = set()  # ids to cancel once no worker has them
 
-    def put_back(self, job_id: str, reason: str, message: str) -> None:
-        """Requeue or give up a lost job; `reason` and `message` as in `Lost`."""
+    def put_back(self, job_id: str, reason: str, message: str, num_lost: int = 1) -> None:
+        """Requeue or give up a lost job, one of `num_lost` without progress; `reason` and `message` as in `Lost`."""
         if (job := self._still_to_do(job_id)) is None:
             return
         self._counters.num_preemptions[reason] += 1
-        has_attempts_left = self._queue.lose(job_id, self._clock())
+        has_attempts_left = self._queue.lose(job_id, self._clock(), num_lost)
         self._attempts.note_strikes(job_id, job.strikes if has_attempts_left else None)
         if has_attempts_left:
             self._display.note(JobPutBack(job.name, reason, job.num_generated_tokens, is_lost=True))
@@ -185,7 +187,7 @@ class ReportIntake:
                 if self._left_by(worker) or self._queue.of(worker.id).reserve:
                     self._reading.append((self._pool.submit(self._logs.found, [worker.id]), event))
                 else:
-                    self._take_in_loss(worker, reason, message)
+                    self._take_in_loss(event)
 
     def settle(self) -> None:
         """Requeue the jobs of lost workers once a thread moved their logs. Raises StoreError."""
@@ -193,7 +195,7 @@ class ReportIntake:
             done = self._settlement.with_results({entry.job_id for entry in found.entries})
             self._placing.append((self._pool.submit(self._logs.put_in_place, found.without(done)), lost))
         for _, lost in self._taken(self._placing):
-            self._take_in_loss(lost.worker, lost.reason, lost.message)
+            self._take_in_loss(lost)
 
     def stop(self) -> None:
         """Stop the thread; a later resume moves the remaining logs."""
@@ -264,18 +266,30 @@ class ReportIntake:
             self._settlement.take_back(job_id)
         self._fleet.retire(worker)
 
-    def _take_in_loss(self, worker: Worker, reason: str, message: str) -> None:
-        """Requeue a lost worker's jobs, without strikes if it was draining."""
-        is_unblamed = worker.drain_reason is not None or reason == "node_drained"
+    def _take_in_loss(self, lost: Lost) -> None:
+        """Requeue a lost worker's jobs, without strikes if it was draining or its GPU failed."""
+        worker, reason, message = lost.worker, lost.reason, lost.message
+        is_unblamed = worker.drain_reason is not None or reason in UNBLAMED
         self._display.note(WorkerLost(worker.id, reason, message))
+        self._note_failed_gpu(lost)
         self._settlement.begin_found(worker)
-        for job in self._left_by(worker):
+        left = self._left_by(worker)
+        num_lost = sum(not (job.has_ended or job.has_progressed) for job in left)
+        for job in left:
             self._lost_ids.add(job.job_id)
-            if is_unblamed or job.has_ended:
+            if job.has_ended or (is_unblamed and not job.fails_gpus(lost.gpu)):
                 self._settlement.release(job.job_id, worker.drain_reason or reason)
             else:
-                self._settlement.put_back(job.job_id, reason, f"worker {worker.id} was lost: {message}")
+                self._settlement.put_back(job.job_id, reason, f"worker {worker.id} was lost: {message}", num_lost)
         self._settlement.lose_backlog(worker, is_unblamed=is_unblamed)
+
+    def _note_failed_gpu(self, lost: Lost) -> None:
+        """Count a GPU's failure, and tell that it was the last one."""
+        if lost.gpu is None:
+            return
+        self._counters.num_gpu_failures[lost.gpu] += 1
+        if lost.num_gpu_failures == MAX_GPU_FAILURES:
+            self._display.note(GpuLeftOut(lost.gpu, lost.num_gpu_failures, lost.message))
 
     def _left_by(self, worker: Worker) -> list[QueuedJob]:
         own = self._queue.of(worker.id)

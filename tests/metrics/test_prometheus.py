@@ -155,6 +155,7 @@ def test_no_alert_is_on_and_every_rule_can_be_evaluated(scene: Scene) -> None:
         "SwiftbatchCheckpointOld": "ok",
         "SwiftbatchResumeLoop": "ok",
         "SwiftbatchDeadLetters": "ok",
+        "SwiftbatchGpuFailed": "ok",
         "SwiftbatchNightNotStarted": "ok",
         "SwiftbatchLastGoodNight": "ok",
     }

@@ -10,8 +10,8 @@ from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.attempt_numbers import Attempts
+from swiftbatch.scheduler.driver.queued_job import Strikes
 from swiftbatch.scheduler.driver.run_lease import RunLease
-from swiftbatch.scheduler.driver.waiting_jobs import Strikes
 from swiftbatch.scheduler.runs.launch import Outcome
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES, PAPER_ENGINES

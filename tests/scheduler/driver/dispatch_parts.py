@@ -87,10 +87,10 @@ class Dispatched:
 class NoOpWorker:
     def __init__(self, dispatched: Dispatched) -> None:
         self._dispatched = dispatched
-        info = WorkerInfo("here", os.getpid(), None, node_id="node", numerics="", num_free_positions=1_000_000)
-        self.start, self.work = Method(lambda: info), Method(self._work)
+        self.info = WorkerInfo("here", os.getpid(), None, node_id="node", numerics="", num_free_positions=1_000_000)
+        self.start, self.work = Method(lambda failed_gpus: self.info), Method(self.finish_all)
 
-    def _work(self, orders: Orders, seconds: float) -> WorkReport:
+    def finish_all(self, orders: Orders, seconds: float) -> WorkReport:
         with self._dispatched.slice():
             results = ResultSegment((each.job_id, self._line(each.record)) for each in orders.assignments)
             if results.index:

@@ -9,7 +9,7 @@ import pytest
 
 from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.scheduler.driver.attempt_numbers import FOLDER, Attempts, forget_strikes
-from swiftbatch.scheduler.driver.waiting_jobs import Strikes
+from swiftbatch.scheduler.driver.queued_job import Strikes
 from tests.scheduler.driver.dispatch_parts import with_driver
 
 SECONDS = 60  # until a test gives up
@@ -68,7 +68,7 @@ def test_strikes_are_kept_over_drivers_until_a_job_finishes(store: Store) -> Non
     first.note_strikes("other", Strikes(1, 0))
     kept(first)
     second = Attempts.read(store, 2)
-    assert [second.strikes(job_id) for job_id in ("kills", "other", "third")] == [(2, 30), (1, 0), None]
+    assert [second.strikes(job_id) for job_id in ("kills", "other", "third")] == [(2, 30, 1), (1, 0, 1), None]
     second.note_strikes("kills", None)
     second.finish("other")
     kept(second)

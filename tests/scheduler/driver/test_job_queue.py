@@ -140,25 +140,81 @@ def test_a_job_that_moves_on_between_losses_is_never_given_up() -> None:
     assert not queue.lose("a", 0.0)
 
 
-def test_a_job_lost_twice_without_progress_runs_alone() -> None:
+def test_a_job_lost_twice_by_itself_runs_alone_until_it_moves_on() -> None:
     queue = JobQueue(max_attempts=5)
-    queue.add(entry("suspect", 500))
+    queue.add(entry("struck", 500))
     queue.add(entry("good", 100))
     taken = []
     for now in (0.0, 10.0):
         taken += [take(queue, "w1", now), take(queue, "w1", now)]
         queue.progress("good", int(now) + 10)
-        queue.lose("suspect", now)
+        queue.lose("struck", now)
         queue.lose("good", now)
-    assert taken == ["suspect", "good"] * 2  # one loss makes no suspect
+    assert taken == ["struck", "good"] * 2  # after one loss nobody is struck
     give_other(queue, "w2", 20.0)
-    assert take(queue, "w2", 20.0) == "good"  # the longer suspect is skipped beside a neighbour
-    assert take(queue, "w1", 20.0) == "suspect"
+    assert take(queue, "w2", 20.0) == "good"  # the longer struck job is skipped beside a job that may be at fault
+    assert take(queue, "w1", 20.0) == "struck"
     queue.add(entry("new", 10))
     assert queue.take("w1", 20.0) is None
-    queue.progress("suspect", 50)
+    queue.progress("struck", 50)
     assert take(queue, "w1", 20.0) == "new"
-    assert (held(queue, "w1"), held(queue, "w2")) == (["new", "suspect"], ["good", "other"])
+    assert (held(queue, "w1"), held(queue, "w2")) == (["new", "struck"], ["good", "other"])
+
+
+def test_a_struck_job_may_join_jobs_that_have_moved_on() -> None:
+    queue = JobQueue(max_attempts=5)
+    queue.add(entry("struck", 500))
+    for now in (0.0, 10.0):
+        assert take(queue, "w1", now) == "struck"
+        queue.lose("struck", now)
+    give_other(queue, "w2", 20.0)
+    assert take(queue, "w2", 20.0) is None
+    queue.progress("other", 10)
+    assert take(queue, "w2", 20.0) == "struck"
+
+
+def lose_all(queue: JobQueue, job_ids: list[str], now: float) -> list[str]:
+    """Lose a worker with these jobs; return those that have no attempt left."""
+    num_lost = sum(not job.has_progressed for job in queue.jobs(job_ids))
+    return [job_id for job_id in job_ids if not queue.lose(job_id, now, num_lost)]
+
+
+def test_of_256_jobs_that_are_lost_twice_half_run_at_once_and_the_others_as_soon_as_those_have_moved_on() -> None:
+    queue = JobQueue(max_attempts=5)
+    for number in range(256):
+        queue.add(entry(f"j{number}", 8000, number))
+    for now in (0.0, 100.0):
+        assert lose_all(queue, taken_by(queue, "w1", now), now) == []
+    first = taken_by(queue, "w1", 200.0)
+    assert len(first) == 128
+    for job_id in first[:64]:
+        queue.progress(job_id, 80)
+    assert len(taken_by(queue, "w1", 200.0)) == 64
+    for job_id in first[64:]:
+        queue.progress(job_id, 80)
+    assert len(taken_by(queue, "w1", 200.0)) == 64
+    assert len(held(queue, "w1")) == 256
+
+
+@pytest.mark.parametrize("max_attempts", [2, 5])
+def test_the_one_job_of_256_that_ends_its_worker_is_given_up_after_halvings_and_no_other_is(max_attempts: int) -> None:
+    queue = JobQueue(max_attempts)
+    for number in range(256):
+        queue.add(entry(f"j{number}", 8000, number))
+    num_losses, given_up, now = 0, list[str](), 0.0
+    while not given_up:
+        now += 100.0
+        while "j77" not in (held_now := taken_by(queue, "w1", now) and held(queue, "w1")):
+            for job_id in held_now:
+                queue.progress(job_id, queue.jobs([job_id])[0].num_generated_tokens + 80)
+        num_losses += 1
+        given_up = lose_all(queue, held_now, now)
+    assert given_up == ["j77"]
+    assert num_losses == max_attempts - 1 + 8  # the last of those with 128, 64, ... 1 job is an attempt of its own
+
+
+def taken_by(queue: JobQueue, worker_id: str, now: float) -> list[str]:
+    return list(iter(lambda: take(queue, worker_id, now), None))
 
 
 def test_a_rereserved_job_is_at_hand_at_once_and_without_a_strike() -> None:

@@ -1,0 +1,147 @@
+"""A GPU that fails costs itself alone: its jobs go on elsewhere without a strike, and it gets no more workers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from swiftbatch.jobs.storage.retries import Backoff
+from swiftbatch.scheduler.cluster import ray_actors
+from swiftbatch.scheduler.cluster.ray_actors import GPU_FAILED, WorkerLostError
+from swiftbatch.scheduler.cluster.worker_actor import RefusedGPU, WorkerInfo
+from swiftbatch.scheduler.driver import worker_fleet
+from swiftbatch.scheduler.driver.driver import Driver, DriverError
+from swiftbatch.worker.session.work_messages import Orders, WorkReport
+from tests.scheduler.driver.dispatch_parts import NUM_SLOTS, Answer, Dispatched, Method, NoOpWorker
+from tests.scheduler.driver.driver_parts import RecordingDisplay, job_id, make_driver, make_run
+
+BROKEN = (GPU_FAILED, "the GPU failed: CUDA error: unspecified launch failure")
+
+
+class Machine:
+    """A machine whose GPUs go to waiting processes, the one that came free last first."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, gpus: list[str], num_jobs: int) -> None:
+        self.run = make_run(folder, {f"job-{i}": 8 + i % 50 for i in range(num_jobs)})
+        self.fails: Callable[[str, set[str]], bool] = lambda gpu, names: False  # a GPU, names of new jobs
+        self.fails_at_start: set[str] = set()
+        self.free, self.num_gpus = list(gpus), len(gpus)
+        self.dispatched = Dispatched(self.run, num_jobs)
+        self.failures: Counter[str] = Counter()
+        self.workers: list[GPUWorker] = []
+        self.display = RecordingDisplay()
+        for name in ("create_actor", "wait", "answer", "kill"):
+            patch.setattr(ray_actors, name, getattr(self, name))
+        patch.setattr(worker_fleet, "RESTART_BACKOFF", Backoff(0.0, 0.0))
+
+    def driver(self, max_attempts: int = 1) -> Driver:
+        """Return a driver that gives a job up at its first strike."""
+        cluster: Any = SimpleNamespace(
+            is_embedded=True,
+            num_cpus_per_worker=lambda: 1,
+            num_gpus_per_worker=lambda device: 1,
+            num_gpus=self.num_gpus,
+            watch=None,
+        )
+        return make_driver(
+            self.run, cluster, self.display, workers=self.num_gpus, slots=NUM_SLOTS, attempts=max_attempts
+        )
+
+    def create_actor(self, *_: object, **__: object) -> GPUWorker:
+        self.workers.append(GPUWorker(self))
+        return self.workers[-1]
+
+    def wait(self, calls: list[Answer], seconds: float) -> list[Answer]:
+        return [call for call in calls if call.value is not None]
+
+    def answer(self, call: Answer) -> object:
+        if isinstance(call.value, WorkerLostError):
+            raise call.value
+        return call.value
+
+    def kill(self, actor: GPUWorker) -> None:
+        if actor.gpu is not None:
+            self.free.append(actor.gpu)
+        self.workers.remove(actor)
+
+
+class GPUWorker(NoOpWorker):
+    """A process that gets a GPU when it starts; without a free one, it waits for ever."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine.dispatched)
+        self.machine = machine
+        self.gpu = machine.free.pop() if machine.free else None
+        self.start, self.work = Method(self._started), Method(self._checked)
+
+    def _started(self, failed_gpus: frozenset[str]) -> WorkerInfo | RefusedGPU | WorkerLostError | None:
+        if self.gpu is None:
+            return None
+        if self.gpu in failed_gpus:
+            return RefusedGPU(self.gpu)
+        if self.gpu in self.machine.fails_at_start:
+            self.machine.failures[self.gpu] += 1
+            return WorkerLostError(*BROKEN, self.gpu)
+        return replace(self.info, gpu=self.gpu)
+
+    def _checked(self, orders: Orders, seconds: float) -> WorkReport | WorkerLostError:
+        assert self.gpu is not None
+        names = {each.record.job.custom_id for each in orders.assignments}
+        if self.machine.fails(self.gpu, names):
+            self.machine.failures[self.gpu] += 1
+            return WorkerLostError(*BROKEN)
+        return self.finish_all(orders, seconds)
+
+
+def test_a_gpu_that_fails_twice_gets_no_more_workers_and_its_jobs_end_elsewhere_without_a_strike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(tmp_path, monkeypatch, ["bad", "good"], 40)
+    machine.fails = lambda gpu, names: gpu == "bad"
+    assert machine.driver().run() == "finished"
+    assert machine.failures == {"bad": 2}
+    assert machine.workers == []  # also that which held the bad GPU has ended
+    assert_all_finished(machine)
+    [told] = [note for note in machine.display.notes if note.startswith("GPU bad has failed 2 times")]
+    assert told.endswith("look after it: the GPU failed: CUDA error: unspecified launch failure")
+
+
+def test_a_gpu_that_fails_at_starts_is_left_out_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(tmp_path, monkeypatch, ["good", "bad"], 40)
+    machine.fails_at_start.add("bad")
+    assert machine.driver().run() == "finished"
+    assert machine.failures["bad"] <= 2
+    assert_all_finished(machine)
+
+
+def test_a_run_whose_gpus_have_all_failed_ends_and_a_resume_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(tmp_path, monkeypatch, ["a", "b"], 20)
+    machine.fails = lambda gpu, names: True
+    with pytest.raises(DriverError, match=r"every GPU of this machine has failed: a \(2 times\), b \(2 times\)"):
+        machine.driver(max_attempts=5).run()
+    machine.fails = lambda gpu, names: False
+    assert machine.driver(max_attempts=5).run() == "finished"
+    assert_all_finished(machine)
+
+
+def test_a_job_under_which_several_gpus_fail_is_given_up_before_all_gpus_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(tmp_path, monkeypatch, [f"gpu{number}" for number in range(8)], 200)
+    machine.fails = lambda gpu, names: "job-7" in names
+    assert machine.driver(max_attempts=5).run() == "finished"
+    assert machine.dispatched.run.ended()[1] == {job_id(machine.run, "job-7")}
+    assert sum(machine.failures.values()) < 2 * machine.num_gpus
+
+
+def assert_all_finished(machine: Machine) -> None:
+    finished, failed = machine.run.ended()
+    assert (len(finished), failed) == (machine.dispatched.num_jobs, set())
