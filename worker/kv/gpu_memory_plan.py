@@ -1,4 +1,4 @@
-"""Plan of a GPU's memory at start-up, without torch: slots, pages, offload, drafts, and rows per forward."""
+"""Plan of a GPU's memory at start-up, without torch: slots, pages, drafts, and rows per forward."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from swiftbatch.jobs.run.run_records import AttentionName
-from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS, NUM_ROWS, RING_LAYERS, ROW_CHOICES, most_slots
+from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS, NUM_ROWS, ROW_CHOICES, most_slots
 from swiftbatch.worker.kv.kv_capacity import (
     GB,
     GPU_PAGE,
     HORIZON,
     MAX_TREE_NODES,
-    MEMORY,
     KVRoomError,
     WindowPages,
     pages_of,
@@ -92,7 +91,6 @@ class DraftMemory:
 
     part_bytes: int = 0
     slot_bytes: int = 0
-    num_scanned: int | None = None  # jobs whose texts `part_bytes` has room to scan; None: all
     has_engine: bool = False  # True: the bytes include those of `SlotsWanted.engine`
 
 
@@ -109,13 +107,11 @@ class SlotsWanted:
     partial_budget: int = 0  # entries of a draft's partial cache per slot; 0: no such cache
     num_slots: int | None = None  # None: as many as fit
     partial_chunk: int | None = None  # positions of the partial cache's chunks, as in `partial_positions`
-    scanned_best: int = 0  # 0: texts are not scanned
     part_bytes: int = 0  # does not depend on slots
     draft: ModelSizes | None = None  # its caches have `draft_length` positions per slot
     draft_length: int = 0
     engine: DraftMemoryOf | None = None  # adds the engine's bytes
     can_lack_engine: bool = False  # False: without room for the engine, no plan fits
-    host_bytes: int | None = None  # None: caches are on the GPU
     num_unwritten: int | None = None  # positions by which checkpoints lag; None: caches forget nothing
 
 
@@ -146,10 +142,6 @@ class MemoryPlan:
     @property
     def used_bytes(self) -> int:
         return self._fixed_bytes + self.num_slots * self.bytes_per_slot
-
-    @property
-    def num_drafted(self) -> int:
-        return self.num_slots if self.drafts.num_scanned is None else min(self.num_slots, self.drafts.num_scanned)
 
     @property
     def num_fitting(self) -> int:
@@ -295,12 +287,12 @@ def none_fits(plan: MemoryPlan) -> KVRoomError:
     return KVRoomError(
         f"the longest job, {plan.longest_job:,} positions, has no room on the GPU: weights {weights}, its keys and "
         f"values {slot}, its drafts {drafting} and work space {work} need {sum(parts) / GB:,.1f} GB, "
-        f"{plan.free_bytes / GB:,.1f} GB are free; use fewer max_tokens, --kv-offload with a folder, or a GPU with "
+        f"{plan.free_bytes / GB:,.1f} GB are free; use fewer max_tokens, --kv-dtype fp8 or int8, or a GPU with "
         "more memory"
     )
 
 
-# Plans with pages, or with caches in the host's memory.
+# Plans with pages.
 
 
 DRAFT_SHARE = 0.25  # slots may take this share of the memory beside the weights if few longest jobs fit
@@ -369,41 +361,6 @@ def _slots_that_pay(pool: MemoryPlan, most: int) -> int:
     by_share = int(DRAFT_SHARE * beside_weights) // pool.bytes_per_slot
     beside_longest = (beside_weights - num_longest * longest) // pool.bytes_per_slot
     return min(most, pool.num_fitting, max(by_share, beside_longest))
-
-
-HOST_SHARE = 0.8  # checkpoints and other programs need the rest of the free memory
-
-
-def plan_offload(
-    sizes: ModelSizes,
-    gpu: GPUMemory,
-    longest_job: int,
-    host_bytes: int,
-    num_slots: int | None = None,
-    drafts: DraftMemory = NO_DRAFTS,
-) -> MemoryPlan:
-    """Plan as `plan_memory` does, for caches in `host_bytes` of free host memory.
-
-    Raises KVRoomError if the longest job does not fit on the host or the GPU.
-    """
-    num_in_host = int(HOST_SHARE * host_bytes) // (slot_capacity(longest_job) * sizes.kept_bytes_per_position)
-    if num_in_host < 1:
-        raise KVRoomError(_no_room(sizes, longest_job, MEMORY, HOST_SHARE * host_bytes))
-    layer_bytes = sizes.num_parts * sizes.num_kv_heads * sizes.head_dim * sizes.item_size
-    ring = replace(sizes, bytes_per_position=min(sizes.bytes_per_position, RING_LAYERS * layer_bytes))
-    if one_slot(ring, gpu, longest_job, drafts).num_fitting < 1:
-        raise KVRoomError(_no_room(ring, longest_job, "the GPU, beside weights and work space", gpu.free_bytes))
-    plan = plan_memory(ring, gpu, longest_job, num_slots, drafts)
-    return replace(plan, num_slots=min(plan.num_slots, num_in_host))
-
-
-def _no_room(sizes: ModelSizes, longest_job: int, place: str, num_free: float) -> str:
-    needed = slot_capacity(longest_job) * sizes.kept_bytes_per_position
-    return (
-        f"the longest job, {longest_job:,} positions, has no room with --kv-offload: its keys and values need "
-        f"{needed / GB:,.2f} GB of {place}, which has {num_free / GB:,.2f} GB for them; use fewer max_tokens, or a "
-        "machine with more memory"
-    )
 
 
 # Choice of a run's rows per forward, which changes speed and numerics.
