@@ -135,10 +135,18 @@ class CudaDecoder:
 
         `tap` gets each attending layer's rotated queries, `[:, num_kv_heads, heads_per_kv, head_dim]`.
         """
-        table, weights, sizes = self._table, self._weights, self.sizes
-        embed(table.rows, table.token_ids, weights.embedding, self._state, sizes.embedding_scale)
-        for number in range(sizes.num_layers):
+        self.begin()
+        for number in range(self.sizes.num_layers):
             self._run_layer(number, tap)
+        self.end()
+
+    def begin(self) -> None:
+        table, weights = self._table, self._weights
+        embed(table.rows, table.token_ids, weights.embedding, self._state, self.sizes.embedding_scale)
+
+    def end(self) -> None:
+        """Launch the final norm and the head."""
+        weights, sizes = self._weights, self.sizes
         self._add_norm(self._delta, weights.layers[-1].last_norm, weights.final_norm, self.hidden)
         self._linear(self.hidden, weights.head.weight, weights.head.bias, self.logits)
         if sizes.logit_scale != 1.0:
