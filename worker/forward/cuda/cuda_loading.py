@@ -10,6 +10,7 @@ import torch
 from swiftbatch.jobs.run.run_records import AttentionName, KVDtype
 from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.forward.forward_interface import Forwards
+from swiftbatch.worker.kernels.cuda.cuda_row_table import compiled_library
 from swiftbatch.worker.kernels.cuda.stacked_weights import handed_over, stacked_weights
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.gpu_kernel_choice import CUBLAS_WORKSPACES, DEFAULT_KERNELS, CudaKernels, refuse_latent
@@ -62,7 +63,8 @@ def load_cuda_forwards(
 ) -> CudaForwards | None:
     """Return forwards with as many slots as fit, or None if the kernels do not support the model.
 
-    Raises KVRoomError if memory is too small, and ModelError if the requested kernels do not support the model.
+    Raises KVRoomError if memory is too small, KernelError without the compiled library, and ModelError if the requested
+    kernels do not support the model.
     """
     dtype_name = str(dtype).removeprefix("torch.")
     sizes = read_sizes(files, dtype_name)
@@ -70,6 +72,7 @@ def load_cuda_forwards(
         return None
     if sizes.latent is not None:
         refuse_latent(kv_dtype, files.name)
+    compiled_library()
     sizes = replace(sizes, kv_dtype=kv_dtype, held=_held(sizes, wanted, kernels))
     kernels.refuse_absent()
     kernels.refuse_unfit(dtype_name, sizes.head_dim)

@@ -15,6 +15,7 @@ from swiftbatch.worker.forward.cuda import cuda_loading as loading
 from swiftbatch.worker.forward.cuda.cuda_loading import planned_forwards
 from swiftbatch.worker.forward.target_model import TargetModel, load_forwards
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels, triton_version
+from swiftbatch.worker.kernels.native_library import NO_KERNELS, OVERRIDE, KernelError, chosen_library
 from swiftbatch.worker.kv import kv_capacity
 from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, MemoryPlan, SlotsWanted, plan_memory
 from swiftbatch.worker.kv.kv_capacity import KVRoomError, held_in_windows
@@ -57,6 +58,14 @@ def test_a_gpu_runs_the_kernels_that_the_run_chose(
     assert forwards.numerics.endswith(f", triton {triton_version()}, triton kernels 1, {words}")
     assert ", workspaces :4096:8, " in forwards.numerics
     assert planned[0].attention == kernels.attention
+
+
+def test_a_gpu_is_refused_without_the_compiled_kernels(files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(OVERRIDE, NO_KERNELS)
+    chosen_library.cache_clear()
+    with pytest.raises(KernelError, match=r"^device cuda: a GPU's forwards need the kernels in C, and SWIFTBATCH_ISA"):
+        load_forwards(files, torch.bfloat16, torch.device("cpu"), SlotsWanted(64))
+    chosen_library.cache_clear()
 
 
 def test_a_model_of_more_heads_than_the_kernels_take_is_left_to_others(one_layer_model: Path, tmp_path: Path) -> None:
