@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from swiftbatch.jobs.run.run_records import AttentionName
 from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS, NUM_ROWS, ROW_CHOICES, most_slots
@@ -115,29 +115,30 @@ class SlotsWanted:
     num_unwritten: int | None = None  # positions by which checkpoints lag; None: caches forget nothing
 
 
+class Need(NamedTuple):
+    """Bytes for one purpose."""
+
+    once: int
+    per_slot: int = 0
+
+
+WEIGHTS, KEPT, DRAFTS = "weights", "keys, values and states", "drafts"
+WORK = SUMS, ROWS, GRAPHS = "partial sums of attention", "activations and logits", "graphs and workspaces"
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that a run takes on the GPU."""
+    """Bytes that a run takes on the GPU: a table of needs, and pools of pages that all slots share."""
 
     longest_job: int
-    capacity: int
     num_slots: int
     free_bytes: int
-    weight_bytes: int
-    slot_bytes: int  # has keys, values and recurrent states
-    drafts: DraftMemory
-    scratch_bytes: int
-    row_bytes: int  # has activations and logits
-    slot_scratch_bytes: int = 0  # scratch of attention
-    num_pages: int = 0  # slots share them
+    needs: Mapping[str, Need]
+    has_engine: bool = False  # True: drafts include those of `SlotsWanted.engine`
+    num_pages: int = 0
     page_bytes: int = 0
     windows: WindowPages | None = None  # None: no layer forgets
     window_page_bytes: int = 0
-    reserve_bytes: int = GRAPH_RESERVE
-
-    @property
-    def work_bytes(self) -> int:
-        return self.scratch_bytes + self.row_bytes + self.reserve_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -154,20 +155,7 @@ class MemoryPlan:
 
     @property
     def bytes_per_slot(self) -> int:
-        return self.slot_bytes + self.drafts.slot_bytes + self.slot_scratch_bytes
-
-    def rows(self) -> list[tuple[str, int]]:
-        """Return the plan as a table of purposes and bytes."""
-        return [
-            ("weights", self.weight_bytes),
-            (self._kept, self.num_slots * self.slot_bytes + self.pool_bytes),
-            ("drafts", self.drafts.part_bytes + self.num_slots * self.drafts.slot_bytes),
-            ("scratch of attention", self.scratch_bytes + self.num_slots * self.slot_scratch_bytes),
-            ("activations and logits", self.row_bytes),
-            ("graphs and workspaces", self.reserve_bytes),
-            ("in all", self.used_bytes),
-            ("free before", self.free_bytes),
-        ]
+        return sum(need.per_slot for need in self.needs.values())
 
     @property
     def pool_bytes(self) -> int:
@@ -175,16 +163,12 @@ class MemoryPlan:
         return self.num_pages * self.page_bytes + num_windowed * self.window_page_bytes
 
     @property
-    def _kept(self) -> str:
-        if self.num_pages:
-            behind = "" if self.windows is None else f" and {self.windows.num_pages:,} of layers with a window"
-            pages = f"{self.num_pages:,} pages of {GPU_PAGE:,} positions{behind}"
-            return f"keys and values, {pages} for {self.num_slots} jobs"
-        return f"keys and values, {self.num_slots} x {self.capacity:,} positions"
-
-    @property
     def _fixed_bytes(self) -> int:
-        return self.weight_bytes + self.drafts.part_bytes + self.work_bytes + self.pool_bytes
+        return sum(need.once for need in self.needs.values()) + self.pool_bytes
+
+    def keeping(self, slot_bytes: int) -> MemoryPlan:
+        """Return the plan with other bytes of a slot's keys, values and states."""
+        return replace(self, needs={**self.needs, KEPT: Need(0, slot_bytes)})
 
 
 PlanMemory = Callable[["ModelSizes", GPUMemory, int, int | None, DraftMemory], MemoryPlan]
@@ -213,19 +197,15 @@ def plan_memory(
 
 def one_slot(sizes: ModelSizes, gpu: GPUMemory, longest_job: int, drafts: DraftMemory = NO_DRAFTS) -> MemoryPlan:
     """Return the plan for one slot, which may not fit."""
-    capacity = slot_capacity(longest_job)
-    return MemoryPlan(
-        longest_job=longest_job,
-        capacity=capacity,
-        num_slots=1,
-        free_bytes=gpu.free_bytes,
-        weight_bytes=sizes.weight_bytes,
-        slot_bytes=sizes.kept_bytes(capacity) + sizes.state_bytes,
-        drafts=drafts,
-        scratch_bytes=gpu.scratch_bytes(sizes),
-        row_bytes=_row_bytes(sizes, gpu.num_rows) + _sampling_bytes(sizes, gpu.num_rows),
-        slot_scratch_bytes=gpu.slot_scratch_bytes(sizes),
-    )
+    needs = {
+        WEIGHTS: Need(sizes.weight_bytes),
+        KEPT: Need(0, sizes.kept_bytes(slot_capacity(longest_job)) + sizes.state_bytes),
+        DRAFTS: Need(drafts.part_bytes, drafts.slot_bytes),
+        SUMS: Need(gpu.scratch_bytes(sizes), gpu.slot_scratch_bytes(sizes)),
+        ROWS: Need(_row_bytes(sizes, gpu.num_rows) + _sampling_bytes(sizes, gpu.num_rows)),
+        GRAPHS: Need(GRAPH_RESERVE),
+    }
+    return MemoryPlan(longest_job, 1, gpu.free_bytes, needs, drafts.has_engine)
 
 
 def draft_model_memory(sizes: ModelSizes, length: int, num_rows: int = NUM_ROWS) -> DraftMemory:
@@ -236,9 +216,8 @@ def draft_model_memory(sizes: ModelSizes, length: int, num_rows: int = NUM_ROWS)
 
 def decoder_memory(sizes: ModelSizes, gpu: GPUMemory, length: int) -> DraftMemory:
     """Return the bytes of a decoder with the target's slots."""
-    plan = one_slot(sizes, gpu, length)
-    once = plan.weight_bytes + plan.scratch_bytes + _row_bytes(sizes, gpu.num_rows, DECODED_BYTES)
-    return DraftMemory(once, plan.slot_bytes)
+    plan, row_bytes = one_slot(sizes, gpu, length), _row_bytes(sizes, gpu.num_rows, DECODED_BYTES)
+    return DraftMemory(plan.needs[WEIGHTS].once + plan.needs[SUMS].once + row_bytes, plan.needs[KEPT].per_slot)
 
 
 def draft_splits(length: int) -> int:
@@ -280,9 +259,8 @@ def too_many_slots(plan: MemoryPlan, what: str) -> KVRoomError:
 
 def none_fits(plan: MemoryPlan) -> KVRoomError:
     """Return the error for a longest job that does not fit."""
-    drafts = plan.drafts.part_bytes + plan.drafts.slot_bytes
-    work_bytes = plan.work_bytes + plan.slot_scratch_bytes
-    parts = (plan.weight_bytes, plan.slot_bytes, drafts, work_bytes)
+    groups = ((WEIGHTS,), (KEPT,), (DRAFTS,), WORK)
+    parts = [sum(sum(plan.needs[purpose]) for purpose in group) for group in groups]
     weights, slot, drafting, work = (f"{part / GB:,.1f}" for part in parts)
     return KVRoomError(
         f"the longest job, {plan.longest_job:,} positions, has no room on the GPU: weights {weights}, its keys and "
@@ -310,13 +288,13 @@ def plan_pages(
     Raises KVRoomError if the longest job or the drafts of `num_slots` slots do not fit.
     """
     least = most_of_a_job(longest_job)
-    alone = replace(one_slot(sizes, gpu, longest_job, drafts), slot_bytes=sizes.state_bytes)
+    alone = one_slot(sizes, gpu, longest_job, drafts).keeping(sizes.state_bytes)
     window_bytes = GPU_PAGE * sizes.window_bytes_per_position
     pool = replace(alone, num_pages=least, page_bytes=GPU_PAGE * sizes.kept_bytes_per_position - window_bytes)
     if sizes.held is not None:
         most_held = min(least, pages_of(sizes.held.num_whole, GPU_PAGE))
         pool = replace(pool, windows=WindowPages(most_held, sizes.held), window_page_bytes=window_bytes)
-    longest = replace(alone, slot_bytes=sizes.state_bytes + pool.pool_bytes)
+    longest = alone.keeping(sizes.state_bytes + pool.pool_bytes)
     if longest.num_fitting < 1:
         raise none_fits(longest)
     plan = replace(pool, num_slots=_slots_that_pay(pool, most_slots(gpu.num_rows)) if num_slots is None else num_slots)

@@ -116,7 +116,7 @@ def planned_forwards(
     stacked = stacked_weights(weights, device, handed_over(weights))
     try:
         arena = arena_of(shape, plan, staging)
-        arena.holds_engine = plan.drafts.has_engine
+        arena.holds_engine = plan.has_engine
         return CudaForwards(stacked, arena, eos_token_ids, num_splits, kernels)
     except ValueError:  # the kernels have no tiles for these sizes
         return None

@@ -266,10 +266,10 @@ def test_auto_has_the_layer_where_it_has_room(tmp_path: Path) -> None:
     assert with_layer.part_bytes > without.part_bytes
     assert with_layer.slot_bytes > without.slot_bytes
     memory = plan_wanted(replace(wanted, num_slots=1), sizes, GPUMemory(10**12, 3))
-    assert memory.drafts.has_engine
+    assert memory.has_engine
     least = memory.used_bytes - with_layer.part_bytes
     tight = plan_wanted(replace(wanted, num_slots=1), sizes, GPUMemory(least, 3))
-    assert not tight.drafts.has_engine
+    assert not tight.has_engine
     assert tight.num_slots == 1
     with pytest.raises(KVRoomError):  # this names the layer
         plan_wanted(replace(wanted, num_slots=1, can_lack_engine=False), sizes, GPUMemory(least, 3))
