@@ -23,9 +23,9 @@ NUM_BEST = 256  # keys that a query of a round sees exactly
 
 
 def auto(target: TargetModel, costs: Costs, parts_folder: Path | None) -> ChoosingDrafter:
-    """Make the drafter. It draws chains only if `can_scan`."""
+    """Make the drafter. It draws chains only where drafts can scan keys."""
     trees = TreeWay(TokenRecyclingDrafter(target), costs())
-    chains = ChainWay(target, RoundsPlanner(costs()), trees, NUM_BEST) if can_scan(target) else None
+    chains = ChainWay(target, RoundsPlanner(costs()), trees, NUM_BEST) if target.forwards.can_scan else None
     predicting = _predicting(target, costs, parts_folder)
     others: dict[str, DraftWay] = {} if predicting is None else {MTP.engine: MeasuredWay(predicting)}
     return ChoosingDrafter(costs(), trees, RepeatWay(trees), chains, others)
@@ -45,12 +45,3 @@ def _predicting(target: TargetModel, costs: Costs, parts_folder: Path | None) ->
         return engine_entry(MTP.engine).factory()(target, costs, parts_folder)
     except ModelError:
         return None
-
-
-def can_scan(target: TargetModel) -> bool:
-    """Return whether our kernels scan keys, on a CPU, and all layers see the whole text as it is.
-
-    Recurrent layers rule scans out: their state covers the whole text and cannot be read in part.
-    """
-    forwards = target.forwards
-    return forwards.team is not None and not forwards.has_windows and target.cache_shape.recurrent is None

@@ -52,7 +52,7 @@ class Entries:
         for layer, own in enumerate(positions):
             for part, source in enumerate(full.stored(layer)):
                 rows = own[..., None].expand(-1, -1, source.shape[-1])
-                gathered = source.gather(1, rows.to(source.device))
+                gathered = source.gather(1, rows)
                 self.buffer[layer, part, :, entries] = self.shape.numbers(gathered)
 
     def gather_values(self, means: torch.Tensor, chunks: torch.Tensor, first_entry: int) -> None:
@@ -64,7 +64,7 @@ class Entries:
     def average(self, full: FullKVCache, part: int, positions: slice, means: torch.Tensor) -> None:
         """Fill `means [num_layers, num_kv_heads, num_chunks, head_dim]` with the means over chunks of positions."""
         for layer, own in enumerate(means):
-            rows = self.shape.numbers(full.stored_between(layer, positions)[part]).to(means.device)
+            rows = self.shape.numbers(full.stored_between(layer, positions)[part])
             chunks = rows.unflatten(1, (own.shape[1], -1))  # [num_kv_heads, num_chunks, chunk_size, head_dim]
             own.copy_(chunks.float().mean(dim=2))
 
@@ -72,7 +72,7 @@ class Entries:
         """Copy consecutive positions to any `entries [num_positions]`."""
         for layer in range(self.shape.num_layers):
             for part, rows in enumerate(full.stored_between(layer, positions)):
-                self.buffer[layer, part, :, entries] = self.shape.numbers(rows).to(self.shape.device)
+                self.buffer[layer, part, :, entries] = self.shape.numbers(rows)
 
     def keep_path(self, root: int, path: list[int]) -> int:
         return keep_path(self.buffer, root, path)
@@ -167,7 +167,7 @@ class SparseCache(ABC):
         self._num_drawn += num_rows
 
     def _keys(self, full: FullKVCache, layer: int, positions: slice) -> torch.Tensor:
-        return self.shape.numbers(full.stored_between(layer, positions)[0]).to(self.shape.device)
+        return self.shape.numbers(full.stored_between(layer, positions)[0])
 
 
 def capacity_for(num_entries: int) -> int:

@@ -102,6 +102,7 @@ class CudaForwards:
 
     team = None
     draw_chains = None
+    can_scan = False
     never_sampled_ids: torch.Tensor | None = None
 
     def __init__(
@@ -115,8 +116,6 @@ class CudaForwards:
     ) -> None:
         """Raise ValueError if the weights do not match the arena."""
         self.sizes = sizes = weights.sizes
-        hides = (layer.window is not None or layer.sinks is not None for layer in weights.layers)
-        self.has_windows = bool(sizes.score_softcap) or sizes.latent is not None or any(hides)
         self.has_experts = any(layer.experts is not None for layer in weights.layers)
         self.arena, self.eos_token_ids = arena, eos_token_ids
         self.device, self.dtype = arena.shape.device, sizes.dtype
