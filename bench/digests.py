@@ -283,7 +283,7 @@ def interpreted(engine: str, folder: Path, is_quick: bool) -> Cells:
     import torch
 
     from tests.tiny_model import write_tiny_model
-    from tests.worker.forward.cuda.cuda_parts import cuda_target, offloaded_target
+    from tests.worker.forward.cuda.cuda_parts import cuda_target
     from tests.worker.interpreter import patched
 
     patched()
@@ -292,7 +292,6 @@ def interpreted(engine: str, folder: Path, is_quick: bool) -> Cells:
     places = {
         "bfloat16": lambda: cuda_target(files, torch.bfloat16, 3),
         "float32": lambda: cuda_target(files, torch.float32, 3, linear="cublas"),
-        "offloaded": lambda: offloaded_target(files, torch.bfloat16, 3),
         "fp8": lambda: cuda_target(files, torch.bfloat16, 3, kv_dtype="fp8"),
     }
     cells = {}

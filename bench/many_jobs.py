@@ -13,17 +13,13 @@ import numpy as np
 
 from bench.options import JSONOptions as Options
 from bench.tables import Record
-from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drafters.choice.tree_sizes import NODE_CHOICES, PRIOR_ACCEPTANCE, best_shares
-from swiftbatch.worker.forward.cuda.cuda_loading import with_rounds
 from swiftbatch.worker.forward.step_costs import ROW_COUNTS, StepCosts
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS, least_blocks
 from swiftbatch.worker.kv.gpu_memory_plan import (
-    NO_DRAFTS,
     GPUMemory,
     RunLoad,
-    SlotsWanted,
     most_rows,
     plan_memory,
     plan_pages,
@@ -153,8 +149,7 @@ def way_now(gpu: GPU, run: JobMix, acceptance: np.ndarray, host: HostTime) -> Wa
     most = most_rows(gpu.capability, SIZES.item_size, is_packed=False)
     num_rows = rows_that_pay(SIZES, gpu.memory(NUM_ROWS), load, most)
     memory, longest = gpu.memory(num_rows), max(run.lengths)
-    wanted = SlotsWanted(longest, scanned_best=ENGINES["auto"].scanned_best if load.has_drafts else 0)
-    plan = plan_pages(SIZES, memory, longest, None, with_rounds(NO_DRAFTS, wanted, SIZES, memory))
+    plan = plan_pages(SIZES, memory, longest)
     return Way(num_rows, plan.num_slots, plan.num_pages, acceptance, host)
 
 

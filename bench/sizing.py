@@ -10,7 +10,7 @@ from bench.options import JSONOptions as Options
 from bench.tables import Record
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS, SLOT_LENGTHS
 from swiftbatch.worker.kernels.kernel_sizes import MLASizes
-from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, most_together, one_slot, splits_of
+from swiftbatch.worker.kv.gpu_memory_plan import KEPT, GPUMemory, most_together, one_slot, splits_of
 from swiftbatch.worker.kv.kv_capacity import GB, NUM_UNWRITTEN, held_in_windows
 from swiftbatch.worker.kv.model_sizes import ExpertSizes, ModelSizes, PackedPart
 
@@ -86,7 +86,7 @@ def _window_rows() -> Iterator[list[str]]:
         gpu = gpu_memory(GPUS[GPU], GPU_BYTES - CONTEXT_BYTES, plain)
         forgetting = replace(plain, held=held_in_windows(plain.windows, NUM_UNWRITTEN))
         both = (forgetting, plain)
-        figures = [f"{one_slot(sizes, gpu, length).slot_bytes / GB:.2f}" for sizes in both]
+        figures = [f"{one_slot(sizes, gpu, length).needs[KEPT].per_slot / GB:.2f}" for sizes in both]
         yield [model, f"{length:,}", *figures, *(_most_jobs(sizes, gpu, length) for sizes in both)]
 
 

@@ -33,7 +33,7 @@ class Computation:
     engine: str = DEFAULT_ENGINE
     engine_options: tuple[str, ...] = ()  # NAME=VALUE; they change drafts alone
     draft_model: str | None = None  # a folder with the engine's trained parts; None: the model's own
-    kv_offload: str | None = None  # a folder for key-value caches; None: they are on the device
+    kv_offload: str | None = None  # a folder for a CPU's key-value caches; None: in memory
     dtype: Dtype = "bfloat16"
     kv_dtype: KVDtype | None = None  # dtype of keys and values; None: as `dtype`
     device: Device = "auto"

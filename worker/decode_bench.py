@@ -8,7 +8,6 @@ import os
 import platform
 import statistics
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -169,8 +168,7 @@ def bench_slots(
     known = ENGINES | PAPER_ENGINES
     entries = [known[name] for name in engines if name in known]
     slots = [entry.slots(longest, num_jobs + 1) for entry in entries] or [SlotsWanted(longest, num_slots=num_jobs + 1)]
-    largest = max(slots, key=lambda each: each.partial_budget)
-    wanted = replace(largest, scanned_best=max(each.scanned_best for each in slots))
+    wanted = max(slots, key=lambda each: each.partial_budget)
     tried = [entry.tries for entry in entries if entry.tries is not None and files is not None]
     return with_tried(wanted, tried[0], files, None) if tried and files else wanted
 

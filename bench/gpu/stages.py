@@ -17,30 +17,26 @@ from typing import Any
 
 import torch
 
-from bench.gpu.jobs import random_ids, sequences_of
+from bench.gpu.jobs import random_ids
 from bench.gpu.steps import measured
-from bench.gpu.trial import Trial, Try, streams_of
+from bench.gpu.trial import Trial, Try
 from bench.options import GPUOptions as Options
 from bench.tables import flat, tables
 from swiftbatch.jobs.python_processes import environment_of_code, module_command
 from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.drafters.auto import NUM_BEST
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.exactness.gpu_doctor.attention_check import OneLayer
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row, differing_bits
 from swiftbatch.worker.exactness.gpu_doctor.gpu_doctor import CHECKS
-from swiftbatch.worker.exactness.gpu_doctor.model_under_test import ArenaTarget, Parts
-from swiftbatch.worker.forward.cuda.cuda_forwards import OffloadedForwards
-from swiftbatch.worker.forward.forward_interface import partial_rows
+from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
 from swiftbatch.worker.forward.target_model import DTYPES, TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES, NUM_ROWS
 from swiftbatch.worker.kernels.kv_codes import CODES, coded, numbers_of
 from swiftbatch.worker.kv.full_cache import FullKVCache
-from swiftbatch.worker.kv.kv_offload import OffloadedArena, PinnedMemory
-from swiftbatch.worker.kv.scan_cache import ScanKVCache
+from swiftbatch.worker.kv.sparse_cache import SummaryKVCache
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.sampling.batch_sampler import TorchBatchSampler
 from swiftbatch.worker.sampling.cuda.cuda_sampler import CudaBatchSampler
@@ -241,41 +237,7 @@ MOST_SLOWER = 1.5  # times slower beside a checkpoint; users would notice more
 
 
 def copies(trial: Trial) -> Iterator[Try]:
-    yield "pinning", functools.partial(_pinning, trial)
-    parts = trial.deep_parts()
-    yield "a checkpoint beside steps", functools.partial(_checkpoint, trial, parts)
-    yield "steps with caches on the host", functools.partial(_offloaded_steps, trial, parts)
-
-
-def _pinning(trial: Trial) -> Finding:
-    """Pin, copy there and back, both at once, and release."""
-    num_bytes, rows = trial.sizes.copied_bytes, list[Row]()
-    started = time.perf_counter()
-    memory = PinnedMemory(num_bytes, trial.device)
-    rows.append(_row("pin", num_bytes, time.perf_counter() - started))
-    streams = streams_of(trial.device)
-    there, other = (torch.empty(num_bytes // 2, dtype=torch.uint8, device=trial.device) for _ in range(2))
-    half, behind = memory.bytes.split([num_bytes // 2, num_bytes - num_bytes // 2])
-    ways: dict[str, list[Callable[[], None]]] = {
-        "to the GPU": [lambda: streams.coming.copy(there, half)],
-        "to the host": [lambda: streams.going.copy(behind[: len(other)], other)],
-    }
-    ways["both at a time"] = [each for way in ways.values() for each in way]
-    for name, calls in ways.items():
-        seconds = []
-        for _ in range(3):
-            streams.wait_for_copies()
-            started = time.perf_counter()
-            for call in calls:
-                call()
-            streams.wait_for_copies()
-            seconds.append(time.perf_counter() - started)
-        rows.append(_row(name, len(calls) * len(there), min(seconds)))
-    started = time.perf_counter()
-    memory.release()
-    rows.append(_row("unpin", num_bytes, time.perf_counter() - started))
-    words = f"{num_bytes / 1e9:.2f} GB are pinned in {rows[0]['seconds']:.2f} s"
-    return Finding(passed=True, words=words, rows=rows)
+    yield "a checkpoint beside steps", functools.partial(_checkpoint, trial, trial.deep_parts())
 
 
 def _row(name: str, num_bytes: int, seconds: float) -> Row:
@@ -323,32 +285,6 @@ def _step_seconds(target: TargetModel, cache: FullKVCache) -> float:
     return statistics.median(seconds[1:])
 
 
-def offloaded_target(parts: Parts, num_slots: int, longest: int) -> ArenaTarget:
-    arena = OffloadedArena(parts.cache_shape(), num_slots, longest, streams_of(parts.device))
-    arena.buffer.zero_()
-    forwards = OffloadedForwards(parts.weights, arena, frozenset(), parts.num_splits, parts.kernels, parts.capture)
-    return ArenaTarget(forwards, parts.files)
-
-
-def _offloaded_steps(trial: Trial, parts: Parts) -> Finding:
-    length = trial.sizes.checkpoint_length
-    started = time.perf_counter()
-    target = offloaded_target(parts, 1, length + NUM_STEPS)
-    cache = target.new_cache(length + NUM_STEPS)
-    ready = time.perf_counter() - started
-    cache.clear()
-    cache.length = length
-    seconds, num_bytes = _step_seconds(target, cache), length * parts.cache_shape().bytes_per_position()
-    row: Row = {
-        "positions": length,
-        "GB": num_bytes / 1e9,
-        "ms a step": 1000 * seconds,
-        "GB/s": num_bytes / seconds / 1e9,
-        "seconds to be ready": ready,
-    }
-    return Finding(passed=True, words=f"{1000 * seconds:.1f} ms a step with caches on the host", rows=[row])
-
-
 def loading(trial: Trial) -> Iterator[Try]:
     yield "from files", functools.partial(_loading, trial)
 
@@ -378,47 +314,6 @@ def wide_products(trial: Trial) -> Iterator[Try]:
             yield f"{name}, {num_rows} rows", attempt
 
 
-def scans(trial: Trial) -> Iterator[Try]:
-    parts = trial.deep_parts()
-    for length in trial.sizes.scanned_lengths:
-        yield f"{length:,} positions", functools.partial(_scanned, parts, length)
-
-
-def _scanned(parts: Parts, length: int) -> Finding:
-    target = parts.target(1, length + 64)
-    target.arena.buffer.normal_(generator=parts.generator(5))
-    new_entries = target.forwards.room_for(ScanKVCache, NUM_BEST)
-    [sequence] = sequences_of(target, [random_ids(target.vocab_size, length, 1)], 32)
-    full = target.new_cache(length + 32)
-    full.reserve(length)
-    full.length = length - 1
-    partial = ScanKVCache(target.cache_shape, NUM_BEST, sequence, new_entries)
-    started = time.perf_counter()
-    partial.follow(full, lambda position: torch.empty(0))
-    target.synchronize()
-    taken_in = time.perf_counter() - started
-    rounds = _median(target, lambda: target.check([partial_rows(partial, 5, length - 1, DraftTree())]))
-    forward = _median(target, lambda: target.verify([tree_rows(full, 5, DraftTree())]))
-    row: Row = {
-        "positions": length,
-        "ms a round": 1000 * rounds,
-        "ms a forward": 1000 * forward,
-        "seconds to take it in": taken_in,
-    }
-    parts.forget_unused()
-    return Finding(passed=True, words=f"a round takes {rounds / forward:.2f} of a forward", rows=[row])
-
-
-def _median(target: TargetModel, call: Callable[[], object]) -> float:
-    seconds = []
-    for _ in range(1 + (NUM_TIMES if target.device.type == "cuda" else 1)):
-        started = time.perf_counter()
-        call()
-        target.synchronize()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds[1:])
-
-
 def graph_memory(trial: Trial) -> Iterator[Try]:
     yield "context and graphs", functools.partial(_graph_memory, trial)
 
@@ -431,7 +326,7 @@ def _graph_memory(trial: Trial) -> Finding:
     rows.append({"behind": f"weights of {parts.weights.product_bytes / 1e9:.1f} GB", **_taken(trial.device)})
     target = parts.target(2, 4096)
     rows.append({"behind": "the graph of a forward", **_taken(trial.device)})
-    target.forwards.room_for(ScanKVCache, NUM_BEST)
+    target.forwards.room_for(SummaryKVCache, 2048)
     rows.append({"behind": "the graphs of rounds and queries", **_taken(trial.device)})
     drawing = CudaBatchSampler(target.vocab_size, trial.device)
     drawing.top_candidates(torch.zeros(1, target.vocab_size, device=trial.device))

@@ -32,8 +32,6 @@ from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights, hande
 from swiftbatch.worker.kernels.gpu_kernel_choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, Code, PackedExperts, PackedMatrix, Weight, plain
 from swiftbatch.worker.kv.gpu_memory_plan import splits_of
-from swiftbatch.worker.kv.host_copies import CudaLane, HostStream, computing_stream
-from swiftbatch.worker.kv.kv_offload import Streams
 from swiftbatch.worker.kv.model_sizes import sizes_of
 from swiftbatch.worker.model.decoder_config import read_decoder_config
 from swiftbatch.worker.model.decoder_loading import decoder_of
@@ -147,8 +145,6 @@ class TrialSizes:
     host_counts: tuple[int, ...] = (1, 8, 32, 128)
     num_host_steps: int = 60
     row_counts: tuple[int, ...] = (64, 128, 256)
-    scanned_lengths: tuple[int, ...] = (20_000, 100_000)
-    copied_bytes: int = 1 << 32
     checkpoint_length: int = 20_000
     sampled_vocab: int = 128_256
     num_drawn: int = 120
@@ -184,8 +180,6 @@ SMALL_SIZES = TrialSizes(  # for Triton's interpreter, which takes a second per 
     host_counts=(2,),
     num_host_steps=2,
     row_counts=(64, 128),
-    scanned_lengths=(3000,),
-    copied_bytes=1 << 20,
     checkpoint_length=70,
     sampled_vocab=300,
     num_drawn=4,
@@ -258,28 +252,6 @@ def written(family: Family, folder: Path, device: torch.device) -> ModelFiles:
         (made / "config.json").write_text(json.dumps(config), encoding="utf-8")
         made.rename(folder)
     return locate_model(str(folder))
-
-
-class HostLane:
-    """A `CopyLane` without a GPU, which copies at once."""
-
-    def buffers(self, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        host, device = (torch.empty(num_bytes, dtype=torch.uint8) for _ in range(2))
-        return host, device
-
-    def follow(self, event: Any) -> None:
-        event.synchronize()
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source)
-
-    def mark(self) -> HostStream:
-        return HostStream()
-
-
-def streams_of(device: torch.device) -> Streams:
-    lane = (lambda: CudaLane(device)) if device.type == "cuda" else HostLane
-    return Streams(computing_stream(device), lane(), lane())
 
 
 def deepened(weights: StackedWeights | None, num_layers: int, num_first: int = 0) -> StackedWeights | None:

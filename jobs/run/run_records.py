@@ -68,7 +68,7 @@ class RunManifest(Frozen):
     engine: str
     engine_options: tuple[str, ...] = ()  # NAME=VALUE; they change drafts alone
     draft_model: str | None = None  # folder of the engine's trained parts; None: the model's own
-    kv_offload: str | None = None  # folder for key-value caches; None: on the device
+    kv_offload: str | None = None  # folder for a CPU's key-value caches; None: in memory
     dtype: Dtype
     kv_dtype: KVDtype | None = None  # type of keys and values; None: as `dtype`
     device: Device

@@ -27,7 +27,7 @@ from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels, refuse_kv_dtype
 from swiftbatch.worker.kernels.native_library import chosen_numerics
 from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, RunLoad, most_rows, rows_that_pay, splits_of
-from swiftbatch.worker.kv.kv_capacity import NUM_UNWRITTEN, held_in_windows
+from swiftbatch.worker.kv.kv_capacity import NUM_UNWRITTEN, held_in_windows, refuse_offload
 from swiftbatch.worker.kv.model_sizes import read_sizes
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
@@ -65,11 +65,14 @@ def _other_setting(name: str, kept: Any, found: Any, place: str) -> str:
 
 
 def computation_of(manifest: RunManifest, settings: Settings) -> Computation:
-    """Return the run's computation with these settings' engine and folders."""
+    """Return the run's computation with these settings' engine and folders. Raises KVRoomError."""
     computation = Computation(**{field.name: getattr(manifest, field.name) for field in fields(Computation)})
     said = {name: settings.said[name] for name in (*DRAFTING, *FOLDERS) if name in settings.said}
     if said.get("engine", computation.engine) != computation.engine:  # options belong to their engine
         computation = replace(computation, engine_options=())
+    if manifest.device != "cpu":
+        refuse_offload(manifest.device, said.get("kv_offload"))
+        computation = replace(computation, kv_offload=None)  # earlier versions kept a GPU's caches elsewhere
     return replace(computation, **said)
 
 

@@ -335,9 +335,9 @@ def _made(planned: Run, manifest: RunManifest) -> Run:
 
 def kv_room(manifest: RunManifest, files: ModelFiles, settings: Settings) -> KVRoom | None:
     """Return the room for caches on this machine, or None if it is unknown. Raises KVRoomError."""
+    computation = computation_of(manifest, settings)
     if settings.address is not None:
         return None
-    computation = computation_of(manifest, settings)
     kv_offload = computation.kv_offload
     check_folder(kv_offload)
     place = place_of_caches(manifest.device, kv_offload)
@@ -345,7 +345,7 @@ def kv_room(manifest: RunManifest, files: ModelFiles, settings: Settings) -> KVR
     num_bytes = bytes_per_position(config, manifest.dtype, manifest.kv_dtype)
     if place is None or num_bytes is None:
         return None
-    forgets = place == MEMORY and manifest.device == "cpu" and not engine_entry(computation.engine).reads_caches
+    forgets = place == MEMORY and not engine_entry(computation.engine).reads_caches
     return KVRoom(place, num_bytes, state_bytes(config, manifest.dtype), held_of(config) if forgets else None)
 
 

@@ -12,9 +12,9 @@ from swiftbatch.worker.decode_bench import BenchError
 from swiftbatch.worker.forward import target_model
 from swiftbatch.worker.forward.step_costs import seconds_now
 from swiftbatch.worker.kv.cache_rows import CacheShape
+from swiftbatch.worker.kv.file_offload import offloaded_cache
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import KVRoomError
-from swiftbatch.worker.kv.kv_offload import offloaded_cache
 from swiftbatch.worker.sampling.sequence import Sequence
 
 

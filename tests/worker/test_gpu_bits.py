@@ -17,32 +17,24 @@ import torch
 import triton
 
 import tests.worker.interpreter  # noqa: F401
-from bench.gpu.jobs import decoded, random_ids, sequences_of
-from bench.gpu.stages import offloaded_target
+from bench.gpu.jobs import random_ids
 from bench.gpu.trial import DEVIATION, SMALL_SIZES, Trial
-from bench.variants import create_bench_drafter
 from swiftbatch.jobs.run.run_records import KVDtype
-from swiftbatch.worker.drafters.auto import NUM_BEST
-from swiftbatch.worker.drafters.choice.ways import RecycledProposer
-from swiftbatch.worker.drafters.self_speculation import RoundPlan, SelfSpeculationDrafter
-from swiftbatch.worker.drafters.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.exactness.forward_comparisons import MAX_LENGTH, NUM_CACHES, probe_rows
 from swiftbatch.worker.exactness.gpu_doctor.forward_checks import ROOM, work_digest
 from swiftbatch.worker.exactness.gpu_doctor.gemm_checks import random_matrix
 from swiftbatch.worker.exactness.gpu_doctor.model_under_test import ArenaTarget, Parts
 from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
-from swiftbatch.worker.forward.step_costs import step_costs_of
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedExperts
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
-from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES, TILE_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES
 from swiftbatch.worker.kernels.kv_codes import CODES
 from swiftbatch.worker.kernels.layer_specs import Routing, Score
 from swiftbatch.worker.kernels.quantized_weights import Code, Weight, linear_from
 from swiftbatch.worker.kv.gpu_memory_plan import most_of_a_job
 from swiftbatch.worker.kv.kv_capacity import GPU_PAGE, PoolSize
-from swiftbatch.worker.kv.scan_cache import ScanKVCache
 from swiftbatch.worker.kv.slot_arena import KVArena
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 
@@ -58,12 +50,9 @@ class Sizes(NamedTuple):
     lengths: Sequence[int] = (70, 1500, 5000)
     num_experts: int = 64
     expert_width: int = 768
-    forced_length: int = 6000
-    forced_tokens: int = 200
-    offloaded_length: int = 3000
 
 
-SIZES = Sizes() if IS_GPU else Sizes((70,), 4, 128, 1600, 3, 70)
+SIZES = Sizes() if IS_GPU else Sizes((70,), 4, 128)
 SMALL_PAGE = 64  # positions
 FORMS: dict[str, tuple[Code, int, bool]] = {  # code, group, offsets
     "MXFP4": ("e2m1", 32, False),
@@ -72,7 +61,6 @@ FORMS: dict[str, tuple[Code, int, bool]] = {  # code, group, offsets
     "int4": ("uint4", 128, True),
 }
 SMALLER = 2.0**-8  # scales, so that all sums are finite
-FORCED = RoundPlan(num_rounds=TILE_ROWS, num_round_nodes=0, chain_length=7, num_nodes=7)
 
 
 @pytest.fixture(scope="module")
@@ -178,26 +166,3 @@ def test_packed_experts_give_the_bits_of_their_dequantized_twins(trial: Trial, n
         target = parts_with_experts(trial, parts, gate_up, down).target(len(lengths), max(lengths) + ROOM)
         digests.add(work_digest(target, lengths))
     assert len(digests) == 1
-
-
-def test_caches_on_the_host_give_the_bits_of_those_on_the_device(trial: Trial) -> None:
-    parts, lengths = trial.parts(), (0, SIZES.offloaded_length)
-    targets = [parts.target(2, max(lengths) + ROOM), offloaded_target(parts, 2, max(lengths) + ROOM)]
-    assert len({work_digest(target, lengths) for target in targets}) == 1
-
-
-@pytest.mark.parametrize("place", ["device", "host"])
-def test_chains_behind_scanned_texts_give_the_tokens_of_plain_decoding(trial: Trial, place: str) -> None:
-    """One text is long, another too short to scan."""
-    parts, longest = trial.parts(files=trial.decoded_files), SIZES.forced_length + SIZES.forced_tokens
-    target = parts.target(3, longest) if place == "device" else offloaded_target(parts, 3, longest)
-    costs = step_costs_of(target)
-    proposer = RecycledProposer(TokenRecyclingDrafter(target))
-    forced = SelfSpeculationDrafter(target, proposer, ScanKVCache, NUM_BEST, FORCED)
-    prompts = [random_ids(target.vocab_size, length, 5) for length in (SIZES.forced_length, 20)]
-    found = [
-        decoded(target, drafter, sequences_of(target, prompts, SIZES.forced_tokens), [None, None]).token_ids
-        for drafter in (forced, create_bench_drafter("autoregressive", target, costs))
-    ]
-    assert found[0] == found[1]
-    assert forced.counters.num_rounds > 0

@@ -158,7 +158,6 @@ class EngineEntry:
     drafts_from: str  # a line for users
     part: TrainedPart | None = None
     options: EngineOptions | None = None  # with their defaults; the factory takes them last
-    scanned_best: int = 0  # keys that its draft queries read exactly in scanned texts
     reads_caches: bool = False  # as `Drafter.reads_caches`
     memory: str | None = None  # module:function of its further GPU memory
     tries: str | None = None  # an engine that it tries if the model has that engine's part
@@ -169,7 +168,7 @@ class EngineEntry:
 
     def slots(self, longest_job: int, num_slots: int | None = None) -> SlotsWanted:
         """Return the slots for jobs of up to `longest_job` positions, without the engine's part."""
-        wanted = SlotsWanted(longest_job, num_slots=num_slots, scanned_best=self.scanned_best)
+        wanted = SlotsWanted(longest_job, num_slots=num_slots)
         if not isinstance(self.options, PartialCacheOptions):
             return wanted
         return replace(wanted, partial_budget=self.options.partial_budget, partial_chunk=self.options.partial_chunk)
@@ -210,7 +209,6 @@ ENGINES = {
     "auto": EngineEntry(
         ".drafters.auto:auto",
         "whatever brings most tokens: recycled candidates, repeats, or chains drawn with scanned keys",
-        scanned_best=256,
         tries=MTP.engine,
     ),
     "autoregressive": EngineEntry(

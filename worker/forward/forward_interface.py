@@ -113,8 +113,8 @@ class Forwards(Protocol):
     rows_per_forward: int
     """Forwards are padded to multiples of this; 1: each row takes its own time."""
 
-    has_windows: bool
-    """Rows see not all positions as they are, so drafts cannot scan keys."""
+    can_scan: bool
+    """Drafts can scan keys: C kernels run, and rows see all positions as they are."""
 
     has_experts: bool
     """Rows use their own experts, so no row is free."""

@@ -148,11 +148,12 @@ class NativeForwards:
     ) -> None:
         """Raise ValueError for weights whose shapes do not fit together."""
         self.sizes = sizes = weights.sizes
-        self.has_windows = _sees_otherwise(sizes) or any(layer.window for layer in weights.layers)
         self.has_experts = any(layer.experts is not None for layer in weights.layers)
         self.expert_counts = ExpertCounts() if self.has_experts else None
         self.device, self.dtype = torch.device("cpu"), sizes.dtype
         self.cache_shape = CacheShape.of(weights, self.device, kv_dtype)
+        sees_all = not _sees_otherwise(sizes) and not any(layer.window for layer in weights.layers)
+        self.can_scan = sees_all and self.cache_shape.recurrent is None  # a state cannot be read in part
         self._most_read = MOST_READ if self.cache_shape.recurrent is None else MOST_ROWS
         self._decoder = NativeDecoder(weights, torch.get_num_threads(), variant)  # removes the layers from `weights`
         self.team = self._decoder.team

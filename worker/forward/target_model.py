@@ -29,9 +29,9 @@ from swiftbatch.worker.kernels.gpu_kernel_choice import (
 )
 from swiftbatch.worker.kernels.native_library import chosen_variant
 from swiftbatch.worker.kv.cache_room import CacheRoom
+from swiftbatch.worker.kv.file_offload import offloaded_cache
 from swiftbatch.worker.kv.full_cache import FullKVCache, new_cache_of
-from swiftbatch.worker.kv.kv_capacity import MEMORY, KVRoom, place_of_caches
-from swiftbatch.worker.kv.kv_offload import offloaded_cache
+from swiftbatch.worker.kv.kv_capacity import KVRoom, place_of_caches, refuse_offload
 from swiftbatch.worker.model.compute_path import short_length
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import ModelFiles, eos_token_ids_of, read_config
@@ -172,14 +172,14 @@ class TargetModel:
     ) -> TargetModel:
         """Load a model from its folder.
 
-        Raises ModelError for an unsupported model or non-finite logits, KVRoomError if a GPU lacks memory.
+        Raises ModelError for an unsupported model or non-finite logits, KVRoomError if a GPU lacks memory or its
+        caches were asked into a folder.
         """
         place = resolve_device(device)
+        refuse_offload(place.type, kv_offload)
         wanted = slots if place.type == "cuda" else None
         if wanted is None:
             kernels.refuse_unused(_what_runs(place))
-        elif kv_offload is not None:
-            wanted = replace(wanted, host_bytes=int(KVRoom(MEMORY, 1).free_bytes()))
         target = cls(load_forwards(files, DTYPES[dtype], place, wanted, kernels, kv_dtype), files, kv_offload)
         if kv_offload is not None and target.cache_shape.recurrent is not None:
             raise ModelError(f"--kv-offload: {files.name} has layers with a state in place of a cache; leave it out")

@@ -42,7 +42,7 @@ from swiftbatch.worker.kernels.native_library import kernel_numerics
 from swiftbatch.worker.kv.cache_rows import CacheShape
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.sparse_cache import Entries, NewEntries, SparseCacheFactory
-from swiftbatch.worker.model.attention_needs import FULL, observe_layers
+from swiftbatch.worker.model.attention_needs import observe_layers
 from swiftbatch.worker.model.causal_lm import Head, decoder_of
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.sampling.batch_sampler import BatchSampler, create_batch_sampler
@@ -141,6 +141,7 @@ class TransformersForwards:
     team = None
     never_sampled_ids: torch.Tensor | None = None
     draw_chains = None
+    can_scan = False
     expert_counts = None
 
     def __init__(
@@ -161,7 +162,6 @@ class TransformersForwards:
         sizes = (len(layers), layers[0].num_kv_heads, head_dim)
         self.cache_shape = CacheShape(*sizes, self.dtype, self.device, recurrent, kv_dtype=kv_dtype)
         self.spans = [needs.span for needs in layers]
-        self.has_windows = set(self.spans) != {FULL}
         self.has_experts = any("Experts" in type(module).__name__ for module in model.modules())
         self._attends, self._variant = attends_of(layers, self.dtype, variant), variant
         self._decoder, self._head = decoder_of(model), Head(model)

@@ -12,7 +12,6 @@ NUM_ROWS = 64  # rows to which a forward on a GPU is padded by default
 ROW_CHOICES = (NUM_ROWS, 128, 256)  # whole tiles of every kernel
 LEAST_BLOCK_ROWS = 32  # beyond NUM_ROWS, a split has at least one block per this many rows of a forward
 MOST_SLOTS = 32  # up to here twice the jobs give a fifth more tokens (docs/speed.md), but each job takes longer
-RING_LAYERS = 2  # the GPU computes with one layer while it copies the other
 LANES = 16  # numbers that the kernels multiply at once, so all widths are multiples of it
 BLOCK_DEPTH = 128  # numbers along the depth that a GPU's matrix products read per step
 KV_SCALE_BYTES = 4  # a scale follows the codes of an 8-bit key or value

@@ -49,46 +49,12 @@ def numbers_of(rows: Tensor, dtype: torch.dtype, head_dim: int) -> Tensor:
     return (numbers * scales).to(dtype)
 
 
-# Chunks of scanned keys: their codes, and their moments, which are added to those of their cluster.
+# Chunks of scanned keys, whose codes and moments C computes.
 
 
 SCAN_CHUNK = 1024  # source/api.h has the same value, also of the next constant
 CLUSTER_CHUNKS = 16  # number of chunks that share their moments
-CODE_BLOCK = 64  # source/scan.h has the same
-FAR_FROM_MEAN = 1.22  # in mean distances from the mean; source/scan_intake.c has the same value
-MOMENT_STRIDE = 2  # every other key is enough for covariances
 WORTH_READING = 0.1  # reading the best keys pays only if they have this share of a query's attention weight
-
-
-def centred(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys or values `[..., SCAN_CHUNK, head_dim]` in float32 minus their mean, and the mean."""
-    numbers = numbers.float()
-    mean = numbers.mean(dim=-2)
-    return numbers - mean[..., None, :], mean
-
-
-def add_to_cluster(cloud: Tensor, chunk: int, keys: Tensor, values: Tensor, means: Tensor) -> None:
-    """Add a chunk of centred heads to the moments `[..., 2 * head_dim * (head_dim + 1)]` of their cluster."""
-    head_dim, share = keys.shape[-1], 1 / (chunk % CLUSTER_CHUNKS + 1)
-    joined = torch.cat([keys, values], dim=-1)[..., ::MOMENT_STRIDE, :]
-    changes = joined[..., :head_dim].mT @ joined / joined.shape[-2]  # [..., head_dim, 2 * head_dim]
-    own_means, own_changes = cloud[..., : 2 * head_dim], cloud[..., 2 * head_dim :].unflatten(-1, (2, head_dim, -1))
-    away = means - own_means
-    changes += (1 - share) * away[..., :head_dim, None] @ away[..., None, :]
-    own_changes.lerp_(changes.unflatten(-1, (2, head_dim)).transpose(-2, -3), share)
-    own_means.lerp_(means, share)
-
-
-def codes_of(keys: Tensor, spread: Tensor) -> Tensor:
-    """Return codes `[num_kv_heads, SCAN_CHUNK * head_dim / 4] uint8` of centred keys; `spread [num_kv_heads,
-    head_dim]`.
-    """
-    is_far = keys.abs() > FAR_FROM_MEAN * spread[:, None]
-    levels = torch.where(keys > 0, 2 + is_far.int(), 1 - is_far.int())
-    quarters = levels.unflatten(-1, (-1, 4)).unbind(-1)  # each [num_kv_heads, SCAN_CHUNK, head_dim / 4]
-    codes = quarters[0] | quarters[1] << 2 | quarters[2] << 4 | quarters[3] << 6
-    blocks: Tensor = codes.to(torch.uint8).unflatten(1, (-1, CODE_BLOCK))
-    return blocks.mT.flatten(1)
 
 
 def most_chunks(num_keys: int) -> int:

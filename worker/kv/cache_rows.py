@@ -174,7 +174,7 @@ class CacheRows:
     """Keys and values of some layers, `buffer [num_layers, num_parts, num_kv_heads, capacity, row_width]`."""
 
     comes_by_layer = False  # True: memory from `layer` later holds other layers
-    holds_all = False  # True: the device has all layers, so rows can move between entries
+    holds_all = False  # True: a GPU has all layers, so rows can move between entries
     slot = NO_SLOT  # number in the shared buffer
     page = 0  # positions per page; 0: rows lie in order, without pages
     pages: Sequence[int] = ()  # their numbers, in order

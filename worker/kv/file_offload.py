@@ -19,9 +19,16 @@ import torch
 from numpy.typing import NDArray
 
 from swiftbatch.worker.kv.cache_rows import CacheRows, CacheShape
-from swiftbatch.worker.kv.kv_capacity import KVRoomError
+from swiftbatch.worker.kv.full_cache import FullKVCache, LayerStore
+from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, KVRoomError
 
 BLOCK_POSITIONS = 1024  # so many rows fill whole memory pages for any head size, as direct reads need
+
+
+def offloaded_cache(shape: CacheShape, max_length: int, folder: str) -> FullKVCache:
+    """Return an empty cache in `folder`. Raises KVRoomError."""
+    rows = FileRows(shape, max_length + MAX_TREE_NODES, folder)
+    return FullKVCache(shape, max_length, stores=(LayerStore(rows, range(shape.num_layers)),))
 
 
 class FileHost:

@@ -1,20 +1,19 @@
-"""Plan of a GPU's memory at start-up, without torch: slots, pages, offload, drafts, and rows per forward."""
+"""Plan of a GPU's memory at start-up, without torch: slots, pages, drafts, and rows per forward."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from swiftbatch.jobs.run.run_records import AttentionName
-from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS, NUM_ROWS, RING_LAYERS, ROW_CHOICES, most_slots
+from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS, NUM_ROWS, ROW_CHOICES, most_slots
 from swiftbatch.worker.kv.kv_capacity import (
     GB,
     GPU_PAGE,
     HORIZON,
     MAX_TREE_NODES,
-    MEMORY,
     KVRoomError,
     WindowPages,
     pages_of,
@@ -92,7 +91,6 @@ class DraftMemory:
 
     part_bytes: int = 0
     slot_bytes: int = 0
-    num_scanned: int | None = None  # jobs whose texts `part_bytes` has room to scan; None: all
     has_engine: bool = False  # True: the bytes include those of `SlotsWanted.engine`
 
 
@@ -109,47 +107,42 @@ class SlotsWanted:
     partial_budget: int = 0  # entries of a draft's partial cache per slot; 0: no such cache
     num_slots: int | None = None  # None: as many as fit
     partial_chunk: int | None = None  # positions of the partial cache's chunks, as in `partial_positions`
-    scanned_best: int = 0  # 0: texts are not scanned
     part_bytes: int = 0  # does not depend on slots
     draft: ModelSizes | None = None  # its caches have `draft_length` positions per slot
     draft_length: int = 0
     engine: DraftMemoryOf | None = None  # adds the engine's bytes
     can_lack_engine: bool = False  # False: without room for the engine, no plan fits
-    host_bytes: int | None = None  # None: caches are on the GPU
     num_unwritten: int | None = None  # positions by which checkpoints lag; None: caches forget nothing
+
+
+class Need(NamedTuple):
+    """Bytes for one purpose."""
+
+    once: int
+    per_slot: int = 0
+
+
+WEIGHTS, KEPT, DRAFTS = "weights", "keys, values and states", "drafts"
+WORK = SUMS, ROWS, GRAPHS = "partial sums of attention", "activations and logits", "graphs and workspaces"
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that a run takes on the GPU."""
+    """Bytes that a run takes on the GPU: a table of needs, and pools of pages that all slots share."""
 
     longest_job: int
-    capacity: int
     num_slots: int
     free_bytes: int
-    weight_bytes: int
-    slot_bytes: int  # has keys, values and recurrent states
-    drafts: DraftMemory
-    scratch_bytes: int
-    row_bytes: int  # has activations and logits
-    slot_scratch_bytes: int = 0  # scratch of attention
-    num_pages: int = 0  # slots share them
+    needs: Mapping[str, Need]
+    has_engine: bool = False  # True: drafts include those of `SlotsWanted.engine`
+    num_pages: int = 0
     page_bytes: int = 0
     windows: WindowPages | None = None  # None: no layer forgets
     window_page_bytes: int = 0
-    reserve_bytes: int = GRAPH_RESERVE
-
-    @property
-    def work_bytes(self) -> int:
-        return self.scratch_bytes + self.row_bytes + self.reserve_bytes
 
     @property
     def used_bytes(self) -> int:
         return self._fixed_bytes + self.num_slots * self.bytes_per_slot
-
-    @property
-    def num_drafted(self) -> int:
-        return self.num_slots if self.drafts.num_scanned is None else min(self.num_slots, self.drafts.num_scanned)
 
     @property
     def num_fitting(self) -> int:
@@ -162,20 +155,7 @@ class MemoryPlan:
 
     @property
     def bytes_per_slot(self) -> int:
-        return self.slot_bytes + self.drafts.slot_bytes + self.slot_scratch_bytes
-
-    def rows(self) -> list[tuple[str, int]]:
-        """Return the plan as a table of purposes and bytes."""
-        return [
-            ("weights", self.weight_bytes),
-            (self._kept, self.num_slots * self.slot_bytes + self.pool_bytes),
-            ("drafts", self.drafts.part_bytes + self.num_slots * self.drafts.slot_bytes),
-            ("scratch of attention", self.scratch_bytes + self.num_slots * self.slot_scratch_bytes),
-            ("activations and logits", self.row_bytes),
-            ("graphs and workspaces", self.reserve_bytes),
-            ("in all", self.used_bytes),
-            ("free before", self.free_bytes),
-        ]
+        return sum(need.per_slot for need in self.needs.values())
 
     @property
     def pool_bytes(self) -> int:
@@ -183,16 +163,12 @@ class MemoryPlan:
         return self.num_pages * self.page_bytes + num_windowed * self.window_page_bytes
 
     @property
-    def _kept(self) -> str:
-        if self.num_pages:
-            behind = "" if self.windows is None else f" and {self.windows.num_pages:,} of layers with a window"
-            pages = f"{self.num_pages:,} pages of {GPU_PAGE:,} positions{behind}"
-            return f"keys and values, {pages} for {self.num_slots} jobs"
-        return f"keys and values, {self.num_slots} x {self.capacity:,} positions"
-
-    @property
     def _fixed_bytes(self) -> int:
-        return self.weight_bytes + self.drafts.part_bytes + self.work_bytes + self.pool_bytes
+        return sum(need.once for need in self.needs.values()) + self.pool_bytes
+
+    def keeping(self, slot_bytes: int) -> MemoryPlan:
+        """Return the plan with other bytes of a slot's keys, values and states."""
+        return replace(self, needs={**self.needs, KEPT: Need(0, slot_bytes)})
 
 
 PlanMemory = Callable[["ModelSizes", GPUMemory, int, int | None, DraftMemory], MemoryPlan]
@@ -221,19 +197,15 @@ def plan_memory(
 
 def one_slot(sizes: ModelSizes, gpu: GPUMemory, longest_job: int, drafts: DraftMemory = NO_DRAFTS) -> MemoryPlan:
     """Return the plan for one slot, which may not fit."""
-    capacity = slot_capacity(longest_job)
-    return MemoryPlan(
-        longest_job=longest_job,
-        capacity=capacity,
-        num_slots=1,
-        free_bytes=gpu.free_bytes,
-        weight_bytes=sizes.weight_bytes,
-        slot_bytes=sizes.kept_bytes(capacity) + sizes.state_bytes,
-        drafts=drafts,
-        scratch_bytes=gpu.scratch_bytes(sizes),
-        row_bytes=_row_bytes(sizes, gpu.num_rows) + _sampling_bytes(sizes, gpu.num_rows),
-        slot_scratch_bytes=gpu.slot_scratch_bytes(sizes),
-    )
+    needs = {
+        WEIGHTS: Need(sizes.weight_bytes),
+        KEPT: Need(0, sizes.kept_bytes(slot_capacity(longest_job)) + sizes.state_bytes),
+        DRAFTS: Need(drafts.part_bytes, drafts.slot_bytes),
+        SUMS: Need(gpu.scratch_bytes(sizes), gpu.slot_scratch_bytes(sizes)),
+        ROWS: Need(_row_bytes(sizes, gpu.num_rows) + _sampling_bytes(sizes, gpu.num_rows)),
+        GRAPHS: Need(GRAPH_RESERVE),
+    }
+    return MemoryPlan(longest_job, 1, gpu.free_bytes, needs, drafts.has_engine)
 
 
 def draft_model_memory(sizes: ModelSizes, length: int, num_rows: int = NUM_ROWS) -> DraftMemory:
@@ -244,9 +216,8 @@ def draft_model_memory(sizes: ModelSizes, length: int, num_rows: int = NUM_ROWS)
 
 def decoder_memory(sizes: ModelSizes, gpu: GPUMemory, length: int) -> DraftMemory:
     """Return the bytes of a decoder with the target's slots."""
-    plan = one_slot(sizes, gpu, length)
-    once = plan.weight_bytes + plan.scratch_bytes + _row_bytes(sizes, gpu.num_rows, DECODED_BYTES)
-    return DraftMemory(once, plan.slot_bytes)
+    plan, row_bytes = one_slot(sizes, gpu, length), _row_bytes(sizes, gpu.num_rows, DECODED_BYTES)
+    return DraftMemory(plan.needs[WEIGHTS].once + plan.needs[SUMS].once + row_bytes, plan.needs[KEPT].per_slot)
 
 
 def draft_splits(length: int) -> int:
@@ -288,19 +259,18 @@ def too_many_slots(plan: MemoryPlan, what: str) -> KVRoomError:
 
 def none_fits(plan: MemoryPlan) -> KVRoomError:
     """Return the error for a longest job that does not fit."""
-    drafts = plan.drafts.part_bytes + plan.drafts.slot_bytes
-    work_bytes = plan.work_bytes + plan.slot_scratch_bytes
-    parts = (plan.weight_bytes, plan.slot_bytes, drafts, work_bytes)
+    groups = ((WEIGHTS,), (KEPT,), (DRAFTS,), WORK)
+    parts = [sum(sum(plan.needs[purpose]) for purpose in group) for group in groups]
     weights, slot, drafting, work = (f"{part / GB:,.1f}" for part in parts)
     return KVRoomError(
         f"the longest job, {plan.longest_job:,} positions, has no room on the GPU: weights {weights}, its keys and "
         f"values {slot}, its drafts {drafting} and work space {work} need {sum(parts) / GB:,.1f} GB, "
-        f"{plan.free_bytes / GB:,.1f} GB are free; use fewer max_tokens, --kv-offload with a folder, or a GPU with "
+        f"{plan.free_bytes / GB:,.1f} GB are free; use fewer max_tokens, --kv-dtype fp8 or int8, or a GPU with "
         "more memory"
     )
 
 
-# Plans with pages, or with caches in the host's memory.
+# Plans with pages.
 
 
 DRAFT_SHARE = 0.25  # slots may take this share of the memory beside the weights if few longest jobs fit
@@ -318,13 +288,13 @@ def plan_pages(
     Raises KVRoomError if the longest job or the drafts of `num_slots` slots do not fit.
     """
     least = most_of_a_job(longest_job)
-    alone = replace(one_slot(sizes, gpu, longest_job, drafts), slot_bytes=sizes.state_bytes)
+    alone = one_slot(sizes, gpu, longest_job, drafts).keeping(sizes.state_bytes)
     window_bytes = GPU_PAGE * sizes.window_bytes_per_position
     pool = replace(alone, num_pages=least, page_bytes=GPU_PAGE * sizes.kept_bytes_per_position - window_bytes)
     if sizes.held is not None:
         most_held = min(least, pages_of(sizes.held.num_whole, GPU_PAGE))
         pool = replace(pool, windows=WindowPages(most_held, sizes.held), window_page_bytes=window_bytes)
-    longest = replace(alone, slot_bytes=sizes.state_bytes + pool.pool_bytes)
+    longest = alone.keeping(sizes.state_bytes + pool.pool_bytes)
     if longest.num_fitting < 1:
         raise none_fits(longest)
     plan = replace(pool, num_slots=_slots_that_pay(pool, most_slots(gpu.num_rows)) if num_slots is None else num_slots)
@@ -369,41 +339,6 @@ def _slots_that_pay(pool: MemoryPlan, most: int) -> int:
     by_share = int(DRAFT_SHARE * beside_weights) // pool.bytes_per_slot
     beside_longest = (beside_weights - num_longest * longest) // pool.bytes_per_slot
     return min(most, pool.num_fitting, max(by_share, beside_longest))
-
-
-HOST_SHARE = 0.8  # checkpoints and other programs need the rest of the free memory
-
-
-def plan_offload(
-    sizes: ModelSizes,
-    gpu: GPUMemory,
-    longest_job: int,
-    host_bytes: int,
-    num_slots: int | None = None,
-    drafts: DraftMemory = NO_DRAFTS,
-) -> MemoryPlan:
-    """Plan as `plan_memory` does, for caches in `host_bytes` of free host memory.
-
-    Raises KVRoomError if the longest job does not fit on the host or the GPU.
-    """
-    num_in_host = int(HOST_SHARE * host_bytes) // (slot_capacity(longest_job) * sizes.kept_bytes_per_position)
-    if num_in_host < 1:
-        raise KVRoomError(_no_room(sizes, longest_job, MEMORY, HOST_SHARE * host_bytes))
-    layer_bytes = sizes.num_parts * sizes.num_kv_heads * sizes.head_dim * sizes.item_size
-    ring = replace(sizes, bytes_per_position=min(sizes.bytes_per_position, RING_LAYERS * layer_bytes))
-    if one_slot(ring, gpu, longest_job, drafts).num_fitting < 1:
-        raise KVRoomError(_no_room(ring, longest_job, "the GPU, beside weights and work space", gpu.free_bytes))
-    plan = plan_memory(ring, gpu, longest_job, num_slots, drafts)
-    return replace(plan, num_slots=min(plan.num_slots, num_in_host))
-
-
-def _no_room(sizes: ModelSizes, longest_job: int, place: str, num_free: float) -> str:
-    needed = slot_capacity(longest_job) * sizes.kept_bytes_per_position
-    return (
-        f"the longest job, {longest_job:,} positions, has no room with --kv-offload: its keys and values need "
-        f"{needed / GB:,.2f} GB of {place}, which has {num_free / GB:,.2f} GB for them; use fewer max_tokens, or a "
-        "machine with more memory"
-    )
 
 
 # Choice of a run's rows per forward, which changes speed and numerics.

@@ -211,11 +211,18 @@ def check_folder(kv_offload: str | None) -> None:
         ) from None
 
 
+def refuse_offload(device: str, kv_offload: str | None) -> None:
+    """Raise KVRoomError if a GPU's caches were asked into a folder."""
+    if device != "cpu" and kv_offload is not None:
+        raise KVRoomError(
+            f"--kv-offload {kv_offload}: caches of a GPU stay in its memory, in pages that jobs take as they grow; "
+            "leave the option away, and use --kv-dtype fp8 or int8 for longer or more jobs, or --device cpu"
+        )
+
+
 def place_of_caches(device: str, kv_offload: str | None) -> str | None:
-    """Return the folder of the caches, or `MEMORY` for the host's memory, or None for a GPU's own memory."""
-    if device == "cpu":
-        return kv_offload or MEMORY
-    return MEMORY if kv_offload else None
+    """Return the folder of a CPU's caches, or `MEMORY` for the host's memory, or None for a GPU's own memory."""
+    return kv_offload or MEMORY if device == "cpu" else None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from swiftbatch.worker.model.architectures.attention_layers import Windows
 from swiftbatch.worker.model.architectures.catalogue import recurrent_shape
 from swiftbatch.worker.model.architectures.moe_layers import MoEConfig
 from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentConfig, RecurrentShape
-from swiftbatch.worker.model.decoder_config import DecoderConfig, kernel_config
+from swiftbatch.worker.model.decoder_config import kernel_config
 from swiftbatch.worker.model.formats.contract import StoredTensor
 from swiftbatch.worker.model.formats.layout import heads_in
 from swiftbatch.worker.model.model_files import ModelFiles, read_config, stored_layout
@@ -153,7 +153,6 @@ class ModelSizes:
     kv_dtype: KVDtype | None = None  # None: full caches use the dtype
     experts: ExpertSizes | None = None  # None: our kernels multiply none
     latent: MLASizes | None = None  # caches then have one head, whose rows are both keys and values
-    is_scannable: bool = True  # drafts may scan the keys, since rows see all positions unchanged
     windows: Windows = ()  # () if none has one, or caches hold more than positions
     held: HeldPositions | None = None  # None: a GPU's caches keep all positions
 
@@ -220,12 +219,6 @@ def sizes_of_stored(config: dict[str, Any], heads: Mapping[str, StoredTensor], d
     return replace(sizes, experts=ExpertSizes(*numbers))
 
 
-def _hides(dense: DecoderConfig) -> bool:
-    """Return whether rows do not simply attend to all positions: by windows, sinks, capped scores or states."""
-    hides = any(dense.windows) or dense.form.sinks is not None or dense.latent is not None or dense.mixer is not None
-    return hides or bool(dense.caps.get("scores"))
-
-
 def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[PackedPart, ...] = ()) -> ModelSizes | None:
     """Return the sizes of a text model, or None if the config lacks some of them.
 
@@ -253,7 +246,6 @@ def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[Pack
         packed=packed if dtype == PACKED_DTYPE else (),
         recurrent=recurrent_shape(config),
         latent=latent,
-        is_scannable=dense is None or not _hides(dense),
         windows=() if dense is None or dense.mixer is not None or latent is not None else dense.windows,
     )
 

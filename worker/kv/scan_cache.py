@@ -19,7 +19,7 @@ from swiftbatch.worker.kernels.native_weights import ELEMENTS
 from swiftbatch.worker.kernels.row_tables import CachePlace, LayerCacheShape
 from swiftbatch.worker.kv.cache_rows import CacheShape, ask_for_huge_pages
 from swiftbatch.worker.kv.full_cache import FullKVCache
-from swiftbatch.worker.kv.sparse_cache import NUM_PINNED, Entries, Keys, KeysToScan, NewEntries, Queries, SparseCache
+from swiftbatch.worker.kv.sparse_cache import NUM_PINNED, Entries, NewEntries, Queries, SparseCache
 from swiftbatch.worker.sampling.sequence import Sequence
 
 NUM_RECENT = 256  # newest positions are never scanned
@@ -36,8 +36,7 @@ class ScanKVCache(SparseCache):
     ) -> None:
         super().__init__(shape, min(MOST_ENTRIES, sequence.max_length), new_entries)
         self._budget, self._max_length = budget, sequence.max_length
-        self.to_scan = KeysToScan(NUM_PINNED, sequence.max_length - NUM_PINNED, budget)
-        self._scannable: Keys | None = None
+        self._scannable: ScannedKeys | None = None
         self._scanned_to = NUM_PINNED  # scanned keys replaced entries up to here
         self._num_fed = 0
 
@@ -52,18 +51,15 @@ class ScanKVCache(SparseCache):
         keys = self._keys_of(full)
         keys.extend(full.length - NUM_RECENT)
         if keys.end > self._scanned_to:  # drops entries that are now scanned
-            self._scanned_to = keys.end
-            self.scanned = keys if isinstance(keys, ScannedKeys) else None  # a GPU's kernels find scanned keys by slot
+            self.scanned, self._scanned_to = keys, keys.end
             self._num_sequence_entries, self._num_fed = NUM_PINNED, keys.end
         self._copy(full, full.length)
 
-    def _keys_of(self, full: FullKVCache) -> Keys:
-        self._scannable = self._scannable or self.entries.new_keys(full) or self._own_keys(full)
+    def _keys_of(self, full: FullKVCache) -> ScannedKeys:
+        if self._scannable is None:
+            layers = [full.stored(layer) for layer in range(self.shape.num_layers)]
+            self._scannable = ScannedKeys(layers, NUM_PINNED, self._max_length, self._budget, self.shape.dtype)
         return self._scannable
-
-    def _own_keys(self, full: FullKVCache) -> ScannedKeys:
-        layers = [full.stored(layer) for layer in range(self.shape.num_layers)]
-        return ScannedKeys(layers, NUM_PINNED, self._max_length, self._budget, self.shape.dtype)
 
     def _copy(self, full: FullKVCache, end: int) -> None:
         self.entries.copy(full, slice(self._num_fed, end), self._num_sequence_entries)

@@ -175,7 +175,7 @@ class SlotBuffer:
 
 
 class SlotRows(CacheRows):
-    """Rows of one slot on the device, or of a slot whose rows are elsewhere."""
+    """Rows of one slot."""
 
     holds_all = True
 
@@ -326,7 +326,6 @@ class KVArena(SlotBuffer):
     read the same blocks in the same order.
     """
 
-    holds_all = True  # rows can move between entries
     holds_engine = False  # True: the plan has room for an engine that is only tried
 
     def __init__(
@@ -338,7 +337,6 @@ class KVArena(SlotBuffer):
         staging: Staging | None = None,
     ) -> None:
         self.pool_size = pool
-        self.num_drafted = num_slots  # drafts have room for so many sequences
         self.windowed: SlotBuffer | None = None  # layers with a window, if these forget; `buffer` then lacks them
         layers, capacity = tuple(range(shape.num_layers)), slot_capacity(max_length)
         if pool is not None and pool.windows is not None:

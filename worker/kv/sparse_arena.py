@@ -1,12 +1,11 @@
-"""Partial caches of a drafter on a GPU in one buffer, with their biases, means and coded keys."""
+"""Partial caches of a drafter on a GPU in one buffer, with their biases and means."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,93 +21,12 @@ from swiftbatch.worker.kernels.cuda.kv_kernels import (
     move_rows,
     moves_of,
 )
-from swiftbatch.worker.kernels.cuda.scanned_texts import ScannedTexts, ScanScratch, TextSizes
-from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
-from swiftbatch.worker.kernels.kv_codes import (
-    CLUSTER_CHUNKS,
-    SCAN_CHUNK,
-    add_to_cluster,
-    centred,
-    codes_of,
-    flat_deviation,
-    most_chunks,
-)
-from swiftbatch.worker.kv.cache_rows import NO_SLOT, CacheShape
+from swiftbatch.worker.kv.cache_rows import CacheShape
 from swiftbatch.worker.kv.full_cache import FullKVCache
-from swiftbatch.worker.kv.gpu_memory_plan import NO_DRAFTS, DraftMemory
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, KVRoomError
-from swiftbatch.worker.kv.scan_cache import MOST_ENTRIES, SHORTEST_SCANNED
 from swiftbatch.worker.kv.slot_arena import Place, SlotBuffer, SlotLease
-from swiftbatch.worker.kv.sparse_cache import NUM_PINNED, Entries, KeysToScan, SparseCacheFactory, capacity_for
+from swiftbatch.worker.kv.sparse_cache import Entries, SparseCacheFactory
 from swiftbatch.worker.sampling.sequence import Sequence
-
-if TYPE_CHECKING:
-    from swiftbatch.worker.kv.model_sizes import ModelSizes
-
-
-NOWHERE = torch.device("meta")
-
-
-class SlotKeys:
-    """Coded keys of one sequence's cache in an arena."""
-
-    def __init__(self, full: FullKVCache, texts: ScannedTexts, slot: int) -> None:
-        self._full, self._texts, self._slot = full, texts, slot
-        self._num_chunks = 0
-        texts.addresses[:, slot] = torch.tensor([layer[0].data_ptr() for layer in full.rows.buffer])
-        texts.full_slots[slot].fill_(full.slot)
-        texts.num_chunks[slot].fill_(0)
-
-    @property
-    def end(self) -> int:
-        return self._texts.sizes.first + self._num_chunks * SCAN_CHUNK
-
-    def extend(self, length: int) -> None:
-        """Encode every complete chunk that ends at or before position `length`; the cache must hold these positions."""
-        sizes = self._texts.sizes
-        while self.end + SCAN_CHUNK <= length and self._num_chunks < sizes.most_chunks:
-            for layer in range(sizes.num_layers):  # keeps temporary memory small
-                self._add_chunk(layer)
-            self._num_chunks += 1
-            self._texts.num_chunks[self._slot].fill_(self._num_chunks)
-            flatness = flat_deviation(sizes.num_best, self._num_chunks * SCAN_CHUNK)
-            self._texts.flat_deviations[self._slot].fill_(flatness)
-
-    def _add_chunk(self, layer: int) -> None:
-        texts, slot, chunk = self._texts, self._slot, self._num_chunks
-        positions = slice(self.end, self.end + SCAN_CHUNK)
-        device = texts.codes.device
-        kept = (part.to(device) for part in self._full.stored_between(layer, positions))
-        parts = (self._full.shape.numbers(rows) for rows in kept)
-        (keys, mean_keys), (values, mean_values) = map(centred, parts)
-        texts.means[layer, slot, :, chunk] = mean_keys
-        if chunk == 0:
-            texts.spreads[layer, slot] = keys.abs().mean(dim=1)
-        cloud = texts.moments[layer, slot, :, chunk // CLUSTER_CHUNKS]
-        if chunk % CLUSTER_CHUNKS == 0:
-            cloud.zero_()  # the slot may hold another sequence's
-        add_to_cluster(cloud, chunk, keys, values, torch.cat([mean_keys, mean_values], dim=1))
-        codes = codes_of(keys, texts.spreads[layer, slot])
-        texts.codes[layer, slot, :, chunk * codes.shape[1] : (chunk + 1) * codes.shape[1]] = codes
-
-
-def scan_memory(
-    sizes: ModelSizes, longest: int, num_best: int, num_splits: int, num_rows: int = NUM_ROWS
-) -> DraftMemory:
-    """Return the memory for scanned texts of up to `longest` positions."""
-    if longest < SHORTEST_SCANNED:
-        return NO_DRAFTS
-    num_layers = sizes.bytes_per_position // (2 * sizes.num_kv_heads * sizes.head_dim * sizes.item_size)
-    chunks = most_chunks(longest - NUM_PINNED)
-    texts = TextSizes(num_layers, 1, sizes.num_kv_heads, sizes.head_dim, chunks, num_best, NUM_PINNED)
-    capacity = capacity_for(min(MOST_ENTRIES, longest))
-    slot_bytes = _bytes_of(ScannedTexts.empty(texts, NOWHERE).tensors()) + capacity * sizes.bytes_per_position
-    scratch = ScanScratch.empty(texts, sizes.num_heads, num_splits, NOWHERE, num_rows)
-    return DraftMemory(_bytes_of(scratch.tensors()), slot_bytes)
-
-
-def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 class RowMover:
@@ -157,11 +75,9 @@ class SparseArena(SlotBuffer):
     `means` has the shape of `buffer`, with two parts, and with `num_chunks` in place of `capacity`.
     """
 
-    def __init__(
-        self, shape: CacheShape, num_slots: int, capacity: int, num_chunks: int, texts: ScannedTexts | None = None
-    ) -> None:
+    def __init__(self, shape: CacheShape, num_slots: int, capacity: int, num_chunks: int) -> None:
         super().__init__(replace(shape, kv_dtype=None), range(shape.num_layers), num_slots, capacity)
-        self.texts, self.num_chunks = texts, num_chunks
+        self.num_chunks = num_chunks
         size = (shape.num_layers, 2, num_slots, shape.num_kv_heads, num_chunks, shape.head_dim)
         self.means = torch.empty(size, dtype=shape.dtype, device=shape.device)
         self.bias = torch.zeros(num_slots, capacity, device=shape.device)
@@ -190,42 +106,25 @@ class SlotEntries(Entries):
             raise KVRoomError(f"means of {num_chunks:,} chunks: a slot has {self.arena.num_chunks:,}")
         return self.arena.means[:, part, self.slot, :, :num_chunks]
 
-    def new_keys(self, full: FullKVCache) -> SlotKeys | None:
-        if self.arena.texts is None or full.slot == NO_SLOT:
-            return None
-        return SlotKeys(full, self.arena.texts, self.slot)
-
     def copy(self, full: FullKVCache, positions: slice, first_entry: int) -> None:
-        if not full.rows.holds_all:
-            super().copy(full, positions, first_entry)
-        else:
-            out = self._at(first_entry, positions.stop - positions.start)
-            gather_range(full.rows.buffer, positions.start, out, full.page_table)
+        out = self._at(first_entry, positions.stop - positions.start)
+        gather_range(full.rows.buffer, positions.start, out, full.page_table)
 
     def gather(self, full: FullKVCache, positions: torch.Tensor, first_entry: int) -> None:
-        if not full.rows.holds_all:
-            super().gather(full, positions, first_entry)
-        else:
-            out = self._at(first_entry, positions.shape[2])
-            gather_entries(full.rows.buffer, _numbers(positions), out, full.page_table)
+        out = self._at(first_entry, positions.shape[2])
+        gather_entries(full.rows.buffer, _numbers(positions), out, full.page_table)
 
     def gather_values(self, means: torch.Tensor, chunks: torch.Tensor, first_entry: int) -> None:
         if self.arena.shape.num_parts == 2:  # values may be the beginning of their keys
             gather_entries(means[:, None], _numbers(chunks), self._at(first_entry, chunks.shape[2])[:, 1:])
 
     def average(self, full: FullKVCache, part: int, positions: slice, means: torch.Tensor) -> None:
-        if not full.rows.holds_all:
-            super().average(full, part, positions, means)
-        else:
-            chunk_size = (positions.stop - positions.start) // means.shape[2]
-            rows = full.rows.buffer[:, min(part, full.shape.num_parts - 1)]
-            average_chunks(rows, positions.start, chunk_size, means, full.page_table)
+        chunk_size = (positions.stop - positions.start) // means.shape[2]
+        rows = full.rows.buffer[:, min(part, full.shape.num_parts - 1)]
+        average_chunks(rows, positions.start, chunk_size, means, full.page_table)
 
     def replace(self, full: FullKVCache, positions: slice, entries: torch.Tensor) -> None:
-        if not full.rows.holds_all:
-            super().replace(full, positions, entries)
-        else:
-            self.buffer[:, :, :, entries] = full.shape.numbers(full.rows.between(positions))
+        self.buffer[:, :, :, entries] = full.shape.numbers(full.rows.between(positions))
 
     def keep_path(self, root: int, path: list[int]) -> int:
         self.arena.move_rows(self.slot, root, path)
@@ -262,17 +161,9 @@ def arena_for(
     nowhere = CacheShape(*counts, shape.dtype, torch.device("meta"), num_parts=shape.num_parts)
     longest = Sequence("longest", [0], SamplingParams(max_tokens=max(1, longest_job - 1)), 1)
     cache = new_cache(nowhere, min(budget, longest.max_length), longest, _Asked)
-    asked, texts = cache.entries, None if cache.to_scan is None else _texts_for(cache.to_scan, shape, num_slots)
+    asked = cache.entries
     assert isinstance(asked, _Asked)
-    return SparseArena(shape, num_slots, asked.buffer.shape[-2], asked.num_chunks, texts)
-
-
-def _texts_for(keys: KeysToScan, shape: CacheShape, num_slots: int) -> ScannedTexts:
-    first, num_keys, num_best = keys
-    sizes = TextSizes(
-        shape.num_layers, num_slots, shape.num_kv_heads, shape.head_dim, most_chunks(num_keys), num_best, first
-    )
-    return ScannedTexts.empty(sizes, shape.device)
+    return SparseArena(shape, num_slots, asked.buffer.shape[-2], asked.num_chunks)
 
 
 def _numbers(chosen: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -20,17 +20,6 @@ CHAIN_ROOM = 2 * MAX_TREE_NODES  # a chain of sampled tokens and one tree below 
 NUM_PINNED = 16  # queries always see the first positions (TokenSwift's |S|)
 Queries = Callable[[int], torch.Tensor]
 """Queries of the sequence's token at a position, `[num_layers, num_kv_heads, group, head_dim]`."""
-
-
-class Keys(Protocol):
-    """Scanned keys of a sequence."""
-
-    @property
-    def end(self) -> int:
-        """Return the position after the last scanned position."""
-
-    def extend(self, length: int) -> None:
-        """Encode every complete chunk that ends at or before position `length`; the cache must hold these positions."""
 
 
 class Entries:
@@ -50,10 +39,6 @@ class Entries:
         size = (self.shape.num_layers, self.shape.num_kv_heads, num_chunks, self.shape.head_dim)
         return torch.empty(size, dtype=self.shape.dtype, device=self.shape.device)
 
-    def new_keys(self, full: FullKVCache) -> Keys | None:
-        """Return empty scanned keys, or None if the entries' place has no room for scanned keys."""
-        return None
-
     def copy(self, full: FullKVCache, positions: slice, first_entry: int) -> None:
         """Copy consecutive positions to consecutive entries, in all layers."""
         entries = slice(first_entry, first_entry + positions.stop - positions.start)
@@ -67,7 +52,7 @@ class Entries:
         for layer, own in enumerate(positions):
             for part, source in enumerate(full.stored(layer)):
                 rows = own[..., None].expand(-1, -1, source.shape[-1])
-                gathered = source.gather(1, rows.to(source.device))
+                gathered = source.gather(1, rows)
                 self.buffer[layer, part, :, entries] = self.shape.numbers(gathered)
 
     def gather_values(self, means: torch.Tensor, chunks: torch.Tensor, first_entry: int) -> None:
@@ -79,7 +64,7 @@ class Entries:
     def average(self, full: FullKVCache, part: int, positions: slice, means: torch.Tensor) -> None:
         """Fill `means [num_layers, num_kv_heads, num_chunks, head_dim]` with the means over chunks of positions."""
         for layer, own in enumerate(means):
-            rows = self.shape.numbers(full.stored_between(layer, positions)[part]).to(means.device)
+            rows = self.shape.numbers(full.stored_between(layer, positions)[part])
             chunks = rows.unflatten(1, (own.shape[1], -1))  # [num_kv_heads, num_chunks, chunk_size, head_dim]
             own.copy_(chunks.float().mean(dim=2))
 
@@ -87,7 +72,7 @@ class Entries:
         """Copy consecutive positions to any `entries [num_positions]`."""
         for layer in range(self.shape.num_layers):
             for part, rows in enumerate(full.stored_between(layer, positions)):
-                self.buffer[layer, part, :, entries] = self.shape.numbers(rows).to(self.shape.device)
+                self.buffer[layer, part, :, entries] = self.shape.numbers(rows)
 
     def keep_path(self, root: int, path: list[int]) -> int:
         return keep_path(self.buffer, root, path)
@@ -108,14 +93,6 @@ class Scanned(Protocol):
         """Return the address of a `scanned_keys` struct of `worker/kernels/source/api.h`."""
 
 
-class KeysToScan(NamedTuple):
-    """Keys that a partial cache will scan: `num_keys` from position `first` on, of which a query reads `num_best`."""
-
-    first: int
-    num_keys: int
-    num_best: int
-
-
 class SparseCache(ABC):
     """Buffer of chosen entries, the same number in every layer and head.
 
@@ -124,7 +101,6 @@ class SparseCache(ABC):
     """
 
     comes_by_layer = False
-    to_scan: KeysToScan | None = None  # None: it scans no keys
 
     def __init__(self, shape: CacheShape, num_entries: int, new_entries: NewEntries = Entries) -> None:
         self.shape = shape
@@ -191,7 +167,7 @@ class SparseCache(ABC):
         self._num_drawn += num_rows
 
     def _keys(self, full: FullKVCache, layer: int, positions: slice) -> torch.Tensor:
-        return self.shape.numbers(full.stored_between(layer, positions)[0]).to(self.shape.device)
+        return self.shape.numbers(full.stored_between(layer, positions)[0])
 
 
 def capacity_for(num_entries: int) -> int:

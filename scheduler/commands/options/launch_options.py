@@ -192,7 +192,7 @@ WORKERS = (
         type=click.Path(),
         callback=filled,
         metavar="DIR",
-        help="Keep caches in files (GPU: pinned). [default: the run's, else off]",
+        help="CPU: keep caches in files there. [default: the run's, else off]",
     ),
     worker_option(
         "--kv-memory",

@@ -11,7 +11,7 @@ from bench.tables import tables
 from swiftbatch.worker.drafters.engine_options import TokenSwiftOptions
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS, SLOT_LENGTHS
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
-from swiftbatch.worker.kv.gpu_memory_plan import CAPACITY_BLOCK, GRAPH_RESERVE, one_slot
+from swiftbatch.worker.kv.gpu_memory_plan import CAPACITY_BLOCK, GRAPH_RESERVE, WORK, one_slot
 from swiftbatch.worker.kv.host_copies import STAGING_BYTES
 from swiftbatch.worker.kv.sparse_cache import CHUNK_SIZE
 from tests.readme.command_lines import page, table
@@ -50,9 +50,8 @@ def test_the_jobs_that_fit_are_those_that_follow_by_hand() -> None:
 
 
 def test_the_words_around_it_are_those_of_the_code() -> None:
-    work = [
-        one_slot(sizes, gpu_memory(number, 0), 1000).work_bytes for sizes in MODELS.values() for number in GPUS.values()
-    ]
+    plans = [one_slot(sizes, gpu_memory(number, 0), 1000) for sizes in MODELS.values() for number in GPUS.values()]
+    work = [sum(plan.needs[purpose].once for purpose in WORK) for plan in plans]
     assert f"{min(work) / 1e9:.1f} to {max(work) / 1e9:.1f} GB for work space" in PROSE
     assert f"{2 * STAGING_BYTES / 1e6:.0f} MB of pinned buffers" in PROSE
     assert f"a GPU that has {GPU_BYTES / 1e9:.0f} GB of which CUDA keeps {CONTEXT_BYTES / 1e9:.1f}" in PROSE

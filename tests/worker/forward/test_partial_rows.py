@@ -14,8 +14,8 @@ from swiftbatch.worker.forward.native_forwards import NativeForwards
 from swiftbatch.worker.forward.target_model import DTYPES, load_forwards, load_transformers
 from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
+from swiftbatch.worker.kv.file_offload import offloaded_cache
 from swiftbatch.worker.kv.full_cache import FullKVCache
-from swiftbatch.worker.kv.kv_offload import offloaded_cache
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from tests.worker.kernels.kernel_parts import needs_kernels, random_tree

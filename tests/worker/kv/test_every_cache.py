@@ -11,27 +11,23 @@ import torch
 
 from swiftbatch.worker.kv import file_offload
 from swiftbatch.worker.kv.cache_rows import CacheShape
+from swiftbatch.worker.kv.file_offload import offloaded_cache
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.host_copies import CudaLane, Staging, computing_stream
 from swiftbatch.worker.kv.kv_capacity import PoolSize
-from swiftbatch.worker.kv.kv_offload import OffloadedArena, Streams, offloaded_cache
 from swiftbatch.worker.kv.slot_arena import KVArena
 from tests.worker.kv.cache_parts import MAX_LENGTH, held, rows_of, shape, use_small_blocks, write
 from tests.worker.kv.lazy_stream import LazyStream
 
 NewCache = Callable[[CacheShape], FullKVCache]
-ON_CPU = ("device", "arena", "staged", "pages", "file", "offloaded arena")
-ON_GPU = ("pinned", "arena on a gpu", "offloaded arena on a gpu")
+ON_CPU = ("device", "arena", "staged", "pages", "file")
+ON_GPU = ("arena on a gpu",)
 NUM_PAGES = 40
 PIECE_BYTES = 1 << 15  # so that checkpoints take many pieces
 STAGING: dict[str, Callable[[CacheShape], Staging | None]] = {  # of arenas
     "arena": lambda shape: None,
     "staged": lambda shape: Staging(EagerLane(), LazyStream(), PIECE_BYTES),
     "arena on a gpu": lambda shape: Staging(CudaLane(shape.device), computing_stream(shape.device), PIECE_BYTES),
-}
-STREAMS: dict[str, Callable[[torch.device], Streams]] = {  # of offloaded arenas
-    "offloaded arena": lambda device: Streams(computing_stream(device), LazyStream(), LazyStream()),
-    "offloaded arena on a gpu": lambda device: Streams(computing_stream(device), CudaLane(device), CudaLane(device)),
 }
 
 
@@ -75,10 +71,6 @@ class TestEveryCache:
         if kind == "pages":
             pages = KVArena(shape, 3, MAX_LENGTH, PoolSize(NUM_PAGES, MAX_LENGTH // 8))
             return lambda shape: pages.new_cache(MAX_LENGTH)
-        if kind in STREAMS:
-            offloaded = OffloadedArena(shape, 3, MAX_LENGTH + 100, STREAMS[kind](shape.device))
-            offloaded.buffer.fill_(math.nan)
-            return lambda shape: offloaded.new_cache(MAX_LENGTH)
         return lambda shape: offloaded_cache(shape, MAX_LENGTH, str(tmp_path))
 
     @pytest.fixture
@@ -185,24 +177,13 @@ class TestEveryCache:
                 assert stored[:, :300].cpu().equal(on_device[:, :300].cpu())
 
 
-def in_a_file(sizes: CacheShape, folder: Path) -> FullKVCache:
-    return offloaded_cache(sizes, MAX_LENGTH, str(folder))
-
-
-def in_pinned_memory(sizes: CacheShape, folder: Path) -> FullKVCache:
-    return OffloadedArena(sizes, 1, MAX_LENGTH, STREAMS["offloaded arena"](sizes.device)).new_cache(MAX_LENGTH)
-
-
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("kept", [in_a_file, in_pinned_memory])
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 4])
 @pytest.mark.parametrize("seed", range(4))
-def test_any_use_gives_the_rows_of_a_cache_on_the_device(
-    tmp_path: Path, num_layers: int, seed: int, kept: Callable[[CacheShape, Path], FullKVCache]
-) -> None:
+def test_any_use_gives_the_rows_of_a_cache_on_the_device(tmp_path: Path, num_layers: int, seed: int) -> None:
     """Trees, chains, steps back, views ahead and layers in any order."""
     rng, sizes = random.Random(seed), shape(num_layers)
-    ours = kept(sizes, tmp_path)
+    ours = offloaded_cache(sizes, MAX_LENGTH, str(tmp_path))
     theirs = FullKVCache(sizes, MAX_LENGTH)
 
     def forward(ours: FullKVCache, theirs: FullKVCache, num_rows: int) -> None:
@@ -238,4 +219,4 @@ def test_a_file_system_without_direct_reads_does_as_well(monkeypatch: pytest.Mon
         raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(file_offload.fcntl, "fcntl", refuse)
-    test_any_use_gives_the_rows_of_a_cache_on_the_device(tmp_path, 3, 0, in_a_file)
+    test_any_use_gives_the_rows_of_a_cache_on_the_device(tmp_path, 3, 0)

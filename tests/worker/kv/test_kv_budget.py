@@ -15,6 +15,7 @@ from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.runs import launch
+from swiftbatch.scheduler.runs.run_manifest import computation_of
 from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.scheduler.runs.submission import Submission, submission
 from swiftbatch.worker.forward.target_model import TargetModel
@@ -81,7 +82,6 @@ def test_where_caches_lie_follows_from_device_and_option() -> None:
     assert place_of_caches("cpu", None) == MEMORY
     assert place_of_caches("cpu", "/kv") == "/kv"
     assert place_of_caches("cuda", None) is None
-    assert place_of_caches("cuda", "/kv") == MEMORY
 
 
 def test_the_refusal_names_what_is_needed_and_what_is_left(tmp_path: Path) -> None:
@@ -148,6 +148,18 @@ def test_a_folder_that_can_t_be_written_ends_the_command_before_anything_starts(
     assert line.startswith(f"swiftbatch: --kv-offload {place}: ")
     assert line.endswith("expected a folder that can be written")
     assert not Path(run).exists()
+
+
+def test_a_gpu_s_caches_in_a_folder_are_refused_before_anything_starts(
+    jobs_file: str, tmp_path: Path, tiny_model: Path
+) -> None:
+    """Also for workers elsewhere; a run of an earlier version goes on without its folder."""
+    for address in (None, "head:6379"):
+        with pytest.raises(KVRoomError, match=r"^--kv-offload kv: caches of a GPU stay in its memory, .* --kv-dt"):
+            submitted(jobs_file, tmp_path, model=str(tiny_model), device="cuda", kv_offload="kv", address=address)
+    assert list(tmp_path.glob("*/run.json")) == []
+    earlier = make_run(tmp_path / "run").manifest.model_copy(update={"device": "cuda", "kv_offload": "kv"})
+    assert computation_of(earlier, Settings()).kv_offload is None
 
 
 def test_a_worker_without_the_folder_says_so(tmp_path: Path, tiny_model: Path) -> None:

@@ -19,9 +19,8 @@ from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.step_costs import measure_step_costs
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv import file_offload
-from swiftbatch.worker.kv.file_offload import FileHost
+from swiftbatch.worker.kv.file_offload import FileHost, offloaded_cache
 from swiftbatch.worker.kv.kv_capacity import KVRoomError
-from swiftbatch.worker.kv.kv_offload import offloaded_cache
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.simulated_clock import SimulatedClock

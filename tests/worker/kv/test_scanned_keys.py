@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from swiftbatch.worker.kernels.kv_codes import CLUSTER_CHUNKS, MOMENT_STRIDE, SCAN_CHUNK, flat_deviation
+from swiftbatch.worker.kernels.kv_codes import CLUSTER_CHUNKS, SCAN_CHUNK, flat_deviation
 from swiftbatch.worker.kv.cache_rows import CacheShape
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.scan_cache import Layers, ScannedKeys
@@ -102,7 +102,7 @@ def test_moments_are_those_of_all_keys_and_values_of_a_cloud_changes_by_every_ot
     torch.testing.assert_close(means, pair.mean(dim=0), atol=1e-5, rtol=1e-4)
     chunks = pair.view(NUM_CHUNKS, SCAN_CHUNK, -1)
     away = chunks - chunks.mean(dim=1, keepdim=True)
-    seen = away[:, ::MOMENT_STRIDE].flatten(0, 1)
+    seen = away[:, ::2].flatten(0, 1)
     between = chunks.mean(dim=1) - pair.mean(dim=0)
     joint = seen.T @ seen / len(seen) + between.T @ between / NUM_CHUNKS  # [2 * head_dim, 2 * head_dim]
     expected = joint[:head_dim].unflatten(1, (2, head_dim)).transpose(0, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
@@ -11,7 +11,6 @@ from swiftbatch.worker.drafters.choice.tree_sizes import NODE_CHOICES, together
 from swiftbatch.worker.drafters.self_speculation import ChainTree, RoundPlan
 from swiftbatch.worker.forward.step_costs import StepCosts
 from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
-from swiftbatch.worker.kernels.kv_codes import CLUSTER_CHUNKS, SCAN_CHUNK
 from swiftbatch.worker.kv.scan_cache import MOST_ENTRIES
 
 CHAIN_LENGTHS = (3, 5, 7, 9, 11, 15, 19, 23, 27, 31)
@@ -26,41 +25,14 @@ PRIOR_TRIALS = 20.0  # tokens that the prior agreement counts for
 PRIOR_ALIKE = 0.95
 KEPT = 0.97  # share of the earlier weight that stays at every step
 MOST_COUNTED = TILE_ROWS / (1 - KEPT)  # most weight in tokens, if every chain has the greatest length
-LAUNCHES_IN_ROWS = 100  # taking in a text on a GPU costs launches rather than bytes
-CROSSINGS_IN_ROWS = 3  # rows bring all keys from the host: taking in brings them once more, with launches
-CROSSING_SHARE = 0.02  # host bandwidth as a share of a GPU's memory bandwidth
-HOST_SECONDS = 0.001  # the host's part of a step on a GPU, from docs/gpu.md
 
-
-@dataclass(frozen=True)
-class RoundCosts:
-    scan_share: float  # time to scan all keys for a row / time to attend to them
-    row_share: float  # time of a sequence's next row / time of its first row, in a scan
-    seconds: float  # a round's time beside its forward
-    tree_seconds: float  # further time of a round with trees
-    row_seconds: float  # time of each further row of a sequence: its search for the best keys
-    taking_in_rows: float  # cost of preparing a text for scans, in rows' attention to it
-
-
-ON_A_CPU = RoundCosts(  # measured
-    scan_share=0.08, row_share=0.33, seconds=0.00002, tree_seconds=0.0003, row_seconds=0.0002, taking_in_rows=10
-)
-
-
-def costs_on_a_gpu(head_dim: int, item_size: int) -> RoundCosts:
-    """Estimate costs from the bytes read: codes and moments against keys and values. Not measured on a GPU."""
-    cloud_bytes = 2 * head_dim * (head_dim + 1) * 4
-    scanned = head_dim / 4 + cloud_bytes / (CLUSTER_CHUNKS * SCAN_CHUNK)
-    share = scanned / (2 * head_dim * item_size)
-    return RoundCosts(
-        share, row_share=0.0, seconds=HOST_SECONDS, tree_seconds=0.0, row_seconds=0.0, taking_in_rows=LAUNCHES_IN_ROWS
-    )
-
-
-def costs_beside_a_gpu(head_dim: int, item_size: int) -> RoundCosts:
-    """Estimate costs with keys and values on the host but codes and moments on the GPU."""
-    here = costs_on_a_gpu(head_dim, item_size)
-    return replace(here, scan_share=CROSSING_SHARE * here.scan_share, taking_in_rows=CROSSINGS_IN_ROWS)
+# costs of rounds, measured on a CPU
+SCAN_SHARE = 0.08  # time to scan all keys for a row / time to attend to them
+ROW_SHARE = 0.33  # time of a sequence's next row / time of its first row, in a scan
+ROUND_SECONDS = 0.00002  # a round's time beside its forward
+TREE_SECONDS = 0.0003  # further time of a round with trees
+ROW_SECONDS = 0.0002  # time of each further row of a sequence: its search for the best keys
+TAKING_IN_ROWS = 10  # cost of preparing a text for scans, in rows' attention to it
 
 
 @dataclass(frozen=True)
@@ -88,9 +60,8 @@ class _Texts:
 class RoundsPlanner:
     """Plans the rounds of steps: one plan for all sequences, since they wait for each other."""
 
-    def __init__(self, costs: StepCosts, rounds: RoundCosts = ON_A_CPU) -> None:
+    def __init__(self, costs: StepCosts) -> None:
         self._probed = self._costs = costs
-        self._rounds = rounds
         self._expected = 0.0  # seconds of a coming round, before `_slowness`
         self._slowness = 1.0  # measured / expected time of rounds on this machine
         self._num_rounds = self._num_steps = 0
@@ -121,7 +92,7 @@ class RoundsPlanner:
 
     def taking_in_seconds(self, lengths: np.ndarray) -> float:
         """Return the seconds of preparing texts of `lengths [num_sequences]` for scanning."""
-        return self._rounds.taking_in_rows * float(self._costs.own_seconds(np.array([1]), lengths).clip(min=0.0).sum())
+        return TAKING_IN_ROWS * float(self._costs.own_seconds(np.array([1]), lengths).clip(min=0.0).sum())
 
     def begin(self, rounds: RoundsChoice, lengths: np.ndarray) -> float:
         """Begin a step; return the expected seconds of its verification."""
@@ -179,7 +150,7 @@ class RoundsPlanner:
     def _round_seconds(self, texts: _Texts, num_nodes: int) -> float:
         """Return the seconds of one round: some entries are read exactly, all others scanned."""
         exact = self._costs.shared_seconds((num_nodes + 1) * texts.number) + texts.entries[num_nodes + 1]
-        share = self._rounds.scan_share * (1 + self._rounds.row_share * num_nodes)
-        beside = self._rounds.seconds + self._rounds.row_seconds * num_nodes * texts.number
-        beside += self._rounds.tree_seconds if num_nodes else 0.0
+        share = SCAN_SHARE * (1 + ROW_SHARE * num_nodes)
+        beside = ROUND_SECONDS + ROW_SECONDS * num_nodes * texts.number
+        beside += TREE_SECONDS if num_nodes else 0.0
         return beside + exact + share * texts.beyond

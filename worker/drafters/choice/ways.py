@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Sequence as Many
 from dataclasses import replace
@@ -224,8 +223,6 @@ class ChainWay(DraftWay):
         """`num_best` is the number of keys that a query of a round reads exactly."""
         self._planner, self._trees = planner, trees
         self.chains = SelfSpeculationDrafter(target, RecycledProposer(trees.drafter), ScanKVCache, num_best)
-        arena = target.forwards.arena
-        self._most_scanned = math.inf if arena is None else arena.num_drafted
         self._caches_outside: dict[str, FullKVCache] = {}  # caches of sequences without a chain so far
         self._rounds = RoundsChoice(0, 0, 0.0)
         self._num_steps = 0  # steps since the plan
@@ -241,7 +238,7 @@ class ChainWay(DraftWay):
     def promise(self, requests: list[DraftRequest], beside: float) -> float:
         """Return the expected tokens per second; the time to prepare scans is spread over all future tokens."""
         lengths = lengths_of(requests)
-        if lengths.max() < SHORTEST_SCANNED or len(requests) > self._most_scanned:
+        if lengths.max() < SHORTEST_SCANNED:
             return 0.0
         self._beside = beside
         self._plan(requests, lengths)

@@ -1,11 +1,10 @@
-"""Forwards on a GPU as CUDA graphs, over arenas, offloaded caches and sparse caches."""
+"""Forwards on a GPU as CUDA graphs, over arenas and sparse caches."""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -29,7 +28,6 @@ from swiftbatch.worker.kernels.quantized_weights import AnyLinear, PackedLinear
 from swiftbatch.worker.kernels.rope_scaling import Rotary
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.host_copies import computing_stream
-from swiftbatch.worker.kv.kv_offload import OffloadedArena, RingRows, Visit
 from swiftbatch.worker.kv.recurrent_arena import SlotStates
 from swiftbatch.worker.kv.slot_arena import KVArena
 from swiftbatch.worker.kv.sparse_arena import RowMover, SlotEntries, SparseArena, arena_for
@@ -42,7 +40,7 @@ class CudaRounds:
     """Draft rounds over one `SparseArena`. The graph is captured in the constructor, before other threads copy."""
 
     def __init__(self, decoder: CudaDecoder, arena: SparseArena, capture: Capture) -> None:
-        self._decoder = decoder.over(arena.buffer, arena.bias, arena.texts)
+        self._decoder = decoder.over(arena.buffer, arena.bias)
         self._table = Upload(self._decoder.table_buffer)
         self._graph = capture(self._decoder.forward, arena.shape.device)
 
@@ -104,6 +102,7 @@ class CudaForwards:
 
     team = None
     draw_chains = None
+    can_scan = False
     never_sampled_ids: torch.Tensor | None = None
 
     def __init__(
@@ -117,8 +116,6 @@ class CudaForwards:
     ) -> None:
         """Raise ValueError if the weights do not match the arena."""
         self.sizes = sizes = weights.sizes
-        hides = (layer.window is not None or layer.sinks is not None for layer in weights.layers)
-        self.has_windows = bool(sizes.score_softcap) or sizes.latent is not None or any(hides)
         self.has_experts = any(layer.experts is not None for layer in weights.layers)
         self.arena, self.eos_token_ids = arena, eos_token_ids
         self.device, self.dtype = arena.shape.device, sizes.dtype
@@ -139,7 +136,10 @@ class CudaForwards:
         self.expert_counts = None if met is None else CudaExpertCounts(met, num_routed)
         self.surroundings = Surroundings(weights.embedding, weights.head, linear, self._decoder.turns)
         self._rounds = weakref.WeakKeyDictionary[SparseArena, CudaRounds]()  # freed with the drafter's arena
-        self._prepare()
+        for each in (arena, arena.windowed):
+            if each is not None:
+                each.move_rows = RowMover(each.buffer, capture)
+        self._graph = capture(self._decoder.forward, self.device)
 
     def new_batch_sampler(self) -> CudaBatchSampler:
         return self._batch_sampler  # shared, because the sampler's buffers are large and draws are sequential
@@ -174,9 +174,9 @@ class CudaForwards:
         return self._rounds[entries_of(groups[0]).arena].check(groups)
 
     def room_for(self, new_cache: SparseCacheFactory, budget: int) -> NewEntries:
-        arena = arena_for(new_cache, budget, self.cache_shape, self.arena.num_drafted, self.arena.longest_job)
+        arena = arena_for(new_cache, budget, self.cache_shape, self.arena.num_slots, self.arena.longest_job)
         self._rounds[arena] = CudaRounds(self._decoder, arena, self.capture)
-        self._prepare_queries()
+        self._tap  # noqa: B018 - captured now, before other threads copy
         return arena.new_entries
 
     def queries(self, cache: FullKVCache, token_id: int) -> torch.Tensor:
@@ -205,25 +205,12 @@ class CudaForwards:
 
     def _forward(self, groups: list[SequenceRows]) -> torch.Tensor:
         """Return final hidden states, `[num_rows, hidden]`, valid until the next forward."""
-        self._pass(groups)
+        self._send(groups)
+        self._graph.replay()
         num_rows = sum(len(group) for group in groups)
         if self.expert_counts is not None:
             self.expert_counts.look(num_rows)
         return self._decoder.hidden[:num_rows]
-
-    def _prepare(self) -> None:
-        for arena in (self.arena, self.arena.windowed):
-            if arena is not None:
-                arena.move_rows = RowMover(arena.buffer, self.capture)
-        self._graph = self.capture(self._decoder.forward, self.device)
-
-    def _prepare_queries(self) -> None:
-        """Capture the graph of `queries` now, before other threads copy."""
-        self._tap  # noqa: B018
-
-    def _pass(self, groups: list[SequenceRows]) -> None:
-        self._send(groups)
-        self._graph.replay()
 
     def _send(self, groups: list[SequenceRows]) -> None:
         computing_stream(self.device).join()
@@ -261,64 +248,3 @@ class CudaQueryTap:
         """Return `[num_layers, num_kv_heads, group, head_dim]`, valid until the next call."""
         self._graph.replay()
         return self._queries
-
-
-# Forwards of a dense decoder with caches in the host's memory: one graph per layer.
-
-
-class OffloadedForwards(CudaForwards):
-    """`CudaForwards` over an `OffloadedArena`, with the same launches and so the same bits."""
-
-    arena: OffloadedArena
-
-    def _prepare(self) -> None:
-        decoder = self._decoder
-        self._begin, self._end = (self.capture(work, self.device) for work in (decoder.begin, decoder.end))
-        self._layers = [
-            self.capture(functools.partial(decoder.run_layer, number), self.device)
-            for number in range(self.sizes.num_layers)
-        ]
-
-    def queries(self, cache: FullKVCache, token_id: int) -> torch.Tensor:
-        sizes = self.sizes
-        heads = (sizes.num_kv_heads, sizes.num_heads // sizes.num_kv_heads, sizes.head_dim)
-        queries = torch.empty(sizes.num_layers, *heads, dtype=sizes.dtype, device=self.device)
-
-        def keep(layer: int, query: torch.Tensor) -> None:
-            queries[layer] = query[0]
-
-        self._pass([tree_rows(cache, token_id, DraftTree())], keep)
-        return queries
-
-    def _prepare_queries(self) -> None:
-        """Do nothing: layers are launched one by one."""
-
-    def _pass(self, groups: list[SequenceRows], tap: Callable[[int, torch.Tensor], None] | None = None) -> None:
-        self._send(groups)
-        ring = self.arena
-        ring.begin(visits_of(groups))
-        self._begin.replay()
-        for number, layer in enumerate(self._layers):
-            ring.wait(number)
-            if tap is None:
-                layer.replay()
-            else:
-                self._decoder.run_layer(number, tap)
-            ring.leave(number)
-        self._end.replay()
-
-
-def visits_of(groups: list[SequenceRows]) -> list[Visit]:
-    """Return one visit per slot. Views of the same cache may have rows after different positions."""
-    by_slot = defaultdict[int, list[Visit]](list)
-    for group in groups:
-        end, rows = group.first_entry + len(group), cast("RingRows", group.cache.rows)
-        visit = rows.visit(group.first_entry, end, group.cache.length)
-        by_slot[visit.slot].append(visit)
-    return [_united(visits) for visits in by_slot.values()]
-
-
-def _united(visits: list[Visit]) -> Visit:
-    written = tuple(rows for visit in visits for rows in visit.written)
-    num_final, end = min(visit.num_final for visit in visits), max(visit.end for visit in visits)
-    return Visit(visits[0].slot, visits[0].rows, num_final, end, written)

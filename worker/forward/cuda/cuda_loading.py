@@ -8,12 +8,13 @@ from dataclasses import replace
 import torch
 
 from swiftbatch.jobs.run.run_records import AttentionName, KVDtype
-from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards, OffloadedForwards
+from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.forward.forward_interface import Forwards
+from swiftbatch.worker.kernels.cuda.cuda_row_table import compiled_library
 from swiftbatch.worker.kernels.cuda.stacked_weights import handed_over, stacked_weights
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.gpu_kernel_choice import CUBLAS_WORKSPACES, DEFAULT_KERNELS, CudaKernels, refuse_latent
-from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES, NUM_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES
 from swiftbatch.worker.kv.cache_rows import CacheShape
 from swiftbatch.worker.kv.gpu_memory_plan import (
     NO_DRAFTS,
@@ -25,9 +26,7 @@ from swiftbatch.worker.kv.gpu_memory_plan import (
     draft_model_memory,
     draft_splits,
     most_of_a_job,
-    one_slot,
     plan_memory,
-    plan_offload,
     plan_pages,
     slot_capacity,
     splits_of,
@@ -41,10 +40,8 @@ from swiftbatch.worker.kv.kv_capacity import (
     held_in_windows,
     settled_free_bytes,
 )
-from swiftbatch.worker.kv.kv_offload import OffloadedArena, Streams
 from swiftbatch.worker.kv.model_sizes import ModelSizes, read_sizes
 from swiftbatch.worker.kv.slot_arena import KVArena
-from swiftbatch.worker.kv.sparse_arena import scan_memory
 from swiftbatch.worker.kv.sparse_cache import CHUNK_SIZE, partial_positions
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import ModelFiles
@@ -53,7 +50,6 @@ from swiftbatch.worker.model.model_files import ModelFiles
 PLANS: dict[AttentionName, PlanMemory] = {"triton": plan_pages, "flash": plan_memory}
 # exactness was measured with cuBLAS; the environment may prefer cuBLASLt, which chooses other kernels
 BLAS_LIBRARY = "cublas"
-MOST_SCANNED = 16  # with many jobs, the most texts that are scanned
 
 
 def load_cuda_forwards(
@@ -67,7 +63,8 @@ def load_cuda_forwards(
 ) -> CudaForwards | None:
     """Return forwards with as many slots as fit, or None if the kernels do not support the model.
 
-    Raises KVRoomError if memory is too small, and ModelError if the requested kernels do not support the model.
+    Raises KVRoomError if memory is too small, KernelError without the compiled library, and ModelError if the requested
+    kernels do not support the model.
     """
     dtype_name = str(dtype).removeprefix("torch.")
     sizes = read_sizes(files, dtype_name)
@@ -75,6 +72,7 @@ def load_cuda_forwards(
         return None
     if sizes.latent is not None:
         refuse_latent(kv_dtype, files.name)
+    compiled_library()
     sizes = replace(sizes, kv_dtype=kv_dtype, held=_held(sizes, wanted, kernels))
     kernels.refuse_absent()
     kernels.refuse_unfit(dtype_name, sizes.head_dim)
@@ -83,28 +81,16 @@ def load_cuda_forwards(
     num_splits = splits_of(num_multiprocessors, sizes, kernels.num_rows)
     gpu = GPUMemory(settled_free_bytes(device), num_splits, kernels.attention, kernels.num_rows)
     plan = plan_wanted(wanted, sizes, gpu)
-    copies: Staging | Streams
-    if wanted.host_bytes is not None:
-        copies = Streams.of(device)
-    else:
-        copies = Staging(CudaLane(device), computing_stream(device))
-    return planned_forwards(files, dtype, device, plan, num_splits, eos_token_ids, copies, kernels, kv_dtype)
+    staging = Staging(CudaLane(device), computing_stream(device))
+    return planned_forwards(files, dtype, device, plan, num_splits, eos_token_ids, staging, kernels, kv_dtype)
 
 
-def plan_wanted(wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory, most_scanned: int = MOST_SCANNED) -> MemoryPlan:
-    """Plan a GPU's memory.
-
-    If it is too small, plan to scan fewer texts, then without an optional engine. Raises KVRoomError.
-    """
-    drafts = with_rounds(drafts_of(wanted, sizes, gpu.num_rows), wanted, sizes, gpu, most_scanned)
+def plan_wanted(wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory) -> MemoryPlan:
+    """Plan a GPU's memory, without an optional engine if it is too small for that. Raises KVRoomError."""
+    drafts = drafts_of(wanted, sizes, gpu)
     try:
-        if wanted.host_bytes is not None:
-            return plan_offload(sizes, gpu, wanted.longest_job, wanted.host_bytes, wanted.num_slots, drafts)
         return PLANS[gpu.attention](sizes, gpu, wanted.longest_job, wanted.num_slots, drafts)
     except KVRoomError:
-        num_scanned = drafts.num_scanned or 0
-        if wanted.num_slots is not None and num_scanned > 1:
-            return plan_wanted(wanted, sizes, gpu, num_scanned - 1)
         if not wanted.can_lack_engine or wanted.engine is None:
             raise
         return plan_wanted(replace(wanted, engine=None), sizes, gpu)
@@ -117,14 +103,11 @@ def planned_forwards(
     plan: MemoryPlan,
     num_splits: int,
     eos_token_ids: frozenset[int],
-    copies: Staging | Streams | None,
+    staging: Staging | None,
     kernels: CudaKernels = DEFAULT_KERNELS,
     kv_dtype: KVDtype | None = None,
 ) -> CudaForwards | None:
-    """Load a model as planned.
-
-    If `copies` are `Streams`, caches are on the host. Returns None if the kernels do not support the model.
-    """
+    """Load a model as planned, or return None if the kernels do not support it."""
     weights = dense_weights(files, dtype, device)
     if weights is None:
         return None
@@ -132,12 +115,8 @@ def planned_forwards(
     shape = cuda_cache_shape(weights, device, kv_dtype, forgets)  # reads layers that are handed over below
     stacked = stacked_weights(weights, device, handed_over(weights))
     try:
-        if isinstance(copies, Streams):
-            offloaded = OffloadedArena(shape, plan.num_slots, plan.longest_job, copies)
-            offloaded.num_drafted, offloaded.holds_engine = plan.num_drafted, plan.drafts.has_engine
-            return OffloadedForwards(stacked, offloaded, eos_token_ids, num_splits, kernels)
-        arena = arena_of(shape, plan, copies)
-        arena.num_drafted, arena.holds_engine = plan.num_drafted, plan.drafts.has_engine
+        arena = arena_of(shape, plan, staging)
+        arena.holds_engine = plan.has_engine
         return CudaForwards(stacked, arena, eos_token_ids, num_splits, kernels)
     except ValueError:  # the kernels have no tiles for these sizes
         return None
@@ -164,8 +143,7 @@ def cuda_cache_shape(
 
 def _held(sizes: ModelSizes, wanted: SlotsWanted, kernels: CudaKernels) -> HeldPositions | None:
     """Return how many positions have window pages, or None if caches keep all positions."""
-    in_slots = wanted.host_bytes is not None or PLANS[kernels.attention] is not plan_pages
-    if in_slots or wanted.partial_budget or wanted.num_unwritten is None:
+    if PLANS[kernels.attention] is not plan_pages or wanted.partial_budget or wanted.num_unwritten is None:
         return None
     return held_in_windows(sizes.windows, wanted.num_unwritten)
 
@@ -198,7 +176,7 @@ def hold_gemms_steady() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-def drafts_of(wanted: SlotsWanted, sizes: ModelSizes, num_rows: int = NUM_ROWS) -> DraftMemory:
+def drafts_of(wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory) -> DraftMemory:
     """Return the memory that drafts need, both in total and per slot."""
     drafts = NO_DRAFTS if wanted.engine is None else wanted.engine(sizes)
     part_bytes, slot_bytes = wanted.part_bytes + drafts.part_bytes, drafts.slot_bytes
@@ -210,32 +188,9 @@ def drafts_of(wanted: SlotsWanted, sizes: ModelSizes, num_rows: int = NUM_ROWS) 
             part_bytes += longest * 2 * sizes.num_kv_heads * sizes.head_dim * sizes.item_size
         else:  # has one job's mean keys, contiguous
             part_bytes += longest // (chunk or CHUNK_SIZE) * sizes.bytes_per_position // 2
+        if gpu.attention == "flash":  # it adds no biases, so rounds have partial sums of their own
+            part_bytes += gpu.scratch_bytes(sizes)
     if wanted.draft is not None:
-        model = draft_model_memory(wanted.draft, wanted.draft_length, num_rows)
+        model = draft_model_memory(wanted.draft, wanted.draft_length, gpu.num_rows)
         part_bytes, slot_bytes = part_bytes + model.part_bytes, slot_bytes + model.slot_bytes
     return DraftMemory(part_bytes, slot_bytes, has_engine=wanted.engine is not None)
-
-
-def with_rounds(
-    drafts: DraftMemory, wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory, most_scanned: int = MOST_SCANNED
-) -> DraftMemory:
-    """Return the memory of drafts including that of scanned texts."""
-    scan = NO_DRAFTS
-    if wanted.scanned_best and sizes.is_scannable:
-        longest = slot_capacity(wanted.longest_job) - MAX_TREE_NODES
-        scan = scan_memory(sizes, longest, wanted.scanned_best, gpu.num_splits, gpu.num_rows)
-    has_rounds = wanted.partial_budget or scan.slot_bytes
-    if gpu.num_rows > NUM_ROWS and scan.slot_bytes:
-        scan = _for_few(scan, drafts, wanted, sizes, gpu, most_scanned)
-    own_bytes = gpu.scratch_bytes(sizes) if has_rounds and gpu.attention == "flash" else 0  # flash-attn adds no biases
-    part_bytes = drafts.part_bytes + scan.part_bytes + own_bytes
-    return DraftMemory(part_bytes, drafts.slot_bytes + scan.slot_bytes, scan.num_scanned, drafts.has_engine)
-
-
-def _for_few(
-    scan: DraftMemory, drafts: DraftMemory, wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory, most: int
-) -> DraftMemory:
-    """Return memory to scan the texts of as many jobs as fit, up to `most`."""
-    beside = DraftMemory(drafts.part_bytes + scan.part_bytes, drafts.slot_bytes + scan.slot_bytes)
-    number = max(1, min(most, one_slot(sizes, gpu, wanted.longest_job, beside).num_fitting))
-    return DraftMemory(scan.part_bytes + number * scan.slot_bytes, 0, number)

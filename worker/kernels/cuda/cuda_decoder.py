@@ -34,12 +34,10 @@ from swiftbatch.worker.kernels.cuda.row_kernels import (
     rope_store,
     softcap_logits,
 )
-from swiftbatch.worker.kernels.cuda.scan_attention import ScanAttention
-from swiftbatch.worker.kernels.cuda.scanned_texts import ScannedTexts
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedLayer, StackedWeights
 from swiftbatch.worker.kernels.cuda.tree_attention import KeptLayer
 from swiftbatch.worker.kernels.decoder_weights import other_rotary
-from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS, RING_LAYERS
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS
 from swiftbatch.worker.kernels.kv_codes import cuda_row_width
 from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.quantized_weights import AnyLinear
@@ -69,9 +67,8 @@ class CudaDecoder:
     ) -> None:
         """Take `arena [num_layers, 2, num_slots, num_kv_heads, capacity, row_width]` of attending layers.
 
-        Latent attention has one part in place of two. If it has only `RING_LAYERS` layers, the caller fills them in
-        turn. With `pages` the arena is one pool of pages, and `windowed` is the pool of layers with a window. Raises
-        ValueError.
+        Latent attention has one part in place of two. With `pages` the arena is one pool of pages, and `windowed` is
+        the pool of layers with a window. Raises ValueError.
         """
         sizes = self.sizes = weights.sizes
         attending = [layer for layer in weights.layers if layer.attention is not None]
@@ -92,7 +89,7 @@ class CudaDecoder:
         num_angles = weights.rotary.num_rows(num_positions)
         table = (arena.shape[2], capacity, shape.rows_per_group, num_angles, sizes.vocab, BLOCK)
         self.layout = TableLayout(*table, None if pages is None else pages.page, num_rows, windowed is not None)
-        self._weights, self._arena, self._pages, self._linear = weights, arena, pages, linear
+        self._weights, self._linear = weights, linear
         self._attending, self._mixing = _numbers_of(weights.layers)
         self.mixers = _recurrent_layers_of(weights, states, self._linear, num_rows)
         self._angles = self._angles_of(np.arange(num_angles), arena.device) if turns is None else turns
@@ -102,11 +99,10 @@ class CudaDecoder:
         if not isinstance(self.attention, TritonAttention | MLAAttention):
             _check_flash(arena.dtype, sizes.dtype, views)
 
-    def over(self, arena: Tensor, bias: Tensor, texts: ScannedTexts | None = None) -> CudaDecoder:
+    def over(self, arena: Tensor, bias: Tensor) -> CudaDecoder:
         """Return the decoder over another arena, with shared buffers; only one of the two decoders may run at a time.
 
-        `bias [num_slots, capacity] float32` is added to scores of prefixes, which may end anywhere. Rows also
-        see `texts`, whose best keys are read from this decoder's arena.
+        `bias [num_slots, capacity] float32` is added to scores of prefixes, which may end anywhere.
         """
         _check_arena(arena, self._weights, len(self._in_windows))
         if self.mixers is not None:
@@ -114,20 +110,15 @@ class CudaDecoder:
         if any(self._in_windows):
             raise ValueError("found layers whose caches forget, where no part of one is all there")
         other = copy.copy(self)
-        other._arena, other._pages = arena, None
         other._kept = [
             KeptLayer(rows[0], rows[-1], bias, replace(kept.view, window=None))  # entries are not positions
-            for rows, kept in zip(_layers_of(arena, None, self._in_windows), self._kept, strict=True)
+            for rows, kept in zip(arena, self._kept, strict=True)
         ]
         num_slots, capacity = arena.shape[2], arena.shape[4]
         other.layout = replace(self.layout, num_slots=num_slots, capacity=capacity, boundary_step=1, page=None)
         other._allocate_table(arena.device)
-        attention = self.attention
-        if not isinstance(attention, TritonAttention | MLAAttention):  # flash-attn adds no biases
-            attention = new_attention(TritonAttention, self._shape, other.layout, self.sizes.scale, arena.device)
-        if texts is not None and isinstance(attention, TritonAttention):
-            attention = ScanAttention(attention, texts, self._arena, self._pages)
-        other.attention = attention
+        if not isinstance(self.attention, TritonAttention | MLAAttention):  # flash-attn adds no biases
+            other.attention = new_attention(TritonAttention, self._shape, other.layout, self.sizes.scale, arena.device)
         return other
 
     @property
@@ -146,14 +137,24 @@ class CudaDecoder:
         """
         self.begin()
         for number in range(self.sizes.num_layers):
-            self.run_layer(number, tap)
+            self._run_layer(number, tap)
         self.end()
 
     def begin(self) -> None:
         table, weights = self._table, self._weights
         embed(table.rows, table.token_ids, weights.embedding, self._state, self.sizes.embedding_scale)
 
-    def run_layer(self, number: int, tap: Callable[[int, Tensor], None] | None = None) -> None:
+    def end(self) -> None:
+        """Launch the final norm and the head."""
+        weights, sizes = self._weights, self.sizes
+        self._add_norm(self._delta, weights.layers[-1].last_norm, weights.final_norm, self.hidden)
+        self._linear(self.hidden, weights.head.weight, weights.head.bias, self.logits)
+        if sizes.logit_scale != 1.0:
+            self.logits.mul_(sizes.logit_scale)
+        if sizes.logit_softcap:
+            softcap_logits(self.logits, sizes.logit_softcap)
+
+    def _run_layer(self, number: int, tap: Callable[[int, Tensor], None] | None) -> None:
         layers, layer = self._weights.layers, self._weights.layers[number]
         delta, behind = (self._delta, layers[number - 1].last_norm) if number else (None, None)
         rows = self._state
@@ -166,16 +167,6 @@ class CudaDecoder:
         if layer.dense_mlp is not None or layer.experts is not None:
             normed = self._add_norm(delta, behind, layer.mlp_norm, self._normed)
             self._run_mlp(layer, rows if self.sizes.is_parallel else normed)
-
-    def end(self) -> None:
-        """Launch the final norm and the head."""
-        weights, sizes = self._weights, self.sizes
-        self._add_norm(self._delta, weights.layers[-1].last_norm, weights.final_norm, self.hidden)
-        self._linear(self.hidden, weights.head.weight, weights.head.bias, self.logits)
-        if sizes.logit_scale != 1.0:
-            self.logits.mul_(sizes.logit_scale)
-        if sizes.logit_softcap:
-            softcap_logits(self.logits, sizes.logit_softcap)
 
     def _add_other_angles(self, num_angles: int, num_positions: int, device: torch.device) -> None:
         """Add the angles of layers that rotate in another way than most, and the factors of queries."""
@@ -331,7 +322,7 @@ def _of_width(buffer: Tensor, width: int) -> Tensor:
 def _layers_of(arena: Tensor, windowed: Tensor | None, in_windows: Sequence[bool]) -> list[Tensor]:
     """Return the rows of each attending layer; a pool counts as one slot."""
     if windowed is None:
-        return [arena[number % len(arena)] for number in range(len(in_windows))]
+        return list(arena)
     pools = windowed.expand(-1, -1, arena.shape[2], -1, -1, -1), arena
     places = [(in_window, in_windows[:number].count(in_window)) for number, in_window in enumerate(in_windows)]
     return [pools[0 if in_window else 1][place] for in_window, place in places]
@@ -349,6 +340,5 @@ def _check_arena(arena: Tensor, weights: StackedWeights, num_layers: int) -> Non
     width = cuda_row_width(arena.dtype, sizes.dtype, sizes.head_dim)
     num_parts = 2 if sizes.latent is None else 1
     expected = (num_layers, num_parts, arena.shape[2], sizes.num_kv_heads, arena.shape[4], width or sizes.head_dim)
-    is_layers = len(arena) in (num_layers, min(num_layers, RING_LAYERS))
-    if not is_layers or arena.shape[1:] != expected[1:] or width is None or arena.stride(-1) != 1:
+    if arena.shape != expected or width is None or arena.stride(-1) != 1:
         raise ValueError(f"found an arena of {arena.dtype} {list(arena.shape)}, expected {sizes.dtype} {expected}")

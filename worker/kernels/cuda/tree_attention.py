@@ -397,18 +397,6 @@ class KeptLayer:
         return {"HAS_BIAS": self.bias is not None, "PAGE": 0 if self.pages is None else self.pages.page}
 
 
-def attend_to_prefixes(
-    shape: AttentionShape, query: Tensor, kept: KeptLayer, table: CudaRowTable[Tensor], scratch: Scratch, scale: float
-) -> None:
-    """Fill `scratch` with the partial results of prefixes."""
-    bias, pages, *strides = kept.prefix_arguments()
-    prefix_split[(len(table.groups) * shape.num_kv_heads, shape.num_splits)](
-        query, kept.keys, kept.values, bias, pages, scratch.output, scratch.lse, table.groups, table.rows,
-        scale * SCALE_TO_LOG2, *kept.keys.stride()[:3], *strides,
-        **kept.prefix_constants(), **shape.prefix_constants(kept.view),
-    )  # fmt: skip
-
-
 def attend(
     query: Tensor,  # [num_rows, num_heads, head_dim], contiguous
     kept: KeptLayer,
@@ -424,7 +412,12 @@ def attend(
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads, num_splits = kept.keys.shape[1], len(scratch.lse)
     shape = AttentionShape(num_kv_heads, num_heads // num_kv_heads, head_dim, num_splits, query.dtype, num_rows)
-    attend_to_prefixes(shape, query, kept, table, scratch, scale)
+    bias, pages, *strides = kept.prefix_arguments()
+    prefix_split[(len(table.groups) * num_kv_heads, num_splits)](
+        query, kept.keys, kept.values, bias, pages, scratch.output, scratch.lse, table.groups, table.rows,
+        scale * SCALE_TO_LOG2, *kept.keys.stride()[:3], *strides,
+        **kept.prefix_constants(), **shape.prefix_constants(kept.view),
+    )  # fmt: skip
     tail_merge[(num_rows, num_kv_heads)](
         query, kept.keys, kept.values, scratch.output, scratch.lse, mixed, table.rows, table.tail_slots,
         kept.view.sinks, scale * SCALE_TO_LOG2, *kept.keys.stride()[:3], **shape.tail_constants(kept.view),

@@ -15,8 +15,6 @@ from swiftbatch.worker.drafters.choice.rounds import (
     STEPS_TO_KNOW,
     RoundsChoice,
     RoundsPlanner,
-    costs_beside_a_gpu,
-    costs_on_a_gpu,
 )
 from swiftbatch.worker.drafters.choice.tree_sizes import NODE_CHOICES
 from swiftbatch.worker.drafters.choice.ways import ChainWay
@@ -155,18 +153,6 @@ def test_rounds_promise_most_where_caches_are_long() -> None:
     assert gains == sorted(gains)
     assert gains[0] < 1.0
     assert gains[-1] > 2.0
-
-
-def test_on_a_gpu_a_scan_costs_its_share_of_the_bytes() -> None:
-    halves, floats = (costs_on_a_gpu(128, item_size).scan_share for item_size in (2, 4))
-    assert 1 / 16 < halves < 1 / 12  # two bits of sixteen of a key alone, and clouds
-    assert floats == halves / 2
-
-
-def test_a_row_that_brings_all_keys_from_the_host_makes_scans_cheap() -> None:
-    beside, here = costs_beside_a_gpu(128, 2), costs_on_a_gpu(128, 2)
-    assert beside.scan_share < here.scan_share / 20  # codes lie on the GPU
-    assert beside.taking_in_rows < 10  # of which each takes as long as all keys to come
 
 
 def test_one_long_text_makes_no_batch_of_short_ones_wait() -> None:

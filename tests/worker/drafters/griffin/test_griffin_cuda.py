@@ -32,7 +32,7 @@ from swiftbatch.worker.forward.cuda.cuda_loading import drafts_of
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import pack_tiles
 from swiftbatch.worker.kernels.cuda.cuda_graph import Download, Upload
-from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
+from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, SlotsWanted
 from swiftbatch.worker.kv.model_sizes import read_sizes
 from swiftbatch.worker.model.model_files import GRIFFIN_FILE, PARTS_FOLDER, locate_model
 from swiftbatch.worker.sampling.sampler import TokenSampler
@@ -228,7 +228,7 @@ def test_what_is_held_on_the_device_is_planned_for(target: TargetModel, one_laye
     files, sizes = target.files, read_sizes(target.files, "float32")
     assert sizes is not None
     needs = ENGINES["griffin"].memory_of(files.path / PARTS_FOLDER / GRIFFIN_FILE, files)
-    drafts = drafts_of(SlotsWanted(100, engine=needs), sizes)
+    drafts = drafts_of(SlotsWanted(100, engine=needs), sizes, GPUMemory(10**9, 3))
     rows = rows_of(load_griffin(None, target), target, GriffinOptions().breadth)
     assert isinstance(rows, CudaRows)
     bytes_held(target.forwards.surroundings, known := set[int]())  # type: ignore[attr-defined]

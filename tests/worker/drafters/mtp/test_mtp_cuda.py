@@ -248,7 +248,7 @@ def test_what_is_held_on_the_device_is_planned_for(name: str, tmp_path: Path) ->
     target = on_a_gpu(tmp_path)
     sizes, wanted = read_sizes(target.files, "float32"), slots_wanted("mtp", target.files, "float32", 100, None)
     assert sizes is not None
-    planned = drafts_of(wanted, sizes)
+    planned = drafts_of(wanted, sizes, GPUMemory(10**9, 3))
     forwards = target.forwards
     held = bytes_held(forwards_of(target)._rows, known={id(forwards.surroundings)})  # type: ignore[attr-defined]
     room = planned.part_bytes + NUM_SLOTS * planned.slot_bytes
@@ -260,14 +260,16 @@ def test_auto_has_the_layer_where_it_has_room(tmp_path: Path) -> None:
     files = locate_model(str(tmp_path))
     sizes, wanted = read_sizes(files, "float32"), slots_wanted("auto", files, "float32", 100, None)
     assert sizes is not None
-    with_layer, without = drafts_of(wanted, sizes), drafts_of(replace(wanted, engine=None), sizes)
+    with_layer, without = (
+        drafts_of(each, sizes, GPUMemory(10**9, 3)) for each in (wanted, replace(wanted, engine=None))
+    )
     assert with_layer.part_bytes > without.part_bytes
     assert with_layer.slot_bytes > without.slot_bytes
     memory = plan_wanted(replace(wanted, num_slots=1), sizes, GPUMemory(10**12, 3))
-    assert memory.drafts.has_engine
+    assert memory.has_engine
     least = memory.used_bytes - with_layer.part_bytes
     tight = plan_wanted(replace(wanted, num_slots=1), sizes, GPUMemory(least, 3))
-    assert not tight.drafts.has_engine
+    assert not tight.has_engine
     assert tight.num_slots == 1
     with pytest.raises(KVRoomError):  # this names the layer
         plan_wanted(replace(wanted, num_slots=1, can_lack_engine=False), sizes, GPUMemory(least, 3))
@@ -288,7 +290,7 @@ def test_a_model_without_such_a_layer_is_planned_as_it_was(tmp_path: Path) -> No
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
     save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
     wanted = slots_wanted("auto", locate_model(str(tmp_path)), "float32", 100, None)
-    assert wanted == SlotsWanted(100, scanned_best=wanted.scanned_best)
+    assert wanted == SlotsWanted(100)
 
 
 def test_angles_are_shared_where_both_turn_alike(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from swiftbatch.jobs.run.run_records import AttentionName, KVDtype, LinearName
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards, OffloadedForwards
+from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.forward.cuda.cuda_loading import cuda_cache_shape
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
@@ -16,17 +16,14 @@ from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kv.cache_rows import CacheShape
-from swiftbatch.worker.kv.host_copies import HostStream
 from swiftbatch.worker.kv.kv_capacity import PoolSize, WindowPages, pages_of
-from swiftbatch.worker.kv.kv_offload import OffloadedArena, RingRows, Streams
-from swiftbatch.worker.kv.slot_arena import KVArena, SlotLease
+from swiftbatch.worker.kv.slot_arena import KVArena
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
 from tests.worker.forward.cuda.checked_graph import CheckedGraph
 from tests.worker.kernels.kernel_parts import path_to, random_tree
-from tests.worker.kv.lazy_stream import LazyStream
 from tests.worker.kv.window_parts import spoil_free_pages
 from tests.worker.model.test_kinds_engines import decode
 
@@ -97,36 +94,6 @@ def cuda_target(
     stacked = stacked_weights(weights, CPU)
     kernels = CudaKernels(attention, linear, num_rows)
     forwards = CudaForwards(stacked, arena, frozenset(), NUM_SPLITS, kernels, capture=CheckedGraph)
-    return TargetModel(forwards, files)
-
-
-class UnwrittenRows(OffloadedArena):
-    """Fills unwritten cache rows with NaN."""
-
-    def rows(self, lease: SlotLease, max_length: int) -> RingRows:
-        rows = super().rows(lease, max_length)
-        leave_unwritten(rows.host)
-        return rows
-
-
-def offloaded_target(
-    files: ModelFiles,
-    dtype: torch.dtype,
-    num_slots: int = 2,
-    longest_job: int = 200,
-    linear: LinearName = "triton",
-    attention: AttentionName = "triton",
-    kv_dtype: KVDtype | None = None,
-) -> TargetModel:
-    """Copies of offloaded caches come as late as possible."""
-    weights = dense_weights(files, dtype)
-    assert weights is not None
-    streams = Streams(HostStream(), LazyStream(), LazyStream())
-    arena = UnwrittenRows(cuda_cache_shape(weights, CPU, kv_dtype), num_slots, longest_job, streams)
-    leave_unwritten(arena.buffer)
-    stacked = stacked_weights(weights, CPU)
-    kernels = CudaKernels(attention, linear)
-    forwards = OffloadedForwards(stacked, arena, frozenset(), NUM_SPLITS, kernels, capture=CheckedGraph)
     return TargetModel(forwards, files)
 
 

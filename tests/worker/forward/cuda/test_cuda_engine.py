@@ -19,6 +19,8 @@ from swiftbatch.worker.forward.step_costs import ROW_COUNTS, Costs, StepCosts, s
 from swiftbatch.worker.forward.target_model import TargetModel, check_model
 from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kernels.cuda.cuda_graph import Download, Upload
+from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory
+from swiftbatch.worker.kv.host_copies import ComputingStream, computing_stream
 from swiftbatch.worker.kv.model_sizes import read_sizes
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.sampling.draft_tree import DraftTree
@@ -26,11 +28,12 @@ from swiftbatch.worker.sampling.sequence import Sequence
 from tests.worker.drafters.drafter_parts import free_rows, run_together
 from tests.worker.engine.test_rewinds import Outcome, run
 from tests.worker.forward.cuda.checked_graph import CheckedGraph
-from tests.worker.forward.cuda.cuda_parts import cuda_target
+from tests.worker.forward.cuda.cuda_parts import NUM_SPLITS, cuda_target
 
 pytestmark = pytest.mark.long
 
 LAUNCHES_PER_LAYER = 10
+GPU = GPUMemory(10**9, NUM_SPLITS)
 # Prompts; crossing the second block or beginning in it takes the interpreter longer.
 SHORT, CROSSING, LONG = (6, 18), (6, 62), (30, 50, 70)
 SAMPLING = (
@@ -167,7 +170,7 @@ def test_drafts_are_planned_for_beside_the_slots(files: ModelFiles, engine_name:
     """A drafter's memory per sequence fits the GPU plan's reserve."""
     target, sizes = TargetModel.load(files, "float32", "cpu"), read_sizes(files, "float32")
     assert sizes is not None
-    planned = drafts_of(engine_entry(engine_name).slots(3000), sizes).slot_bytes
+    planned = drafts_of(engine_entry(engine_name).slots(3000), sizes, GPU).slot_bytes
     drafter = create_drafter(engine_name, target, free_rows)
     drafter.start(Sequence("a", [1], SamplingParams(max_tokens=2999), target.vocab_size), target.new_cache(3000))
     drafting = getattr(getattr(drafter, "_counted", None), "drafter", drafter)
@@ -185,7 +188,7 @@ def test_a_drafter_s_slots_take_what_was_planned_for_them(
     target = cuda_target(files, torch.float32, 2, 3000)
     sizes, wanted = read_sizes(files, "float32"), slots_wanted(engine_name, files, "float32", 3000, None)
     assert sizes is not None
-    planned = drafts_of(wanted, sizes)
+    planned = drafts_of(wanted, sizes, GPU)
     drafter = create_drafter(engine_name, target, free_rows).ways["tree"].drafter  # type: ignore[attr-defined]
     arena = drafter._new_entries.__self__  # type: ignore[attr-defined]
     slot_bytes = (arena.buffer.nbytes + arena.means.nbytes) // 2
@@ -235,6 +238,22 @@ def test_every_engine_gives_the_reference_s_tokens_for_200_tokens(
 
 def dear_rows() -> StepCosts:
     return StepCosts((64, 8192), np.array([[1 + num_rows / 4 for num_rows in ROW_COUNTS]] * 2))
+
+
+def test_a_forward_is_behind_all_that_was_computed_on_other_streams(
+    files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined: list[ComputingStream] = []
+    target = cuda_target(files, torch.float32, 1, linear="cublas")
+    monkeypatch.setattr(ComputingStream, "join", lambda stream: joined.append(stream))
+    target.verify([tree_rows(target.new_cache(10), 5, DraftTree())])
+    assert joined == [computing_stream(target.device)]
+
+
+def test_auto_scans_no_text_on_a_gpu(files: ModelFiles) -> None:
+    on_gpu, on_cpu = cuda_target(files, torch.float32, 1, 3000), TargetModel.load(files, "float32", "cpu")
+    drafters = [create_drafter("auto", target, free_rows) for target in (on_gpu, on_cpu)]
+    assert ["chain" in drafter.ways for drafter in drafters] == [False, True]  # type: ignore[attr-defined]
 
 
 def test_a_model_is_checked_in_the_arena_s_only_slot(files: ModelFiles) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,6 @@ from tests.worker.forward.cuda.cuda_parts import (
     check_drafts_beside_a_resumed_job,
     check_rows_of_two_trees,
     cuda_target,
-    offloaded_target,
 )
 from tests.worker.forward.cuda.test_pages_of_a_gpu import alone_on_a_cpu, check_jobs_that_outgrow_pages
 from tests.worker.kv.memory.test_packed_sizes import loaded_bytes
@@ -75,12 +73,9 @@ def read(target: TargetModel, num_left: int = 0) -> torch.Tensor:
     return logits[0]
 
 
-# an offloaded cache is compared with a resident one, which continues, too
-@pytest.mark.parametrize("place", [pytest.param(cuda_target, marks=pytest.mark.slow), offloaded_target])
-def test_a_text_goes_on_from_a_checkpoint_with_the_same_bits(place: Callable[..., TargetModel], tmp_path: Path) -> None:
-    files = files_of("DeepSeek V2 Lite", tmp_path)
-    target = place(files, torch.float32, 1, linear="cublas")
-    assert torch.equal(read(target, 66), read(cuda_target(files, torch.float32, 1, linear="cublas")))
+def test_a_text_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path: Path) -> None:
+    target = cuda_target(files_of("DeepSeek V2 Lite", tmp_path), torch.float32, 1, linear="cublas")
+    assert torch.equal(read(target, 66), read(target))
     assert target.cache_shape.bytes_per_position() == 2 * (64 + 32) * 4
 
 

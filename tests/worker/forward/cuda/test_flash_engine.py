@@ -12,7 +12,7 @@ import torch
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from tests.worker.forward.cuda.checked_graph import CheckedGraph
-from tests.worker.forward.cuda.cuda_parts import cuda_target, offloaded_target
+from tests.worker.forward.cuda.cuda_parts import cuda_target
 from tests.worker.forward.cuda.test_cuda_engine import LAUNCHES_PER_LAYER, generated
 from tests.worker.kernels.cuda import flash_stub
 
@@ -40,12 +40,6 @@ def flash_target(files: ModelFiles, num_slots: int = 2) -> TargetModel:
 
 def test_tokens_do_not_depend_on_drafts_or_on_what_shares_a_step(files: ModelFiles, together: list[list[int]]) -> None:
     assert generated(flash_target(files, 1), "autoregressive", 2, PROMPTS, num_at_a_time=1) == together
-
-
-@pytest.mark.slow  # test_offloaded.py covers them with our own attention
-def test_caches_outside_the_device_change_no_token(files: ModelFiles, together: list[list[int]]) -> None:
-    offloaded = offloaded_target(files, torch.bfloat16, attention="flash")
-    assert generated(offloaded, "token-recycling", 2, PROMPTS) == together
 
 
 def test_a_layer_is_ten_launches_and_the_numerics_name_them(files: ModelFiles) -> None:

@@ -14,7 +14,7 @@ from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, plan_pages
 from swiftbatch.worker.kv.kv_capacity import GPU_PAGE
 from swiftbatch.worker.kv.model_sizes import read_sizes
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
-from tests.worker.forward.cuda.cuda_parts import cuda_target, offloaded_target
+from tests.worker.forward.cuda.cuda_parts import cuda_target
 from tests.worker.forward.cuda.test_cuda_engine import CROSSING, generated
 
 KV_DTYPES = pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
@@ -27,14 +27,11 @@ def files(one_layer_model: Path) -> ModelFiles:
 
 @pytest.mark.long
 @KV_DTYPES
-def test_drafts_and_the_host_s_caches_give_the_tokens_of_plain_decoding(files: ModelFiles, kv_dtype: KVDtype) -> None:
+def test_drafts_give_the_tokens_of_plain_decoding(files: ModelFiles, kv_dtype: KVDtype) -> None:
     expected = generated(TargetModel.load(files, "float32", "cpu", kv_dtype=kv_dtype), "autoregressive", 3, CROSSING)
-    for target, engine in (
-        (cuda_target(files, torch.float32, linear="cublas", kv_dtype=kv_dtype), "token-recycling"),
-        (offloaded_target(files, torch.float32, linear="cublas", kv_dtype=kv_dtype), "autoregressive"),
-    ):
-        assert target.forwards.numerics.endswith(f"{kv_dtype} keys and values")
-        assert generated(target, engine, 3, CROSSING) == expected
+    target = cuda_target(files, torch.float32, linear="cublas", kv_dtype=kv_dtype)
+    assert target.forwards.numerics.endswith(f"{kv_dtype} keys and values")
+    assert generated(target, "token-recycling", 3, CROSSING) == expected
 
 
 def test_codes_come_back_from_a_checkpoint(files: ModelFiles) -> None:

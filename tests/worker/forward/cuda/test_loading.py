@@ -12,19 +12,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.sizing import MODELS, WINDOWED
 from swiftbatch.worker.forward.cuda import cuda_loading as loading
-from swiftbatch.worker.forward.cuda.cuda_forwards import OffloadedForwards
 from swiftbatch.worker.forward.cuda.cuda_loading import planned_forwards
 from swiftbatch.worker.forward.target_model import TargetModel, load_forwards
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels, triton_version
+from swiftbatch.worker.kernels.native_library import NO_KERNELS, OVERRIDE, KernelError, chosen_library
 from swiftbatch.worker.kv import kv_capacity
 from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, MemoryPlan, SlotsWanted, plan_memory
-from swiftbatch.worker.kv.host_copies import computing_stream
-from swiftbatch.worker.kv.kv_capacity import KVRoom, held_in_windows
-from swiftbatch.worker.kv.kv_offload import Streams
+from swiftbatch.worker.kv.kv_capacity import KVRoomError, held_in_windows
 from swiftbatch.worker.kv.model_sizes import ModelSizes, read_sizes
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from tests.worker.kernels.cuda import flash_stub
-from tests.worker.kv.lazy_stream import LazyStream
 
 
 @pytest.fixture
@@ -63,6 +60,14 @@ def test_a_gpu_runs_the_kernels_that_the_run_chose(
     assert planned[0].attention == kernels.attention
 
 
+def test_a_gpu_is_refused_without_the_compiled_kernels(files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(OVERRIDE, NO_KERNELS)
+    chosen_library.cache_clear()
+    with pytest.raises(KernelError, match=r"^device cuda: a GPU's forwards need the kernels in C, and SWIFTBATCH_ISA"):
+        load_forwards(files, torch.bfloat16, torch.device("cpu"), SlotsWanted(64))
+    chosen_library.cache_clear()
+
+
 def test_a_model_of_more_heads_than_the_kernels_take_is_left_to_others(one_layer_model: Path, tmp_path: Path) -> None:
     config = LlamaConfig.from_pretrained(one_layer_model)
     config.update({"num_attention_heads": 32, "num_key_value_heads": 1})
@@ -75,38 +80,21 @@ def test_a_model_of_more_heads_than_the_kernels_take_is_left_to_others(one_layer
     assert planned_forwards(files, torch.float32, torch.device("cpu"), plan, 3, frozenset(), None) is None
 
 
-@pytest.mark.parametrize("is_offloaded", [False, True])
-def test_a_dense_model_has_the_slots_of_its_plan_wherever_its_caches_lie(
-    one_layer_model: Path, is_offloaded: bool
-) -> None:
-    files, device = locate_model(str(one_layer_model)), torch.device("cpu")
+def test_a_dense_model_has_the_slots_of_its_plan(one_layer_model: Path) -> None:
+    files = locate_model(str(one_layer_model))
     sizes = read_sizes(files, "float32")
     assert sizes is not None
     plan = plan_memory(sizes, GPUMemory(10**9, 3), 64, 3)
-    copies = Streams(computing_stream(device), LazyStream(), LazyStream()) if is_offloaded else None
-    forwards = planned_forwards(files, torch.float32, device, plan, 3, frozenset(), copies)
-    assert isinstance(forwards, OffloadedForwards) == is_offloaded
+    forwards = planned_forwards(files, torch.float32, torch.device("cpu"), plan, 3, frozenset(), None)
     assert forwards is not None
     assert forwards.arena.num_slots == 3
     assert forwards.arena.longest_job >= 64
 
 
-@pytest.mark.parametrize(("kv_offload", "host_bytes"), [(None, None), ("/anywhere", 10**9)])
-def test_a_gpu_s_caches_have_the_free_memory_of_the_host_where_they_lie_there(
-    one_layer_model: Path, monkeypatch: pytest.MonkeyPatch, kv_offload: str | None, host_bytes: int | None
-) -> None:
-    class LoadingError(Exception):
-        pass
-
-    def load_forwards(*arguments: object) -> None:
-        raise LoadingError(arguments[3])
-
+def test_a_gpu_s_caches_are_kept_in_no_folder(one_layer_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swiftbatch.worker.forward.target_model.resolve_device", lambda _: torch.device("cuda"))
-    monkeypatch.setattr("swiftbatch.worker.forward.target_model.load_forwards", load_forwards)
-    monkeypatch.setattr(KVRoom, "free_bytes", lambda _: 1e9)
-    with pytest.raises(LoadingError) as told:
-        TargetModel.load(locate_model(str(one_layer_model)), "float32", "cuda", kv_offload, SlotsWanted(64))
-    assert told.value.args == (SlotsWanted(64, host_bytes=host_bytes),)
+    with pytest.raises(KVRoomError, match=r"^--kv-offload /anywhere: caches of a GPU stay in its memory, .* --kv-dt"):
+        TargetModel.load(locate_model(str(one_layer_model)), "float32", "auto", "/anywhere", SlotsWanted(64))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +122,7 @@ def test_layers_with_a_window_forget_where_nobody_reads_what_they_forget_and_cac
     sizes, kernels = WINDOWED["gpt-oss-20b"], CudaKernels()
     wanted = SlotsWanted(1000, num_unwritten=512)
     assert loading._held(sizes, wanted, kernels) == held_in_windows(sizes.windows, 512) is not None
-    for other in (SlotsWanted(1000), replace(wanted, partial_budget=64), replace(wanted, host_bytes=10**9)):
+    for other in (SlotsWanted(1000), replace(wanted, partial_budget=64)):
         assert loading._held(sizes, other, kernels) is None
     assert loading._held(sizes, wanted, CudaKernels("flash")) is None
     assert loading._held(MODELS["Llama 3.1 8B"], wanted, kernels) is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.sampling.draft_tree import DraftTree
-from tests.worker.forward.cuda.cuda_parts import cuda_target, offloaded_target
+from tests.worker.forward.cuda.cuda_parts import cuda_target
 from tests.worker.kv.cache_parts import EverythingCache
 from tests.worker.model.folders import saved_as
 from tests.worker.model.long_angles import PHI4_MINI, SHORT_LENGTH, text
@@ -48,12 +48,8 @@ def is_near(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((found - expected).abs().max() < ROUNDING * expected.abs().max())
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("make", [cuda_target, offloaded_target])
-def test_short_and_long_jobs_side_by_side_say_what_they_say_on_a_cpu(
-    make: Callable[..., TargetModel], files: ModelFiles, on_cpu: TargetModel
-) -> None:
-    target = make(files, torch.float32, num_slots=2, longest_job=LONG_JOB, linear="cublas")
+def test_short_and_long_jobs_side_by_side_say_what_they_say_on_a_cpu(files: ModelFiles, on_cpu: TargetModel) -> None:
+    target = cuda_target(files, torch.float32, num_slots=2, longest_job=LONG_JOB, linear="cublas")
     assert isinstance(target.forwards, CudaForwards)
     assert len(target.forwards._decoder._angles) == SHORT_LENGTH + target.forwards.arena.capacity
     expected, alone, caches = [], [], []

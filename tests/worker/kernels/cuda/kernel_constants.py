@@ -15,18 +15,14 @@ from swiftbatch.worker.kernels.cuda import (
     gemm,
     mla_kernels,
     moe_router,
-    scan_attention,
     tree_attention,
 )
 from swiftbatch.worker.kernels.cuda import mla_kernels as latent_products
 from swiftbatch.worker.kernels.cuda import row_kernels as layers
-from swiftbatch.worker.kernels.cuda import scan_attention as scan
-from swiftbatch.worker.kernels.cuda import scanned_texts as choice
 from swiftbatch.worker.kernels.cuda import tree_attention as tail_attention
 from swiftbatch.worker.kernels.cuda.attention_backends import packed_constants, tail_merge_packed
 from swiftbatch.worker.kernels.cuda.cuda_recurrence import MOVE_WARPS, MOVED_WORDS, move_step_words
 from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import finish_constants, finish_group
-from swiftbatch.worker.kernels.cuda.scanned_texts import TextSizes, scan_constants
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape
 from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES, MLASizes
 from swiftbatch.worker.kernels.layer_specs import (
@@ -81,7 +77,6 @@ def kernels(dtype: str) -> dict[str, Made]:
     found["tail with a window"] = tail_attention.tail_merge, attention.tail_constants(view) | {"HAS_SINKS": True}
     return (
         found
-        | scan_kernels(dtype)
         | kernels_besides_attention()
         | packed_kernels()
         | coded_kernels(dtype)
@@ -175,7 +170,6 @@ def coded_kernels(dtype: str) -> dict[str, Made]:
             without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | paged,
         ),
         "tail": (tail_attention.tail_merge, without(attention.tail_constants(), "HAS_SINKS", "sinks_ptr")),
-        "attend to the best": scan_kernels(dtype)["attend to the best in pages"],
         "rope": kernels_besides_attention()["rope"],
     }
     return {f"{name} in {code}": made for name, made in plain.items() for code in KEPT}
@@ -195,30 +189,9 @@ def wide_kernels(dtype: str) -> dict[str, Made]:
         "choice of Qwen3": (moe_router.choose_row, choice_of | dict.fromkeys(("router_bias_ptr", "choice_bias_ptr"))),
         "sort of choices": (moe_router.sort_choices, moe_router.sort_constants(QWEN3, MOST_ROWS)),
     }
-    sizes, clouds = TextSizes(32, 4, KV_HEADS, HEAD_DIM, 97, 256, 16), scan_attention.attend_to_clusters
-    found["look at clouds"] = clouds, scan_constants(clouds, attention, sizes)
     if dtype == "bf16":
         found["packed uint4 with offsets"] = product(packed, num_tile_rows=tile)
     return {f"{name} of {MOST_ROWS} rows": made for name, made in found.items()}
-
-
-def scan_kernels(dtype: str, head_dim: int = HEAD_DIM) -> dict[str, Made]:
-    """Texts have 100,000 positions."""
-    attention = AttentionShape(KV_HEADS, HEADS // KV_HEADS, head_dim, NUM_SPLITS, DTYPES[dtype])
-    sizes = TextSizes(32, 4, KV_HEADS, head_dim, 97, 256, 16)
-    made = {
-        "look at clouds": scan_attention.attend_to_clusters,
-        "sample": choice.sample_scores,
-        "threshold": choice.find_threshold,
-        "choose": choice.choose_keys,
-        "attend to the best": scan.attend_best,
-        "merge all": scan_attention.scan_merge,
-    }
-    found: dict[str, Made] = {name: (kernel, scan_constants(kernel, attention, sizes)) for name, kernel in made.items()}
-    reads = found["attend to the best"][1]
-    found["attend to the best in pages"] = scan.attend_best, reads | {"PAGE": GPU_PAGE}
-    reads |= {"PAGE": 0, "full_slots_ptr": None, "pages_ptr": None}
-    return found
 
 
 def kernels_besides_attention() -> dict[str, Made]:

@@ -19,7 +19,6 @@ from tests.worker.kernels.cuda.kernel_constants import (
     kernels,
     kernels_besides_attention,
     latent_kernels,
-    scan_kernels,
     state_kernels,
     wide_kernels,
 )
@@ -46,7 +45,7 @@ IN_OTHER_FORMS = (  # their own form is compiled daily
     *("tail", "rope with norms", "rope, then norms", "embed, scaled", "norm", "add, scaled, and norm"),
     *("norm of one more", "norm of distances from the mean", "gelu", "relu2", "linear with bias", "head"),
     *("packed uint4", "packed uint8", "packed int8", "packed e2m1", "packed e4m3"),
-    *("prefix in int8", "tail in int8", "attend to the best in e4m3", "attend to the best in int8", "rope in e4m3"),
+    *("prefix in int8", "tail in int8", "rope in e4m3"),
     "prefix with biases",
     *("joined rows, 1,024 wide", "joined rows, 4,096 wide", "norm and add", "xielu", "values of heads"),
     *(name for name in drawing_launches() if "form" in name),
@@ -56,7 +55,6 @@ IN_OTHER_FORMS = (  # their own form is compiled daily
     *("FP8 experts", "NVFP4 experts", "int4 experts", "choice of gpt-oss", "choice of Qwen2, with a share"),
     *(
         "prefix with a window",
-        "attend to the best in pages",
         "tail in e4m3",
         "rope with norms of its own for each head",
     ),
@@ -145,18 +143,6 @@ def test_all_other_kernels_spill_nothing_and_fit_into_shared_memory(
     reports = compiled(dtype, capabilities, *kernels_besides_attention())
     assert len(reports) == len(capabilities) * len(asked_for(capabilities, kernels_besides_attention()))
     assert all(fits(report) for report in reports), reports
-
-
-@KINDS
-def test_the_scan_spills_nothing_and_fits_into_shared_memory(
-    compiled: Callable[..., list[Report]], dtype: str, capabilities: tuple[int, ...]
-) -> None:
-    reports = compiled(dtype, capabilities, *scan_kernels(dtype))
-    assert len(reports) == len(asked_for(capabilities, scan_kernels(dtype))) * len(capabilities)
-    for report in reports:
-        assert fits(report) or (dtype == "fp32" and report["stack"] <= 32 < report["shared"] <= 2**17), report
-        if report["kernel"].startswith("attend to the best"):
-            assert report["ops"]["cp.async"] > 16, report  # 16 bytes at a time, although their address is a number
 
 
 @KINDS
@@ -275,7 +261,7 @@ def test_every_kernel_that_is_launched_is_among_them() -> None:
     launch = re.compile(r"^(?: {4}| {8})(\w+)\[.*\]\(", re.MULTILINE)
     launched = {name for path in sources for name in launch.findall(path.read_text())}
     assert launched == {kernel.__name__ for kernel, _ in kernels("bf16").values()}
-    others = {*scan_kernels("bf16"), *kernels_besides_attention(), *packed_kernels(), *expert_kernels("bf16")}
+    others = {*kernels_besides_attention(), *packed_kernels(), *expert_kernels("bf16")}
     others |= {*coded_kernels("bf16"), *wide_kernels("bf16"), *latent_kernels("bf16"), *state_kernels("bf16")}
     assert set(kernels("bf16")) == {*ATTENTION, *WIDE, *others}
     of_every_day = {kernel.__name__ for name, (kernel, _) in kernels("bf16").items() if name not in IN_OTHER_FORMS}

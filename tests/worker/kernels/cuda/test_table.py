@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 
 import numpy as np
 import pytest
 import torch
 
 from swiftbatch.worker.forward.tile_packing import SequenceRows
-from swiftbatch.worker.kernels.cuda import cuda_row_table
-from swiftbatch.worker.kernels.cuda.cuda_row_table import TableLayout, is_filled_in_c
+from swiftbatch.worker.kernels.cuda.cuda_row_table import TableLayout
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS
 from tests.worker.kernels.cuda.arenas import CAPACITY, Placed, random_arena, random_rows
-from tests.worker.kernels.kernel_parts import Shape, needs_kernels
+from tests.worker.kernels.kernel_parts import Shape
 
 ARENA = random_arena(Shape(group=4), (5, 100, 448, 700))  # 16 rows a group
 
@@ -82,36 +82,43 @@ def test_a_table_of_no_rows_is_all_padding() -> None:
     assert not filled(ARENA.layout, []).any()
 
 
-TOO_MANY = [(rows, slot) for rows, slot in sequences(10, 20, 20, 20)]
 REFUSED = {
-    "found 70 rows, expected at most 64": TOO_MANY,
-    "found slot 4, expected 0 to 3": [(changed(), 4)],
-    "found slot -1, expected 0 to 3": [(changed(), -1)],
-    "found a boundary at 60, expected a multiple of 64 up to 1024": [(changed(boundary=60), 1)],
-    "found a boundary at 1088, expected a multiple of 64 up to 1024": [(changed(boundary=1088), 1)],
-    "found entry 1024, expected 0 to 1023": [(changed(first_entry=1018), 1)],
-    "found entry of a tail 1024": [(changed(tail_entries=np.full((7, BLOCK), 1024)), 1)],
-    r"found tails \[1, 64\], expected \[7, 64\]": [(changed(tail_entries=np.zeros((1, BLOCK))), 1)],
-    "found length of a tail 0, expected 1 to 64": [(changed(tail_lengths=[0] * 7), 1)],
-    "found length of a tail 65, expected 1 to 64": [(changed(tail_lengths=[65] * 7), 1)],
-    "found position 1024, expected 0 to 1023": [(changed(positions=[1024] * 7), 1)],
-    "found token 100, expected 0 to 99": [(changed(token_ids=[100] * 7), 1)],
-    "found rows that write the same entries": [(changed(), 1), (changed(), 1)],
+    "more rows than the table has": [(rows, slot) for rows, slot in sequences(10, 20, 20, 20)],
+    "a slot behind the last one": [(changed(), 4)],
+    "a slot before the first one": [(changed(), -1)],
+    "a boundary within a block": [(changed(boundary=60), 1)],
+    "a boundary behind the slot": [(changed(boundary=1088), 1)],
+    "an entry behind the slot": [(changed(first_entry=1018), 1)],
+    "an entry of a tail behind the slot": [(changed(tail_entries=np.full((7, BLOCK), 1024)), 1)],
+    "fewer tails than rows": [(changed(tail_entries=np.zeros((1, BLOCK), dtype=np.int64)), 1)],
+    "tails that are no integers": [(changed(tail_entries=np.zeros((7, BLOCK))), 1)],
+    "no tail": [(changed(tail_lengths=[0] * 7), 1)],
+    "a tail longer than a block": [(changed(tail_lengths=[65] * 7), 1)],
+    "a position without angles": [(changed(positions=[1024] * 7), 1)],
+    "a token outside the vocabulary": [(changed(token_ids=[100] * 7), 1)],
+    "rows that write the same entries": [(changed(), 1), (changed(), 1)],
 }
 
 
-@pytest.mark.parametrize("reason", REFUSED)
-def test_what_does_not_fit_is_named_and_nothing_is_written(reason: str) -> None:
+@pytest.mark.parametrize("placed", REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_is_refused_with_its_numbers_and_nothing_is_written(placed: list[Placed]) -> None:
     buffer = np.full(ARENA.layout.size, -1, dtype=np.int32)
-    with pytest.raises(ValueError, match=reason):
-        ARENA.layout.fill(buffer, REFUSED[reason])
+    rows, slot = placed[0]
+    numbers = f"({len(rows.token_ids)}, {slot}, {rows.boundary}, {rows.first_entry})"
+    with pytest.raises(ValueError, match=re.escape(f"first entry) [{numbers}")):
+        ARENA.layout.fill(buffer, placed)
     assert (buffer == -1).all()
+
+
+def test_lists_of_different_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match="found 7 tokens, 1 positions and 7 tails"):
+        filled(ARENA.layout, [(changed(positions=[1]), 1)])
 
 
 def test_more_groups_than_a_table_has_are_refused() -> None:
     layout = dataclasses.replace(ARENA.layout, num_slots=1)
     parts = [(changed(first_entry=100 + 7 * each), 0) for each in range(6)]
-    with pytest.raises(ValueError, match="found 6 groups of rows, expected at most 5"):
+    with pytest.raises(ValueError, match=r"do not fit a buffer .*num_slots=1,"):
         layout.fill(np.zeros(layout.size, dtype=np.int32), parts)
 
 
@@ -154,30 +161,54 @@ def random_layout(numbers: random.Random) -> tuple[TableLayout, tuple[list[list[
     return layout, tuple(pages_of(numbers, page, lost) for lost in (0, 1)[: 1 + has_windows]) if page else ()
 
 
-@needs_kernels
+def expected_table(layout: TableLayout, placed: list[Placed], pages: tuple[list[list[int]], ...]) -> np.ndarray:
+    """Fill a table row by row, and entries and tails again for each pool."""
+    buffer = np.zeros(layout.size, dtype=np.int32)
+    table, first_row, group = layout.table(buffer), 0, 0
+    tables = [table, layout.window_table(buffer)] if layout.has_window_pages else [table]
+    for rows, slot in placed:
+        table.packed[first_row : first_row + len(rows)] = group * layout.rows_per_group + np.arange(len(rows))
+        for start in range(0, len(rows), layout.rows_per_group):
+            size = min(layout.rows_per_group, len(rows) - start)
+            table.groups[group] = slot, first_row + start, size, rows.boundary
+            table.prefixes[:, group] = slot, rows.boundary
+            group += 1
+        for each in range(len(rows)):
+            row = first_row + each
+            table.token_ids[row] = rows.token_ids[each]
+            for number, own in enumerate(tables):
+                numbers = pages[number][slot] if pages else None
+                entry = place(rows.first_entry + each, layout.page, numbers)
+                own.rows[row] = slot, rows.boundary, rows.tail_lengths[each], rows.positions[each], entry
+                own.tail_slots[row] = [place(tail, layout.page, numbers) for tail in rows.tail_entries[each]]
+        first_row += len(rows)
+    return buffer
+
+
+def place(entry: int, page: int | None, pages: list[int] | None) -> int:
+    return entry if page is None or pages is None else pages[entry // page] * page + entry % page
+
+
 @pytest.mark.parametrize("seed", range(12))
-def test_a_table_that_c_fills_is_that_of_numpy(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_is_that_of_its_rows_one_by_one(seed: int) -> None:
     """Also for tree nodes in a page after their block's."""
     numbers = random.Random(seed)
     arena = random_arena(Shape(group=4), [numbers.randrange(BLOCK, 700) for _ in range(3)])
     layout, pages = random_layout(numbers)
     placed = random_rows(numbers, arena, [numbers.randrange(1, 22) for _ in range(3)])
     numbers.shuffle(placed)
-    own = [[each[slot] for _, slot in placed] for each in pages]
-    in_c, in_numpy = (np.full(layout.size, -1, dtype=np.int32) for _ in range(2))
-    assert is_filled_in_c(layout._in_c, in_c, placed, own[0] if own else (), own[1] if len(own) > 1 else ())
-    monkeypatch.setattr(cuda_row_table, "chosen_library", lambda: None)
-    layout.fill(in_numpy, placed, *own)
+    found = np.full(layout.size, -1, dtype=np.int32)
+    layout.fill(found, placed, *([each[slot] for _, slot in placed] for each in pages))
     is_written = np.ones(layout.size, dtype=bool)
     if layout.has_window_pages:
         is_written[layout._end_of_table : layout._start_of_windows] = False
-    assert (in_c == in_numpy)[is_written].all()
+    assert (found == expected_table(layout, placed, pages))[is_written].all()
 
 
 def test_a_sequence_without_a_page_for_its_last_row_is_refused() -> None:
     layout = dataclasses.replace(ARENA.layout, page=BLOCK)
     [_, placed] = sequences(1, 20)
     buffer = np.full(layout.size, -1, dtype=np.int32)
-    with pytest.raises(ValueError, match="found 1 pages, expected entries of page 1 to lie in one"):
+    with pytest.raises(ValueError, match=r"\[\(20, 1, 64, 100\)\]"):
         layout.fill(buffer, [placed], [[7]])
     assert (buffer == -1).all()

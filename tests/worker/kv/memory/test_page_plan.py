@@ -36,7 +36,6 @@ def test_a_long_job_leaves_the_memory_to_all_others(longest_job: int) -> None:
     assert most_of_a_job(longest_job) <= plan.num_pages <= MOST_SLOTS * most_of_a_job(longest_job)
     if longest_job > 6_000:
         assert plan.free_bytes < plan.used_bytes + PAGE_BYTES, "one more page does not fit"
-    assert plan.rows()[1][0] == f"keys and values, {plan.num_pages:,} pages of {GPU_PAGE} positions for 32 jobs"
 
 
 def test_what_drafts_keep_for_each_job_takes_a_share_or_as_much_as_with_all_at_their_longest() -> None:
@@ -87,8 +86,6 @@ def test_pools_of_layers_with_and_without_windows_hold_the_longest_job_and_share
     assert plan.used_bytes <= plan.free_bytes
     largest = max(plan.page_bytes, plan.window_page_bytes)
     assert longest_job == 1_000 or plan.free_bytes < plan.used_bytes + 2 * largest, "what is left holds no page of both"
-    both = f"{plan.num_pages:,} pages of {GPU_PAGE} positions and {plan.windows.num_pages:,} of layers with a window"
-    assert plan.rows()[1][0] == f"keys and values, {both} for 32 jobs"
 
 
 def test_more_jobs_of_any_length_fit_where_layers_forget_and_as_many_of_those_that_are_shorter_than_a_window() -> None:

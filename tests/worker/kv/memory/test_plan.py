@@ -21,6 +21,11 @@ from swiftbatch.worker.kernels.kernel_sizes import BLOCK, MOST_SLOTS, NUM_ROWS
 from swiftbatch.worker.kernels.quantized_weights import Code
 from swiftbatch.worker.kv.cache_rows import CacheShape
 from swiftbatch.worker.kv.gpu_memory_plan import (
+    DRAFTS,
+    KEPT,
+    ROWS,
+    SUMS,
+    WEIGHTS,
     DraftMemory,
     GPUMemory,
     draft_model_memory,
@@ -66,16 +71,15 @@ def test_four_slots_of_100k_take_what_they_take_by_hand() -> None:
     """In GB: weights 16.1, keys and values 4 x 102,400 x 131,072 bytes = 53.7, drafts 4.7, the rest 1.0."""
     drafts = DraftMemory(slot_bytes=partial_positions(BUDGET, LONGEST) * LLAMA.bytes_per_position)
     plan = plan_memory(LLAMA, A100, LONGEST, 4, drafts)
-    assert plan.capacity == 102_400
-    rows = {name: num_bytes / 1e9 for name, num_bytes in plan.rows()}
-    assert rows["weights"] == pytest.approx(16.06, abs=0.01)
-    assert rows["keys and values, 4 x 102,400 positions"] == pytest.approx(53.69, abs=0.01)
-    assert rows["drafts"] == pytest.approx(4.7, abs=0.1)
-    assert plan.scratch_bytes == 54 * 64 * 32 * 129 * 4
-    assert rows["scratch of attention"] == pytest.approx(0.057, abs=0.001)
-    assert rows["activations and logits"] == pytest.approx(64 * 128_256 * 60 / 1e9 + 0.009, abs=0.001)
-    assert rows["in all"] == pytest.approx(75.4, abs=0.1)
-    assert rows["in all"] == pytest.approx(sum(list(rows.values())[:6]))
+    taken = {purpose: (need.once + 4 * need.per_slot) / 1e9 for purpose, need in plan.needs.items()}
+    assert taken[WEIGHTS] == pytest.approx(16.06, abs=0.01)
+    assert taken[KEPT] == pytest.approx(53.69, abs=0.01)
+    assert taken[DRAFTS] == pytest.approx(4.7, abs=0.1)
+    assert plan.needs[SUMS] == (54 * 64 * 32 * 129 * 4, 0)
+    assert taken[SUMS] == pytest.approx(0.057, abs=0.001)
+    assert taken[ROWS] == pytest.approx(64 * 128_256 * 60 / 1e9 + 0.009, abs=0.001)
+    assert plan.used_bytes / 1e9 == pytest.approx(75.4, abs=0.1)
+    assert plan.used_bytes / 1e9 == pytest.approx(sum(taken.values()))
     assert plan_memory(LLAMA, A100, LONGEST, None, drafts).num_slots == 4
 
 
@@ -84,18 +88,19 @@ def test_four_slots_of_100k_take_what_they_take_by_hand() -> None:
 def test_flash_attn_s_partial_results_have_room_for_every_group_s_whole_tile(num_slots: int, heads_per_kv: int) -> None:
     sizes = replace(LLAMA, num_kv_heads=2, num_heads=2 * heads_per_kv)
     plan = plan_memory(sizes, replace(A100, attention="flash"), 1000, num_slots)
-    layout = TableLayout(num_slots, plan.capacity, NUM_ROWS // heads_per_kv, 1000, 9)
+    layout = TableLayout(num_slots, slot_capacity(1000), NUM_ROWS // heads_per_kv, 1000, 9)
     num_places = layout.num_groups * layout.rows_per_group
-    planned = dict(plan.rows())["scratch of attention"]
+    planned = plan.needs[SUMS].once + num_slots * plan.needs[SUMS].per_slot
     assert planned >= 54 * num_places * sizes.num_heads * (128 + 1) * 4
     plain = plan_memory(sizes, A100, 1000, num_slots)
-    assert plan.used_bytes - plain.used_bytes == planned - plain.scratch_bytes < 2 * num_slots * 54 * 64 * 2 * 129 * 4
+    more = planned - plain.needs[SUMS].once
+    assert plan.used_bytes - plain.used_bytes == more < 2 * num_slots * 54 * 64 * 2 * 129 * 4
 
 
 def test_as_many_slots_as_fit_are_used_and_not_one_more() -> None:
     for sizes, gpu, length in ((LLAMA, A100, 100_000), (LLAMA, H100, 32_768), (QWEN, A100, 32_768)):
         plan = plan_memory(sizes, gpu, length)
-        assert plan.used_bytes <= plan.free_bytes < plan.used_bytes + plan.slot_bytes
+        assert plan.used_bytes <= plan.free_bytes < plan.used_bytes + plan.needs[KEPT].per_slot
         assert plan.num_slots == plan.num_fitting
 
 
@@ -109,8 +114,8 @@ def test_a_job_that_has_no_room_is_refused_with_the_numbers_and_what_to_do() -> 
         plan_memory(QWEN, A100, 100_000)
     assert str(caught.value) == (
         "the longest job, 100,000 positions, has no room on the GPU: weights 65.5, its keys and values 26.3, its "
-        "drafts 0.0 and work space 1.1 need 92.9 GB, 83.4 GB are free; use fewer max_tokens, --kv-offload with a "
-        "folder, or a GPU with more memory"
+        "drafts 0.0 and work space 1.1 need 92.9 GB, 83.4 GB are free; use fewer max_tokens, --kv-dtype fp8 or "
+        "int8, or a GPU with more memory"
     )
 
 
@@ -126,7 +131,7 @@ def test_trained_parts_come_once_and_what_drafts_keep_with_every_slot() -> None:
     )
     assert parts.used_bytes - plain.used_bytes == 10**9
     assert kept.used_bytes - plain.used_bytes == 3 * 10**9
-    large = DraftMemory(part_bytes=4 * plain.slot_bytes)
+    large = DraftMemory(part_bytes=4 * plain.bytes_per_slot)
     assert plan_memory(LLAMA, A100, 100_000, None, large).num_slots == plain.num_fitting - 4
     with pytest.raises(KVRoomError, match=r"its drafts 70\.0 and work space"):
         plan_memory(LLAMA, A100, 100_000, None, DraftMemory(part_bytes=7 * 10**10))
@@ -161,8 +166,7 @@ def test_an_arena_takes_what_the_plan_says() -> None:
     sizes = ModelSizes(0, shape.bytes_per_position(), 4, 2, 32, 64, 128, 100, 2)
     plan = plan_memory(sizes, GPUMemory(10**9, 8), 1000, 3)
     arena = KVArena(shape, plan.num_slots, plan.longest_job)
-    assert arena.buffer.nbytes == plan.num_slots * plan.slot_bytes
-    assert arena.capacity == plan.capacity
+    assert arena.buffer.nbytes == plan.num_slots * plan.needs[KEPT].per_slot
 
 
 @pytest.mark.parametrize("max_length", [1000, 4000, 20_000, 100_000])
@@ -199,7 +203,7 @@ def test_packed_weights_take_what_the_plan_counts_for_them(code: Code, bits: int
     sizes = sizes_of(config, packed + others, "bfloat16", (part,))
     assert sizes is not None
     assert sizes.weight_bytes == sum(product.weight.nbytes for product in weights.products) + 2 * others
-    assert one_slot(sizes, A100, 1000).weight_bytes == sizes.weight_bytes
+    assert one_slot(sizes, A100, 1000).needs[WEIGHTS] == (sizes.weight_bytes, 0)
     dequantized = sizes_of(config, packed + others, "float32", (part,))
     assert dequantized is not None
     assert dequantized.weight_bytes == 4 * (packed + others)
@@ -218,7 +222,7 @@ def test_what_rows_take_grows_with_what_a_row_holds() -> None:
     """Logits as decoded, drawn and sorted; activations in the model's dtype."""
 
     def row_bytes(sizes: ModelSizes) -> float:
-        return one_slot(sizes, A100, 1000).row_bytes / NUM_ROWS
+        return one_slot(sizes, A100, 1000).needs[ROWS].once / NUM_ROWS
 
     more_vocab, more_hidden = replace(LLAMA, vocab=LLAMA.vocab + 1), replace(LLAMA, hidden=LLAMA.hidden + 1)
     assert math.isclose(row_bytes(more_vocab) - row_bytes(LLAMA), 4 + 4 + 8 + 8 + 8 + 28)

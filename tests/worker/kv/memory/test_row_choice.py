@@ -5,7 +5,16 @@ from dataclasses import replace
 import pytest
 
 from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS, ROW_CHOICES, most_slots
-from swiftbatch.worker.kv.gpu_memory_plan import RunLoad, most_rows, most_together, one_slot, plan_pages, rows_that_pay
+from swiftbatch.worker.kv.gpu_memory_plan import (
+    ROWS,
+    SUMS,
+    RunLoad,
+    most_rows,
+    most_together,
+    one_slot,
+    plan_pages,
+    rows_that_pay,
+)
 from swiftbatch.worker.kv.model_sizes import ModelSizes
 from tests.worker.kv.memory.test_plan import A100, H100, LLAMA
 
@@ -38,10 +47,11 @@ def test_no_run_has_more_rows_than_its_gpu_takes_for_nothing() -> None:
 @pytest.mark.parametrize("sizes", [LLAMA, replace(LLAMA, vocab=32_000)])
 def test_a_plan_counts_the_buffers_of_all_rows_and_what_draws_keep_of_more_jobs(sizes: ModelSizes) -> None:
     plans = [one_slot(sizes, A100.with_rows(num_rows), 1000) for num_rows in ROW_CHOICES]
-    assert [plan.row_bytes - plans[0].row_bytes * num // 64 for plan, num in zip(plans, ROW_CHOICES, strict=True)] == [
+    taken = [plan.needs[ROWS].once for plan in plans]
+    assert [each - taken[0] * num // 64 for each, num in zip(taken, ROW_CHOICES, strict=True)] == [
         (most_slots(num) - MOST_SLOTS) * sizes.vocab * 12 for num in ROW_CHOICES
     ]
-    assert len({plan.scratch_bytes // 10**6 for plan in plans}) <= 2  # half as many splits for twice as many rows
+    assert len({plan.needs[SUMS].once // 10**6 for plan in plans}) <= 2  # half as many splits for twice as many rows
 
 
 def test_more_rows_have_pages_for_more_jobs_at_a_time() -> None:
