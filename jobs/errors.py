@@ -36,5 +36,9 @@ def line_code(error: Exception) -> LineCode:
     return error.code if isinstance(error, LineError) else "invalid_value"
 
 
+class GPUFailedError(UserError):
+    """A GPU that no longer computes: its process must end, and no job is to blame."""
+
+
 class ModelError(UserError):
     """A model that cannot be found, read or used."""

@@ -135,6 +135,9 @@ class EngineCounters:
         "Time that should pass between two token logs of a job, as `--checkpoint-seconds` says.",
         kind="gauge",
     )
+    num_out_of_memory: int = exported(
+        "out_of_memory_total", "Steps and starts of jobs that found the GPU's memory full, and put a job back."
+    )
     num_stale_attempt_rejections: int = exported(
         "stale_attempt_rejections_total", "Results that were not written, since a newer attempt had the job."
     )
@@ -233,8 +236,8 @@ def _sum(one: Any, other: Any) -> Any:
 
 MEMORY_FULL = "memory_full"  # preemption reason of a worker without memory for all caches
 PREEMPTION_REASONS = (
-    *("attempt_failed", "cluster_lost", "driver_stopped", MEMORY_FULL, "migrated", "node_drained", "node_lost"),
-    *("store_failed", "worker_died", "worker_error", "worker_out_of_memory", "worker_silent"),
+    *("attempt_failed", "cluster_lost", "driver_stopped", "gpu_failed", MEMORY_FULL, "migrated", "node_drained"),
+    *("node_lost", "store_failed", "worker_died", "worker_error", "worker_out_of_memory", "worker_silent"),
     *("worker_terminated", "worker_unreachable"),
 )
 

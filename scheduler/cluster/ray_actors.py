@@ -8,7 +8,7 @@ import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swiftbatch.jobs.errors import ModelError
+from swiftbatch.jobs.errors import GPUFailedError, ModelError
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.cluster import worker_code
 from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo, WorkerSpec
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 STORE_FAILED = "store_failed"  # no access to the run folder
 OTHER_MODEL = "other_model"  # another model than the run's
+GPU_FAILED = "gpu_failed"  # its GPU no longer computes; no job is to blame
 NODE_LOST = "node_lost"  # its node is gone, or cut off for too long
 NODE_DRAINED = "node_drained"
 TORCH_OUT_OF_MEMORY = "OutOfMemoryError"  # a GPU's; by name, so that the driver need not import torch
@@ -110,6 +111,8 @@ def _explain_cause(cause: Exception) -> tuple[str, str]:
         return OTHER_CODE, str(cause)
     if isinstance(cause, OtherModelError):
         return OTHER_MODEL, str(cause)
+    if isinstance(cause, GPUFailedError):
+        return GPU_FAILED, str(cause)
     if isinstance(cause, ModelError):
         return "model_refused", str(cause)
     if isinstance(cause, StoreError):

@@ -15,6 +15,7 @@ from swiftbatch.worker.kv.kv_capacity import HeldPositions, PoolSize
 if TYPE_CHECKING:
     from swiftbatch.worker.session.session import WorkerSession
 
+ALLOCATOR_SETTINGS = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # the latter is the older name
 SESSION_FACTORY = "swiftbatch.worker.session.session:WorkerSession"
 
 
@@ -49,6 +50,8 @@ def start_session(worker_id: str, spec: WorkerSpec) -> tuple[WorkerSession, Work
     """Load the model in this process, which is an actor of Ray and drains at SIGTERM and SIGINT."""
     import ray
 
+    if not ALLOCATOR_SETTINGS & os.environ.keys():  # torch reads them at its import
+        os.environ[min(ALLOCATOR_SETTINGS)] = "expandable_segments:True"
     module, _, name = spec.session_factory.partition(":")
     factory = getattr(importlib.import_module(module), name)
     session: WorkerSession = factory(spec.config, spec.run_uri, worker_id, spec.metrics_host)

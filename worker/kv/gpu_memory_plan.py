@@ -32,6 +32,7 @@ FLOAT_BYTES = 4
 DECODED_BYTES = 4  # for logits from which nothing is drawn in place
 SAMPLING_SLOT_BYTES = 12  # two counts and a bias per token and job
 GRAPH_RESERVE = 400_000_000  # an estimate of graphs, cuBLAS workspaces, sampling state and rounding
+SLACK = 0.015  # share of the free memory for what no plan counts, such as float64 log-probabilities and copies of pages
 
 
 PROGRAMS_PER_MULTIPROCESSOR = 4  # attention runs two waves of two, limited by shared memory
@@ -172,7 +173,7 @@ class MemoryPlan:
             ("drafts", self.drafts.part_bytes + self.num_slots * self.drafts.slot_bytes),
             ("scratch of attention", self.scratch_bytes + self.num_slots * self.slot_scratch_bytes),
             ("activations and logits", self.row_bytes),
-            ("graphs and workspaces", self.reserve_bytes),
+            ("graphs, workspaces and slack", self.reserve_bytes),
             ("in all", self.used_bytes),
             ("free before", self.free_bytes),
         ]
@@ -233,6 +234,7 @@ def one_slot(sizes: ModelSizes, gpu: GPUMemory, longest_job: int, drafts: DraftM
         scratch_bytes=gpu.scratch_bytes(sizes),
         row_bytes=_row_bytes(sizes, gpu.num_rows) + _sampling_bytes(sizes, gpu.num_rows),
         slot_scratch_bytes=gpu.slot_scratch_bytes(sizes),
+        reserve_bytes=GRAPH_RESERVE + int(SLACK * gpu.free_bytes),
     )
 
 

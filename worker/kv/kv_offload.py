@@ -254,10 +254,14 @@ class RingRows(SlotRows):
     @contextlib.contextmanager
     def restored(self, start: int, end: int) -> Iterator[None]:
         self._ring.settle()
-        with super().restored(start, end):
-            yield
-            self._streams.wait_for_copies()
-        self._ring.forget(self.slot, start)
+        try:
+            with super().restored(start, end):
+                try:
+                    yield
+                finally:
+                    self._streams.wait_for_copies()
+        finally:
+            self._ring.forget(self.slot, start)
 
     def clear(self) -> None:
         self._streams.wait_for_copies()
