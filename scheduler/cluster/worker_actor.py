@@ -15,7 +15,7 @@ from swiftbatch.worker.kv.kv_capacity import HeldPositions, PoolSize
 if TYPE_CHECKING:
     from swiftbatch.worker.session.session import WorkerSession
 
-ALLOCATOR_SETTINGS = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # the latter is the older name
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the older name
 SESSION_FACTORY = "swiftbatch.worker.session.session:WorkerSession"
 
 
@@ -46,12 +46,17 @@ class WorkerInfo:
     held_positions: HeldPositions | None = None  # positions held per job if layers forget some; None for all
 
 
+def prefer_expandable_segments() -> None:
+    """Let a GPU's memory not fragment, unless the user has set torch's allocator; torch must not be imported yet."""
+    if not any(name in os.environ for name in ALLOCATOR_SETTINGS):
+        os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
+
+
 def start_session(worker_id: str, spec: WorkerSpec) -> tuple[WorkerSession, WorkerInfo]:
     """Load the model in this process, which is an actor of Ray and drains at SIGTERM and SIGINT."""
     import ray
 
-    if not ALLOCATOR_SETTINGS & os.environ.keys():  # torch reads them at its import
-        os.environ[min(ALLOCATOR_SETTINGS)] = "expandable_segments:True"
+    prefer_expandable_segments()
     module, _, name = spec.session_factory.partition(":")
     factory = getattr(importlib.import_module(module), name)
     session: WorkerSession = factory(spec.config, spec.run_uri, worker_id, spec.metrics_host)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,14 @@ from bench.sizing import MODELS, gpu_memory
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
 from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS
 from swiftbatch.worker.kv.cache_rows import CacheShape
-from swiftbatch.worker.kv.gpu_memory_plan import HOST_SHARE, DraftMemory, plan_offload, slot_capacity
+from swiftbatch.worker.kv.gpu_memory_plan import (
+    GRAPH_RESERVE,
+    HOST_SHARE,
+    SLACK,
+    DraftMemory,
+    plan_offload,
+    slot_capacity,
+)
 from swiftbatch.worker.kv.host_copies import HostStream
 from swiftbatch.worker.kv.kv_capacity import KVRoomError
 from swiftbatch.worker.kv.kv_offload import OffloadedArena, Streams
@@ -32,7 +40,8 @@ def test_a_slot_takes_two_of_all_layers_on_the_gpu_and_as_many_fit_as_do() -> No
     plan = plan_offload(LLAMA, A100, 100_000, 10**13)
     assert plan.slot_bytes == SLOT * 2 // 32
     assert plan.num_slots == MOST_SLOTS
-    tight = replace(A100, free_bytes=plan.weight_bytes + plan.work_bytes + 5 * plan.slot_bytes)
+    num_bytes = plan.weight_bytes + plan.scratch_bytes + plan.row_bytes + GRAPH_RESERVE + 5 * plan.slot_bytes
+    tight = replace(A100, free_bytes=math.ceil(num_bytes / (1 - SLACK)))
     assert plan_offload(LLAMA, tight, 100_000, 10**13).num_slots == 5
     drafting = plan_offload(LLAMA, tight, 100_000, 10**13, drafts=DraftMemory(slot_bytes=plan.slot_bytes))
     assert drafting.num_slots == 2
