@@ -263,8 +263,11 @@ class Engine:
         self, ready: list[Slot], trees: list[ConstrainedTree], outputs: StepOutputs, walks: list[Walk]
     ) -> list[tuple[Sequence, Verification]]:
         results, kind = [], self.drafter.draft_kind
-        given = zip(ready, trees, outputs.logits, walks, strict=False)
-        logprobs = [self._logprobs(*each) for each in given]  # the GPU may run out of memory here, so it comes first
+        logprobs = {  # computed before anything changes, because they may find no memory
+            number: self._logprobs(slot, trees[number], outputs.logits[number], walks[number])
+            for number, slot in enumerate(ready)
+            if slot.sequence.logprobs is not None
+        }
         with self._committing(), self.target.moving_together():
             for number, (slot, tree, walk) in enumerate(zip(ready, trees, walks, strict=True)):
                 try:
@@ -286,10 +289,7 @@ class Engine:
             yield
         self.is_torn = False
 
-    def _logprobs(self, slot: Slot, given: ConstrainedTree, logits: torch.Tensor, walk: Walk) -> TokenLogprobs | None:
-        """Return the log-probabilities of a walk's tokens if the sequence asks for them."""
-        if slot.sequence.logprobs is None:
-            return None
+    def _logprobs(self, slot: Slot, given: ConstrainedTree, logits: torch.Tensor, walk: Walk) -> TokenLogprobs:
         mode, mask = self._logprobs_mode, given.masks.words if given.masks else None
         return self._batch_sampler.logprobs(slot.sampler, given.tree, logits, walk, mode, mask)
 
