@@ -135,6 +135,9 @@ class EngineCounters:
         "Time that should pass between two token logs of a job, as `--checkpoint-seconds` says.",
         kind="gauge",
     )
+    num_out_of_memory: int = exported(
+        "out_of_memory_total", "Steps and starts of jobs that found the GPU's memory full, and put a job back."
+    )
     num_stale_attempt_rejections: int = exported(
         "stale_attempt_rejections_total", "Results that were not written, since a newer attempt had the job."
     )

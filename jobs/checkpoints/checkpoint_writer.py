@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -26,6 +27,8 @@ from swiftbatch.jobs.checkpoints.kv_segments import LayerStates, Segment, State
 from swiftbatch.jobs.checkpoints.logprob_files import WrittenSpans
 from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenIds, TokenLog, WorkerLogs
 from swiftbatch.jobs.logprobs import TokenLogprobs
+
+logger = logging.getLogger(__name__)
 
 CHECKPOINT_TOKENS = 1024  # positions between two states of a job: the default of --checkpoint-tokens
 CHECKPOINT_SECONDS = 5.0  # seconds between two token logs
@@ -104,6 +107,10 @@ class PendingCheckpoint:
     def _may_write_states(self) -> bool:
         """Return whether the written segments reach as far as the pending layer states."""
         return self.layer_states is not None and self.layer_states.num_positions <= self.num_written_positions
+
+    def drop_pending_state(self) -> None:
+        self.token_ids = self.token_ids[: self.num_written_positions]
+        self.drafter_state, self.layer_states = {}, None
 
     def rewind(self, log: TokenLog, num_positions: int, logprobs: TokenLogprobs | None = None) -> None:
         """Drop the state from `num_positions` on; the log is written before the manifest."""
@@ -409,13 +416,18 @@ class CheckpointWriter:
         while (file := self._next_file()) is not None:
             kind, write = file
             started = time.perf_counter()
-            failure = None
+            failure: Exception | None = None
             try:
                 num_bytes = write(self._checkpoints)
                 self._on_written(kind, num_bytes, time.perf_counter() - started)
             except Exception as error:  # any error must reach the engine's thread, see `check`
                 failure = error
             with self._changed:
+                if kind == "state" and isinstance(failure, MemoryError):  # the job's next state may find room
+                    logger.warning("no memory for a copy of the state of job %s: %s", self._writing, failure)
+                    failure = None
+                    if job := self._jobs.get(self._writing or ""):
+                        job.drop_pending_state()
                 self._writing, self._failure = None, failure
                 self._changed.notify_all()
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 STORE_FAILED = "store_failed"  # no access to the run folder
 OTHER_MODEL = "other_model"  # another model than the run's
+GPU_FAILED = "gpu_failed"  # its GPU no longer computes; no job is to blame
 NODE_LOST = "node_lost"  # its node is gone, or cut off for too long
 NODE_DRAINED = "node_drained"
 TORCH_OUT_OF_MEMORY = "OutOfMemoryError"  # a GPU's; by name, so that the driver need not import torch
@@ -112,6 +113,8 @@ def _explain_cause(cause: Exception) -> tuple[str, str]:
         return OTHER_CODE, str(cause)
     if isinstance(cause, OtherModelError):
         return OTHER_MODEL, str(cause)
+    if isinstance(cause, GPUFailedError):
+        return GPU_FAILED, str(cause)
     if isinstance(cause, ModelError):
         return "model_refused", str(cause)
     if isinstance(cause, GPUFailedError):

@@ -17,6 +17,7 @@ from swiftbatch.worker.kv.kv_capacity import HeldPositions, PoolSize
 if TYPE_CHECKING:
     from swiftbatch.worker.session.session import WorkerSession
 
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the older name
 SESSION_FACTORY = "swiftbatch.worker.session.session:WorkerSession"
 
 
@@ -55,6 +56,12 @@ class RefusedGPU:
     gpu: str
 
 
+def prefer_expandable_segments() -> None:
+    """Let a GPU's memory not fragment, unless the user has set torch's allocator; torch must not be imported yet."""
+    if not any(name in os.environ for name in ALLOCATOR_SETTINGS):
+        os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
+
+
 def start_session(
     worker_id: str, spec: WorkerSpec, failed_gpus: frozenset[str]
 ) -> tuple[WorkerSession | None, WorkerInfo | RefusedGPU]:
@@ -67,6 +74,7 @@ def start_session(
     gpu = None if spec.config.device == "cpu" else own_gpu_uuid()
     if gpu is not None and gpu in failed_gpus:
         return None, RefusedGPU(gpu)
+    prefer_expandable_segments()
     module, _, name = spec.session_factory.partition(":")
     factory = getattr(importlib.import_module(module), name)
     try:

@@ -35,7 +35,7 @@ from swiftbatch.worker.replay.replay import Replay
 from swiftbatch.worker.replay.scoring import Scorer
 from swiftbatch.worker.sampling.sequence import Sequence as TokenSequence
 from swiftbatch.worker.sampling.token_masks import ConstraintError
-from swiftbatch.worker.session.session import loaded_target, located_model
+from swiftbatch.worker.session.run_model import loaded_target, located_model
 from swiftbatch.worker.text.tokenizer import TextCodec
 
 SPAN = 256  # tokens

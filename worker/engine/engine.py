@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 
 import torch
 
+from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.run.run_records import LogprobsMode
 from swiftbatch.metrics.counters import EngineCounters, timed
 from swiftbatch.worker.constraints.constrained_tree import NOTHING_LEFT, ConstrainedTree, Constraints
@@ -99,6 +102,7 @@ class Engine:
         self._prefiller = Prefiller(target, drafter, self._batch_sampler, self.sharing, self.counters)
         self._plain = PlainRuns(target, self.counters)
         self._slots: dict[str, Slot] = {}
+        self.is_torn = False  # True: a step failed while it changed sequences and caches, so none may follow
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -152,8 +156,14 @@ class Engine:
 
     def stop(self, sequence: Sequence) -> None:
         if sequence.error is None:
-            self.sharing.keep(self._slots[sequence.sequence_id])
+            with contextlib.suppress(torch.OutOfMemoryError):  # other jobs can read the prefix again
+                self.sharing.keep(self._slots[sequence.sequence_id])
         self._drop(sequence)
+
+    def discard(self, sequence_id: str) -> None:
+        """Forget a sequence whose start may have failed."""
+        if slot := self._slots.get(sequence_id):
+            self._drop(slot.sequence)
 
     def replace(self, again: Sequence) -> None:
         """Replace a sequence by one of the same id, rewound or with another output."""
@@ -168,7 +178,8 @@ class Engine:
     def step(self) -> list[tuple[Sequence, Verification]]:
         """Advance every unfinished sequence; return those that received tokens.
 
-        Afterwards a finished sequence has a `finish_reason` and a failed one an `error`; call `stop` for both.
+        Afterwards a finished sequence has a `finish_reason` and a failed one an `error`; call `stop` for both. A step
+        that raised torch.OutOfMemoryError may be taken again with the same result, unless the engine `is_torn`.
         """
         unfinished = [slot for slot in self._slots.values() if slot.sequence.finish_reason is None]
         unread = [slot for slot in unfinished if slot.num_to_prefill]
@@ -240,7 +251,7 @@ class Engine:
 
     def _extended(self, slot: Slot, walk: Walk) -> Verification:
         row_token_ids = [slot.sequence.last_token_id]
-        with timed(self.counters.step_seconds, "commit"):
+        with self._committing():
             drawn = slot.up_to_its_end(walk).drawn
             slot.cache.advance(len(drawn))
             slot.sequence.extend(drawn)
@@ -252,16 +263,35 @@ class Engine:
         self, ready: list[Slot], trees: list[ConstrainedTree], outputs: StepOutputs, walks: list[Walk]
     ) -> list[tuple[Sequence, Verification]]:
         results, kind = [], self.drafter.draft_kind
-        with timed(self.counters.step_seconds, "commit"), self.target.moving_together():
+        logprobs = {  # computed before anything changes, because they may find no memory
+            number: self._logprobs(slot, trees[number], outputs.logits[number], walks[number])
+            for number, slot in enumerate(ready)
+            if slot.sequence.logprobs is not None
+        }
+        with self._committing(), self.target.moving_together():
             for number, (slot, tree, walk) in enumerate(zip(ready, trees, walks, strict=True)):
                 try:
                     walked = slot.up_to_its_end(walk)
-                    results.append((slot.sequence, self._taken(slot, tree, outputs, number, walked, kind)))
+                    taken = self._taken(slot, tree, outputs, number, walked, kind)
+                    if slot.sequence.logprobs is not None:
+                        slot.sequence.logprobs.extend(logprobs[number].part(0, len(walked.drawn)))
+                    results.append((slot.sequence, taken))
                 except (NotFiniteError, ConstraintError) as error:  # this sequence's fault alone
                     slot.sequence.finish_reason, slot.sequence.error = ERROR, str(error)
                     slot.sequence.error_code = NOT_FINITE if isinstance(error, NotFiniteError) else NOTHING_LEFT
             self._count(results, kind)
         return results
+
+    @contextlib.contextmanager
+    def _committing(self) -> Iterator[None]:
+        self.is_torn = True
+        with timed(self.counters.step_seconds, "commit"):
+            yield
+        self.is_torn = False
+
+    def _logprobs(self, slot: Slot, given: ConstrainedTree, logits: torch.Tensor, walk: Walk) -> TokenLogprobs:
+        mode, mask = self._logprobs_mode, given.masks.words if given.masks else None
+        return self._batch_sampler.logprobs(slot.sampler, given.tree, logits, walk, mode, mask)
 
     def _taken(
         self, slot: Slot, given: ConstrainedTree, outputs: StepOutputs, number: int, walk: Walk, draft_kind: str
@@ -274,10 +304,6 @@ class Engine:
         if walk.failed_row is not None:
             given.check_alive(walk.failed_row, len(sequence) + len(walk.drawn))
             check_finite(outputs.logits[number][walk.failed_row], len(sequence) + len(walk.drawn))
-        if sequence.logprobs is not None:
-            mode, mask = self._logprobs_mode, given.masks.words if given.masks else None
-            found = self._batch_sampler.logprobs(slot.sampler, tree, outputs.logits[number], walk, mode, mask)
-            sequence.logprobs.extend(found)
         path, drawn, _, candidates = walk
         row_token_ids = [sequence.last_token_id, *tree.token_ids]
         slot.cache.commit(path)

@@ -9,6 +9,7 @@ from swiftbatch.jobs.logprobs import PromptLogprobs, TokenLogprobs
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.forward.forward_interface import MOST_READ
 from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.forward.tile_packing import max_tree_depth, tree_rows
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
 from swiftbatch.worker.sampling.draft_tree import DraftTree, Walk
@@ -44,9 +45,15 @@ class KnownScores:
         while cache.length < num_given - 1:
             self._target.read(cache, known[cache.length : min(cache.length + MOST_READ, num_given - 1)])
         while not self.are_complete:
-            start = cache.length
-            _, logits = self._target.read_with_logits(cache, known[start:-1])
-            self.take(start, logits)
+            self.read_tile(cache, known[cache.length : -1])
+
+    def read_tile(self, cache: FullKVCache, token_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read known tokens up to a boundary, and score those behind them; return final hidden states and logits."""
+        num_rows = min(len(token_ids), 1 + max_tree_depth(cache.length))
+        outputs = self._target.verify([tree_rows(cache, token_ids[0], DraftTree.chain(token_ids[1:num_rows]))])
+        self.take(cache.length, outputs.logits.together)
+        cache.commit(list(range(num_rows - 1)))  # last, so that a tile without memory for its scores is read again
+        return outputs.hidden.together, outputs.logits.together
 
     def take(self, first: int, logits: torch.Tensor) -> None:
         """Score the tokens that follow rows of `logits [num_rows, vocab]`, the first one at position `first`."""
@@ -55,7 +62,8 @@ class KnownScores:
             start = len(self._sequence)
             taken = self._token_ids[start : start + len(rows)]
             tree, walk = DraftTree.chain(taken[:-1]), Walk(list(range(len(taken) - 1)), taken)
-            self._parts.append(self._batch_sampler.logprobs(self._sampler, tree, rows, walk, "raw_logprobs"))
             own = rows.gather(1, torch.tensor(taken, device=rows.device)[:, None])
-            self._ranks.append((rows >= own).sum(1).cpu().numpy())  # as vLLM counts them: 1 for the likeliest
+            ranks = (rows >= own).sum(1).cpu().numpy()  # as vLLM counts them: 1 for the likeliest
+            self._parts.append(self._batch_sampler.logprobs(self._sampler, tree, rows, walk, "raw_logprobs"))
+            self._ranks.append(ranks)
             self._sequence.extend(taken)

@@ -370,8 +370,7 @@ def prefill_tile(
     if scores is None:
         hidden = target.read(cache, tile)
     else:
-        hidden, logits = target.read_with_logits(cache, tile)
-        scores.take(start, logits)
+        hidden, logits = scores.read_tile(cache, tile)
     learners = [drafter for drafter in drafters if drafter.needs_top_k]
     if learners:
         positions = np.arange(start, cache.length)

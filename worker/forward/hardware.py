@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import importlib.metadata
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swiftbatch.jobs.errors import ModelError
+from swiftbatch.jobs.errors import GPUFailedError, ModelError, UserError
 from swiftbatch.worker.kernels.native_library import cpu_flags
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ LIBRARY_SETTINGS = (  # variables that change bits of torch's products on a CPU;
     *("MKL_CBWR", "MKL_DISABLE_FAST_MM", "MKL_DYNAMIC", "MKL_ENABLE_INSTRUCTIONS"),
     *("TORCH_LINEAR_FLATTEN_3D", "TORCH_MKLDNN_MATMUL_MIN_DIM", "TORCH_MKLDNN_MATMUL_MIN_SIZE"),
 )
+GPU_ERRORS = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]", "CUBLAS_STATUS", "CUDNN_STATUS", "cuDNN error")
+FULL_ERRORS = ("out of memory", "ALLOC_FAILED")  # among them, those of full memory, which break nothing
 PROBED_SHAPES = ((1, 512, 1024), (16, 512, 1024), (16, 2048, 512), (16, 576, 1536))  # rows, depth, columns
 
 
@@ -50,6 +54,23 @@ def resolve_device(device: str) -> torch.device:
             f"device cuda: no CUDA device is visible to torch {torch.__version__} ({build}); use --device cpu"
         )
     return torch.device("cuda" if device != "cpu" and available else "cpu")
+
+
+@contextlib.contextmanager
+def gpu_failures() -> Iterator[None]:
+    """Raise a GPU's errors as GPUFailedError, or as torch.OutOfMemoryError if its memory is full."""
+    try:
+        yield
+    except RuntimeError as error:
+        import torch
+
+        text = str(error)
+        is_of_gpu = isinstance(error, torch.AcceleratorError) or any(mark in text for mark in GPU_ERRORS)
+        if not is_of_gpu or isinstance(error, (UserError, torch.OutOfMemoryError)):
+            raise
+        if any(mark in text for mark in FULL_ERRORS):
+            raise torch.OutOfMemoryError(text) from error
+        raise GPUFailedError(f"the GPU failed: {text.splitlines()[0]}") from error
 
 
 def cpu_capability() -> str:

@@ -18,7 +18,7 @@ from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.forward.forward_interface import Forwards
 from swiftbatch.worker.forward.hardware import resolve_device
 from swiftbatch.worker.forward.native_forwards import NativeForwards
-from swiftbatch.worker.forward.tile_packing import SequenceRows, max_tree_depth, tree_rows
+from swiftbatch.worker.forward.tile_packing import SequenceRows, tree_rows
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, decoder_weights
 from swiftbatch.worker.kernels.gpu_kernel_choice import (
     DEFAULT_KERNELS,
@@ -275,13 +275,6 @@ class TargetModel:
     @torch.inference_mode()
     def read(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:
         return self.forwards.read(cache, token_ids)
-
-    def read_with_logits(self, cache: FullKVCache, token_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read known tokens up to a boundary; return their final hidden states and their logits."""
-        num_rows = min(len(token_ids), 1 + max_tree_depth(cache.length))
-        outputs = self.verify([tree_rows(cache, token_ids[0], DraftTree.chain(token_ids[1:num_rows]))])
-        cache.commit(list(range(num_rows - 1)))
-        return outputs.hidden.together, outputs.logits.together
 
     @torch.inference_mode()
     def check(self, groups: list[SparseRows]) -> StepOutputs:

@@ -252,9 +252,11 @@ class CacheRows:
         """Restore the rows of these entries on exit."""
         again = [rows for _, rows in self.parts(start, end)]
         before = [rows.clone() for rows in again]
-        yield
-        for rows, kept in zip(again, before, strict=True):
-            rows.copy_(kept)
+        try:
+            yield
+        finally:
+            for rows, kept in zip(again, before, strict=True):
+                rows.copy_(kept)
 
     def clear(self) -> None:
         self.buffer.zero_()

@@ -343,11 +343,11 @@ class FullKVCache:
         try:
             behind = [own.rows.share(other.rows, start, end) for own, other in pairs]
             self.reserve(end)
-        except PagesError:
+            for (own, other), first in zip(pairs, behind, strict=True):
+                own.rows.copy(other.rows, first, end)
+        except (PagesError, torch.OutOfMemoryError):
             self.roll_back(start)
             raise
-        for (own, other), first in zip(pairs, behind, strict=True):
-            own.rows.copy(other.rows, first, end)
         self.length = end
 
     @property

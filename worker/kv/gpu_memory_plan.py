@@ -31,6 +31,7 @@ FLOAT_BYTES = 4
 DECODED_BYTES = 4  # for logits from which nothing is drawn in place
 SAMPLING_SLOT_BYTES = 12  # two counts and a bias per token and job
 GRAPH_RESERVE = 400_000_000  # an estimate of graphs, cuBLAS workspaces, sampling state and rounding
+SLACK = 0.015  # share of the free memory for what no plan counts, such as float64 log-probabilities and copies of pages
 
 
 PROGRAMS_PER_MULTIPROCESSOR = 4  # attention runs two waves of two, limited by shared memory
@@ -123,7 +124,7 @@ class Need(NamedTuple):
 
 
 WEIGHTS, KEPT, DRAFTS = "weights", "keys, values and states", "drafts"
-WORK = SUMS, ROWS, GRAPHS = "partial sums of attention", "activations and logits", "graphs and workspaces"
+WORK = SUMS, ROWS, GRAPHS = "partial sums of attention", "activations and logits", "graphs, workspaces and slack"
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,7 @@ def one_slot(sizes: ModelSizes, gpu: GPUMemory, longest_job: int, drafts: DraftM
         DRAFTS: Need(drafts.part_bytes, drafts.slot_bytes),
         SUMS: Need(gpu.scratch_bytes(sizes), gpu.slot_scratch_bytes(sizes)),
         ROWS: Need(_row_bytes(sizes, gpu.num_rows) + _sampling_bytes(sizes, gpu.num_rows)),
-        GRAPHS: Need(GRAPH_RESERVE),
+        GRAPHS: Need(GRAPH_RESERVE + int(SLACK * gpu.free_bytes)),
     }
     return MemoryPlan(longest_job, 1, gpu.free_bytes, needs, drafts.has_engine)
 

@@ -293,9 +293,8 @@ class PagedRows(SlotRows):
         self.pages.extend(pages)
         if len(pages) == 1:
             self.page_table.numbers[known].fill_(pages[0])  # waits for no copy
-        elif pages:
-            numbers = torch.tensor(pages, dtype=torch.int32, device=self.page_table.numbers.device)
-            self.page_table.numbers[known : len(self.pages)] = numbers
+        elif pages:  # copied without memory of the device, which may be full
+            self.page_table.numbers[known : len(self.pages)].copy_(torch.tensor(pages, dtype=torch.int32))
 
     def _place(self, entry: int) -> int:
         return self.pages[entry // self.page] * self.page + entry % self.page

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Collection
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.checkpoint_writer import CheckpointWriter
@@ -13,11 +19,27 @@ from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.drafters.catalogue import engine_entry
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.stopping import rewind_distance
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.session.running_job import RunningJob
 
 MAX_SEGMENT_BYTES = 1 << 26  # limits a segment's memory
 REPLAYED_SHARE = 1 / 16  # at most this share of an old job's positions is read again after a lost worker
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _CopiedCache:
+    """A cache as the writer's `KVSource`."""
+
+    cache: FullKVCache
+
+    def kv(self, start: int, end: int) -> NDArray[Any]:
+        try:
+            return self.cache.kv(start, end)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
 
 
 class Checkpointing:
@@ -36,7 +58,7 @@ class Checkpointing:
         segments = job.recovery.segments if job.recovery else ()
         num_rewinds = len(job.sequence.rewinds)
         self._writer.open(
-            *(job.job_id, job.assignment.attempt, self._config.engine, job.cache, segments, num_rewinds),
+            *(job.job_id, job.assignment.attempt, self._config.engine, _CopiedCache(job.cache), segments, num_rewinds),
             num_logprobs=job.sequence.num_generated_tokens,
             start=job.start,
             is_begun=job.recovery is not None,
@@ -129,8 +151,13 @@ class Checkpointing:
 
     def _put_state(self, job: RunningJob, is_released: bool = False) -> None:
         token_ids = job.sequence.token_ids[: job.cache.length]
-        layers = job.cache.states() if self._are_states_due(job, is_released) else None
-        self._writer.put_state(job.job_id, token_ids, self._drafter.state(job.sequence), layers)
+        try:
+            layers = job.cache.states() if self._are_states_due(job, is_released) else None
+            drafter = self._drafter.state(job.sequence)
+        except torch.OutOfMemoryError as error:  # the token log is enough to go on; a later state may find room
+            logger.warning("no memory for a copy of the state of job %s: %s", job.job_id, error)
+            return
+        self._writer.put_state(job.job_id, token_ids, drafter, layers)
 
     def _are_states_due(self, job: RunningJob, is_released: bool) -> bool:
         """Return whether recurrent states are due: not before they are at most as large as the rest of a checkpoint."""

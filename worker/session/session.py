@@ -8,7 +8,6 @@ import logging
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,17 +17,17 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.checkpoints.kv_segments import State
 from swiftbatch.jobs.checkpoints.token_log import PackedLogs, TokenLog, WorkerLogs
+from swiftbatch.jobs.errors import GPUFailedError
 from swiftbatch.jobs.job import unpacked
 from swiftbatch.jobs.logprobs import shown_logprobs, shown_prompt_logprobs
 from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.run_records import at_commit
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.metrics.counters import EngineCounters
 from swiftbatch.metrics.exporter import Labels, engine_families, registry_of, serve
 from swiftbatch.worker.config import EngineConfig
-from swiftbatch.worker.drafters.catalogue import create_drafter, slots_wanted
+from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.job_sequence import sequence_of
 from swiftbatch.worker.engine.known_scores import KnownScores
@@ -42,26 +41,25 @@ from swiftbatch.worker.engine.stopping import (
     rewound,
 )
 from swiftbatch.worker.exactness.doctor_verdicts import exactness_of
-from swiftbatch.worker.forward.hardware import resolve_device
+from swiftbatch.worker.forward.hardware import gpu_failures
 from swiftbatch.worker.forward.step_costs import step_costs_of
-from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.cache_room import CachedJob
-from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.kv.kv_capacity import TOO_LONG, PagesError, TooLongError, check_folder
-from swiftbatch.worker.model.digests import digests_of
-from swiftbatch.worker.model.model_files import ModelFiles, locate_model
+from swiftbatch.worker.sampling.draft_tree import Verification
 from swiftbatch.worker.sampling.sampler import NOT_FINITE
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.token_masks import CONSTRAINT_REFUSED, ConstraintError
 from swiftbatch.worker.session.checkpointing import Checkpointing, num_unwritten
 from swiftbatch.worker.session.result_writer import Sealing
 from swiftbatch.worker.session.resume import Resumer
+from swiftbatch.worker.session.run_model import loaded_target, located_model
 from swiftbatch.worker.session.running_job import RunningJob
 from swiftbatch.worker.session.work_messages import Assignment, Backlog, JobOutcome, Orders, OutcomeKind, WorkReport
 from swiftbatch.worker.text.tokenizer import TextCodec
 
 COUNTERS_SECONDS = 2.0  # a report without counters is cheaper
 CATCH_UP_SECONDS = 1.0  # longest wait for checkpoints at a time
+GPU_FULL = "the GPU's memory was full"
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +67,11 @@ logger = logging.getLogger(__name__)
 class WorkerSession:
     """The model on this machine, and the jobs that it runs.
 
-    `work` and `drain` raise StoreError when the store has failed for good.
+    `work` and `drain` raise StoreError when the store has failed for good. They and the constructor raise
+    GPUFailedError when the GPU has failed: its process must end.
     """
 
+    @gpu_failures()
     def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_host: str | None = None) -> None:
         torch.set_num_threads(config.num_threads)
         check_folder(config.kv_offload)
@@ -104,6 +104,7 @@ class WorkerSession:
                 registry_of(lambda: engine_families(counters, labels)), 0, host=metrics_host
             )
 
+    @gpu_failures()
     def work(self, orders: Orders, seconds: float) -> WorkReport:
         """Follow the orders, step all jobs for about `seconds`, and report."""
         self._checkpointing.check()
@@ -179,6 +180,7 @@ class WorkerSession:
         self._counted = now
         return copy.deepcopy(self.engine.counters)
 
+    @gpu_failures()
     def drain(self, seconds: float) -> WorkReport:
         """Checkpoint and hand back all jobs: token logs first, then as much state as `seconds` allow."""
         self._must_drain, self._report = True, WorkReport()
@@ -198,27 +200,35 @@ class WorkerSession:
         self._must_drain = True
 
     def _take_in(self, assignment: Assignment) -> None:
-        job_id = assignment.job_id
         try:
-            job = self._start(assignment)
-        except StoreError:
+            with gpu_failures():
+                job = self._start(assignment)
+        except (StoreError, GPUFailedError):
             raise
-        except TooLongError as error:  # too long for all workers that started with this one
-            outcome = JobOutcome("refused", job_id, reason=str(error), error_code=TOO_LONG)
-        except PagesError:  # other jobs have grown since their last report
-            outcome = JobOutcome("evicted", job_id, assignment.num_reported_tokens)
-            self._backlog.keep_to(len(self._running))
-        except ConstraintError as error:  # a driver of another version accepted these rules
-            outcome = JobOutcome("refused", job_id, reason=str(error), error_code=CONSTRAINT_REFUSED)
         except (ValueError, MemoryError, RuntimeError) as error:
-            logger.exception("job %s could not be started", job_id)
-            outcome = JobOutcome("failed", job_id, reason=f"{type(error).__name__}: {error}")
+            self._report.outcomes.append(self._not_started(assignment, error))
+            self.engine.discard(assignment.job_id)
         else:
-            self._running[job_id] = job
+            self._running[job.job_id] = job
             self._checkpointing.open(job)
             self.engine.counters.note_work(True)
-            return
-        self._report.outcomes.append(outcome)
+
+    def _not_started(self, assignment: Assignment, error: Exception) -> JobOutcome:
+        job_id = assignment.job_id
+        match error:
+            case TooLongError():  # too long for all workers that started with this one
+                return JobOutcome("refused", job_id, reason=str(error), error_code=TOO_LONG)
+            case ConstraintError():  # a driver of another version accepted these rules
+                return JobOutcome("refused", job_id, reason=str(error), error_code=CONSTRAINT_REFUSED)
+            case torch.OutOfMemoryError() if self._running:
+                self._note_full(error)
+                self._backlog.keep_to(len(self._running))
+                return JobOutcome("evicted", job_id, assignment.num_reported_tokens, GPU_FULL)
+            case PagesError():  # other jobs have grown since their last report
+                self._backlog.keep_to(len(self._running))
+                return JobOutcome("evicted", job_id, assignment.num_reported_tokens)
+        logger.error("job %s could not be started", job_id, exc_info=error)
+        return JobOutcome("failed", job_id, reason=f"{type(error).__name__}: {error}")
 
     def _start(self, assignment: Assignment) -> RunningJob:
         record, target, started = assignment.record, self.engine.target, time.monotonic()
@@ -265,8 +275,7 @@ class WorkerSession:
         if jobs and gc.collect():  # frees caches in reference cycles
             jobs = self._without_room()
         if jobs:
-            self._release("evicted", [job.job_id for job in jobs], self._config.grace_seconds)
-            self._backlog.keep_to(len(running))
+            self._evict(jobs)
         while not self._can_fit() and not self._must_drain:  # caches keep unwritten positions
             if self._checkpointing.catch_up(running, CATCH_UP_SECONDS):
                 break
@@ -277,8 +286,15 @@ class WorkerSession:
 
         Age counts from a job's first attempt on any worker, so two jobs cannot evict each other in turns.
         """
-        youngest = sorted(self._running.values(), key=lambda job: job.assignment.seniority, reverse=True)
+        youngest = self._youngest()
         return youngest[: self._room.num_without_room([job.cached for job in youngest])]
+
+    def _youngest(self) -> list[RunningJob]:
+        return sorted(self._running.values(), key=lambda job: job.assignment.seniority, reverse=True)
+
+    def _evict(self, jobs: Iterable[RunningJob], reason: str = "") -> None:
+        self._release("evicted", [job.job_id for job in jobs], self._config.grace_seconds, reason)
+        self._backlog.keep_to(len(self._running))
 
     def _can_fit(self) -> bool:
         return self._room.can_fit(self._cached())
@@ -292,7 +308,7 @@ class WorkerSession:
 
     def _step(self) -> None:
         num_jobs, num_before = len(self._running), self.engine.counters.num_steps
-        for sequence, verification in self.engine.step():
+        for sequence, verification in self._stepped():
             job = self._running[sequence.sequence_id]
             job.count(verification)
             if job.recovery is not None and not job.has_advanced:
@@ -300,6 +316,29 @@ class WorkerSession:
                 self._checkpoints.write_resume(job.job_id, job.assignment.attempt, job.resume_record())
             job.has_advanced = True
         self._report.count_steps(num_jobs, self.engine.counters.num_steps - num_before)
+
+    def _stepped(self) -> list[tuple[Sequence, Verification]]:
+        """Take a step; if the GPU's memory is full, put the youngest job back and take the step again.
+
+        Raises torch.OutOfMemoryError if memory is full again, or the step cannot be taken again.
+        """
+        try:
+            with gpu_failures():
+                return self.engine.step()
+        except torch.OutOfMemoryError as error:
+            if self.engine.is_torn:
+                raise
+            self._note_full(error)
+        # behind the handler, because the error's frames hold tensors
+        gc.collect()
+        torch.cuda.empty_cache()
+        if len(self._running) > 1:
+            self._evict(self._youngest()[:1], GPU_FULL)
+        return self.engine.step()
+
+    def _note_full(self, error: Exception) -> None:
+        self.engine.counters.num_out_of_memory += 1
+        logger.warning("%s: %s", GPU_FULL, error)
 
     def _rewind(self, job: RunningJob) -> None:
         """Drop the repetitions of the loop in which the job ended."""
@@ -357,12 +396,12 @@ class WorkerSession:
             prompt_logprobs=of_prompt,
         )
 
-    def _release(self, kind: OutcomeKind, job_ids: Iterable[str], seconds: float) -> None:
+    def _release(self, kind: OutcomeKind, job_ids: Iterable[str], seconds: float, reason: str = "") -> None:
         jobs = [self._running[job_id] for job_id in job_ids if job_id in self._running]
         if jobs:
             self._checkpointing.flush(jobs, seconds)
         self._drop(job.job_id for job in jobs)
-        self._report.outcomes += [job.outcome(kind) for job in jobs]
+        self._report.outcomes += [job.outcome(kind, reason) for job in jobs]
 
     def _drop(self, job_ids: Iterable[str]) -> None:
         for job_id in list(job_ids):
@@ -370,37 +409,3 @@ class WorkerSession:
                 self._checkpointing.close(job)
                 self.engine.stop(job.sequence)
         self.engine.counters.note_work(bool(self._running))
-
-
-def located_model(model: str, run: Run) -> ModelFiles:
-    """Find the files of a run's model.
-
-    Raises ModelError as `locate_model` does, OtherModelError if files differ from the run's.
-    """
-    expected = run.manifest.model_files
-    files = locate_model(at_commit(model, run.manifest.model_commit), expected)
-    files.refuse_other(expected)
-    return files
-
-
-def loaded_target(config: EngineConfig, files: ModelFiles, run: Run, textless_ids: tuple[int, ...]) -> TargetModel:
-    """Load the model. Raises OtherModelError if a file changed meanwhile, and errors as `TargetModel.load` does."""
-    computed = (config.dtype, config.device, config.kv_offload, _slots(config, files, run), config.cuda_kernels)
-    target = TargetModel.load(files, *computed, config.kv_dtype, textless_ids)
-    _refuse_changed_meanwhile(files)
-    return target
-
-
-def _slots(config: EngineConfig, files: ModelFiles, run: Run) -> SlotsWanted | None:
-    """Return the slots for the run's longest job on a GPU, or None on a CPU."""
-    longest_job = 0 if resolve_device(config.device).type == "cpu" else run.longest_job()
-    if not longest_job:
-        return None
-    wanted = slots_wanted(config.engine, files, config.dtype, longest_job, config.draft_model, config.engine_options)
-    return replace(wanted, num_unwritten=num_unwritten(config))
-
-
-def _refuse_changed_meanwhile(files: ModelFiles) -> None:
-    """Raise OtherModelError if a small file has changed since `files` was made."""
-    expected = {**files.digests.model, **files.digests.text}
-    replace(files, digests=digests_of(files.path, files.digests.model)).refuse_other(expected)

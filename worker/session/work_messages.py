@@ -105,7 +105,7 @@ class JobOutcome:
     kind: OutcomeKind
     job_id: str
     num_generated_tokens: int = 0  # counts recovered tokens
-    reason: str = ""  # one line for the user, if it failed or is refused
+    reason: str = ""  # one line for the user, if it failed, is refused, or was evicted from a GPU's full memory
     error_code: str = ""  # set for a refused job
 
 

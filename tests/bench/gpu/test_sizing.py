@@ -11,7 +11,7 @@ from bench.tables import tables
 from swiftbatch.worker.drafters.engine_options import TokenSwiftOptions
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS, SLOT_LENGTHS
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
-from swiftbatch.worker.kv.gpu_memory_plan import CAPACITY_BLOCK, GRAPH_RESERVE, WORK, one_slot
+from swiftbatch.worker.kv.gpu_memory_plan import CAPACITY_BLOCK, GRAPH_RESERVE, SLACK, WORK, one_slot
 from swiftbatch.worker.kv.host_copies import STAGING_BYTES
 from swiftbatch.worker.kv.sparse_cache import CHUNK_SIZE
 from tests.readme.command_lines import page, table
@@ -31,7 +31,7 @@ def test_the_page_has_the_tables_that_the_command_prints() -> None:
 def jobs_by_hand(weights: float, work: float, position_bytes: int) -> list[int]:
     """Return how many jobs of each length fit beside weights and work space in GB."""
     slots = [math.ceil((length + 127) / 64) * 64 * position_bytes / 1e9 for length in SLOT_LENGTHS]
-    return [int((84 - 0.6 - weights - work) / slot) for slot in slots]
+    return [int(((84 - 0.6) * (1 - SLACK) - weights - work) / slot) for slot in slots]
 
 
 def test_the_jobs_that_fit_are_those_that_follow_by_hand() -> None:
@@ -42,7 +42,7 @@ def test_the_jobs_that_fit_are_those_that_follow_by_hand() -> None:
     weights = layers * 4.5 / 8 / 1e9 + (70_553_706_496 - layers) * 2 / 1e9
     row = rows["Llama 3.1 70B", "int4, groups of 128"]
     assert float(row[2]) == round(weights, 1)
-    by_hand = [*jobs_by_hand(weights, 1.2, 327_680), *jobs_by_hand(weights, 1.2, 2 * 80 * 8 * 144)]
+    by_hand = [*jobs_by_hand(weights, 1.1, 327_680), *jobs_by_hand(weights, 1.1, 2 * 80 * 8 * 144)]
     assert [int(each) for each in row[3:]] == by_hand
     row = rows["Llama 3.1 8B", "bfloat16"]
     assert float(row[2]) == round(8.030 * 2, 1)
@@ -58,4 +58,5 @@ def test_the_words_around_it_are_those_of_the_code() -> None:
     assert f"whole blocks of {CAPACITY_BLOCK} positions" in PROSE
     assert f"{NUM_ROWS} rows of activations" in PROSE
     assert f"{GRAPH_RESERVE / 1e9:.1f} GB for graphs and workspaces" in PROSE
+    assert f"and {SLACK:.1%} of what is free as slack".replace("%", " %") in PROSE
     assert f"{TokenSwiftOptions().budget:,} entries and one for {CHUNK_SIZE} positions" in PROSE

@@ -138,15 +138,17 @@ def make_driver(
     slots: int = 1,
     attempts: int = 5,
     session: str = "CountingSession",
+    config: EngineConfig | None = None,
     counters: DriverCounters | None = None,
     grace: float = 20.0,
     may_take_over: bool = False,
     worker_timeout: float = 120.0,
     limits: Limits = NO_LIMITS,
 ) -> Driver:
-    spec = WorkerSpec(
-        EngineConfig(), run.store.uri, session_factory=f"{COUNTING}:{session}", log_folder=f"{run.store.uri}/logs"
-    )
+    """`session` is a class of the counting sessions' module, or "module:class"."""
+    factory = session if ":" in session else f"{COUNTING}:{session}"
+    logs = f"{run.store.uri}/logs"
+    spec = WorkerSpec(config or EngineConfig(), run.store.uri, session_factory=factory, log_folder=logs)
     hold, fleet = RunLease(run, may_take_over), Fleet(spec, cluster, worker_timeout)
     put_logs_in_place(run)
     tries = Attempts.read(run.store, hold.epoch.number)

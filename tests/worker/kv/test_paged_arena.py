@@ -9,7 +9,7 @@ import torch
 
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import KVRoomError, PoolSize
-from swiftbatch.worker.kv.slot_arena import KVArena
+from swiftbatch.worker.kv.slot_arena import KVArena, PagedRows
 from tests.worker.kv.cache_parts import shape, use_side_by_side, write
 
 LENGTH, PAGE, NUM_PAGES = 500, 64, 24
@@ -130,3 +130,21 @@ def test_what_comes_from_elsewhere_is_loaded_and_what_does_not_fit_refused(arena
     assert torch.equal(ours.stored_between(1, slice(50, 200))[1], theirs.stored(1)[1][:, 50:200])
     with pytest.raises(ValueError, match="expected"):
         ours.load(theirs.kv(0, 201))
+
+
+def test_a_copy_that_finds_no_memory_leaves_the_cache_and_its_pages_as_they_were(
+    arena: KVArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, cache = cache_of(arena, 200), cache_of(arena, 64)
+    num_free, held = arena.pool.num_free, list(arena.pool._num_holders)
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PagedRows, "copy", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.copy_from(source, 190)
+    assert (cache.length, arena.pool.num_free, arena.pool._num_holders) == (64, num_free, held)
+    cache.copy_from(source, 190)
+    assert (cache.kv(64, 190) == source.kv(64, 190)).all()

@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model import weight_files
 from swiftbatch.worker.model.digests import digests_of
-from swiftbatch.worker.model.model_files import OtherModelError
+from swiftbatch.worker.model.model_files import OtherModelError, locate_model
 from swiftbatch.worker.session import session as sessions
 from tests.worker.session.session_parts import claimed, digest, made_with, make_run, record, session, to_the_end
 
@@ -102,14 +103,14 @@ def test_weights_that_change_between_the_look_at_them_and_the_load_are_refused(
 def test_small_files_that_change_while_the_model_is_loaded_are_refused(
     name: str, run: Run, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = sessions.TargetModel.load
+    load = TargetModel.load
 
     def loaded(*args: object) -> object:
         target = load(*args)  # type: ignore[arg-type]
         CHANGES[name](model)
         return target
 
-    monkeypatch.setattr(sessions.TargetModel, "load", loaded)
+    monkeypatch.setattr(TargetModel, "load", loaded)
     with pytest.raises(OtherModelError, match=name):
         session(run, model)
 
@@ -135,7 +136,7 @@ def test_a_model_as_it_was_is_taken_again(run: Run, model: Path) -> None:
 
 
 def test_the_bytes_that_are_hashed_are_those_that_are_computed_with(model: Path) -> None:
-    files = sessions.locate_model(str(model))
+    files = locate_model(str(model))
     read = weight_files.read_tensors(files, torch.bfloat16, lambda weight: weight)
     stored = load_file(model / WEIGHTS)
     assert set(read) == set(stored)
@@ -146,7 +147,7 @@ def test_the_bytes_that_are_hashed_are_those_that_are_computed_with(model: Path)
 def test_a_file_that_is_cut_off_while_it_is_read_is_refused(
     cut: int, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = sessions.locate_model(str(model))
+    files = locate_model(str(model))
     layout = weight_files.stored_layout(str(model), model)
     monkeypatch.setattr(weight_files, "stored_layout", lambda *_: layout)  # a complete file had it a moment ago
     data = (model / WEIGHTS).read_bytes()
@@ -156,7 +157,7 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_refused(
 
 
 def test_a_file_with_something_behind_its_tensors_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = sessions.locate_model(str(model))
+    files = locate_model(str(model))
     layout = weight_files.stored_layout(str(model), model)
     monkeypatch.setattr(weight_files, "stored_layout", lambda *_: layout)
     with (model / WEIGHTS).open("ab") as file:

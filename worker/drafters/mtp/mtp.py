@@ -102,7 +102,7 @@ class MTPForwards:
         """Run some waiting rows of each track; store the candidates to follow the newest tokens."""
         parts = [(track, part) for track in tracks for part in track.next_rows(most)]
         for (track, part), found in zip(parts, self._rows.run([part for _, part in parts]), strict=True):
-            track.room.cache.advance(len(part))
+            track.know(len(part))
             if found:
                 track.root = found[0]
 

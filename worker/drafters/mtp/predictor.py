@@ -210,21 +210,25 @@ class MTPSequence:
         self.position = max(self.position, features.first)
 
     def next_rows(self, most: int) -> list[DraftRows]:
-        """Take the next waiting rows; their entries then count as known."""
+        """Return the next waiting rows; call `know` after their forward."""
         room, first = self.room, self.position
         room.cache.roll_back(self.num_known)
         self._make_room()
         end = first + min(self.num_waiting, most)
         room.cache.first_angle = first - self.num_known
         groups = known_rows(room.cache, room.sequence.token_ids[first + 1 : end + 1].tolist())
-        self.num_known += end - first
-        self.position = end
         parts = []
         for rows in groups:
             places = room.features.places(first, first + len(rows))
             first += len(rows)
             parts.append(DraftRows(room, rows, places, [[]] if first == len(room.sequence) - 1 else []))
         return parts
+
+    def know(self, num_rows: int) -> None:
+        """Note that the next waiting rows have entries."""
+        self.room.cache.advance(num_rows)
+        self.num_known += num_rows
+        self.position += num_rows
 
     def draft_anew(self) -> Candidates:
         """Begin a draft; return the candidates to follow the newest token, or no candidates if they are unknown."""

@@ -180,8 +180,11 @@ class CudaForwards:
         return arena.new_entries
 
     def queries(self, cache: FullKVCache, token_id: int) -> torch.Tensor:
-        self._send([tree_rows(cache, token_id, DraftTree())])
-        return self._tap.replay()
+        groups = [tree_rows(cache, token_id, DraftTree())]
+        self._send(groups)
+        queries = self._tap.replay()
+        self._note_states(groups)
+        return queries
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self._weights.embedding[token_ids]
@@ -207,6 +210,7 @@ class CudaForwards:
         """Return final hidden states, `[num_rows, hidden]`, valid until the next forward."""
         self._send(groups)
         self._graph.replay()
+        self._note_states(groups)
         num_rows = sum(len(group) for group in groups)
         if self.expert_counts is not None:
             self.expert_counts.look(num_rows)
@@ -226,9 +230,13 @@ class CudaForwards:
         if decoder.mixers is not None:
             rows = [StateRows(group, slot, cache.boundary) for (group, slot), cache in zip(placed, caches, strict=True)]
             decoder.mixers.layout.fill(buffer[decoder.layout.size :], rows)
-            for group, cache in zip(groups, caches, strict=True):
-                cast("SlotStates", cache.layer_states).fold_to(group.boundary)
         self._table.send()
+
+    def _note_states(self, groups: list[SequenceRows]) -> None:
+        """Note the states that the forward has stored; one that fails before its launch stores none."""
+        if self._decoder.mixers is not None:
+            for group in groups:
+                cast("SlotStates", group.cache.layer_states).fold_to(group.boundary)
 
 
 class CudaQueryTap:

@@ -263,8 +263,13 @@ class CudaBatchSampler:
         if not rows:
             return []
         counted = {each.counts.slot: each.counts for each in samplers if each.counts.slot}  # forks share a slot
-        news = {slot: counts.news(self._graphs.slots) for slot, counts in counted.items()}
-        tokens, ids, logprobs = self._drawn(rows, together(logits), news)
+        try:
+            news = {slot: counts.news(self._graphs.slots) for slot, counts in counted.items()}
+            tokens, ids, logprobs = self._drawn(rows, together(logits), news)
+        except torch.OutOfMemoryError:
+            for counts in counted.values():
+                counts.num_counted = None  # the news may be lost: the next draw counts anew
+            raise
         walks, start, drawn = list[Walk](), 0, tokens.tolist()
         ids = ids.astype(np.int64) if with_candidates else ids
         for tree in trees:

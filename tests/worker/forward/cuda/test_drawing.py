@@ -3,11 +3,12 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 import torch
 
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.sampling.batch_sampler import TorchBatchSampler
-from swiftbatch.worker.sampling.cuda.cuda_sampler import CudaBatchSampler
+from swiftbatch.worker.sampling.cuda.cuda_sampler import CudaBatchSampler, SampledRows
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.token_masks import allows, mask_of
@@ -97,3 +98,22 @@ def test_rows_with_filters_draw_as_elsewhere_and_their_counts_stay() -> None:
             sequence.extend(walk.drawn)
     graphs = (drawing._graphs._plain, drawing._graphs._filtered)
     assert [graph.num_replays for graph in graphs if isinstance(graph, CheckedGraph)] == [0, 4]
+
+
+def test_a_draw_that_finds_no_memory_counts_all_tokens_when_it_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawing = CudaBatchSampler(20, torch.device("cpu"), CheckedGraph)
+    sequence = Sequence("a", [1, 2, 3], PENALISED, 20)
+    logits = torch.zeros(1, 20)
+    logits[0, 7], logits[0, 8] = 1.0, 0.9
+    sampler = drawing.sampler(sequence)
+    sequence.extend(drawing.walks([sampler], [DraftTree()], [logits])[0].drawn)
+
+    def full(is_filtered: bool) -> SampledRows:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(drawing._graphs, "replay", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            drawing.walks([sampler], [DraftTree()], [logits])
+    assert sequence.output_ids.tolist() == [7]
+    assert drawing.walks([sampler], [DraftTree()], [logits])[0].drawn == [8]

@@ -68,7 +68,7 @@ def test_the_two_models_have_the_sizes_that_follow_from_their_configs() -> None:
 
 
 def test_four_slots_of_100k_take_what_they_take_by_hand() -> None:
-    """In GB: weights 16.1, keys and values 4 x 102,400 x 131,072 bytes = 53.7, drafts 4.7, the rest 1.0."""
+    """In GB: weights 16.1, keys and values 4 x 102,400 x 131,072 bytes = 53.7, drafts 4.7, slack 1.25, the rest 1.0."""
     drafts = DraftMemory(slot_bytes=partial_positions(BUDGET, LONGEST) * LLAMA.bytes_per_position)
     plan = plan_memory(LLAMA, A100, LONGEST, 4, drafts)
     taken = {purpose: (need.once + 4 * need.per_slot) / 1e9 for purpose, need in plan.needs.items()}
@@ -78,7 +78,7 @@ def test_four_slots_of_100k_take_what_they_take_by_hand() -> None:
     assert plan.needs[SUMS] == (54 * 64 * 32 * 129 * 4, 0)
     assert taken[SUMS] == pytest.approx(0.057, abs=0.001)
     assert taken[ROWS] == pytest.approx(64 * 128_256 * 60 / 1e9 + 0.009, abs=0.001)
-    assert plan.used_bytes / 1e9 == pytest.approx(75.4, abs=0.1)
+    assert plan.used_bytes / 1e9 == pytest.approx(76.7, abs=0.1)
     assert plan.used_bytes / 1e9 == pytest.approx(sum(taken.values()))
     assert plan_memory(LLAMA, A100, LONGEST, None, drafts).num_slots == 4
 
@@ -114,7 +114,7 @@ def test_a_job_that_has_no_room_is_refused_with_the_numbers_and_what_to_do() -> 
         plan_memory(QWEN, A100, 100_000)
     assert str(caught.value) == (
         "the longest job, 100,000 positions, has no room on the GPU: weights 65.5, its keys and values 26.3, its "
-        "drafts 0.0 and work space 1.1 need 92.9 GB, 83.4 GB are free; use fewer max_tokens, --kv-dtype fp8 or "
+        "drafts 0.0 and work space 2.3 need 94.1 GB, 83.4 GB are free; use fewer max_tokens, --kv-dtype fp8 or "
         "int8, or a GPU with more memory"
     )
 
@@ -131,8 +131,8 @@ def test_trained_parts_come_once_and_what_drafts_keep_with_every_slot() -> None:
     )
     assert parts.used_bytes - plain.used_bytes == 10**9
     assert kept.used_bytes - plain.used_bytes == 3 * 10**9
-    large = DraftMemory(part_bytes=4 * plain.bytes_per_slot)
-    assert plan_memory(LLAMA, A100, 100_000, None, large).num_slots == plain.num_fitting - 4
+    large = DraftMemory(part_bytes=3 * plain.bytes_per_slot)
+    assert plan_memory(LLAMA, A100, 100_000, None, large).num_slots == plain.num_fitting - 3
     with pytest.raises(KVRoomError, match=r"its drafts 70\.0 and work space"):
         plan_memory(LLAMA, A100, 100_000, None, DraftMemory(part_bytes=7 * 10**10))
 
@@ -148,10 +148,10 @@ def test_a_draft_model_comes_once_and_its_slots_with_every_slot_and_one_more() -
 
 def test_slots_that_do_not_all_fit_are_refused_with_the_number_that_does() -> None:
     with pytest.raises(
-        KVRoomError, match=r"^--slots 8: with jobs of 100,000 positions that needs .* use --slots 5, or"
+        KVRoomError, match=r"^--slots 8: with jobs of 100,000 positions that needs .* use --slots 4, or"
     ):
         plan_memory(LLAMA, A100, 100_000, 8)
-    assert plan_memory(LLAMA, A100, 100_000, 5).num_slots == 5
+    assert plan_memory(LLAMA, A100, 100_000, 4).num_slots == 4
 
 
 @pytest.mark.parametrize("max_length", [1, 64, 65, 1000, 100_000])
