@@ -10,6 +10,7 @@ import torch
 from swiftbatch.jobs.run.run_records import AttentionName, KVDtype
 from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards, OffloadedForwards
 from swiftbatch.worker.forward.forward_interface import Forwards
+from swiftbatch.worker.kernels.cuda.gemm_probe import refuse_uneven_products
 from swiftbatch.worker.kernels.cuda.stacked_weights import handed_over, stacked_weights
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.gpu_kernel_choice import CUBLAS_WORKSPACES, DEFAULT_KERNELS, CudaKernels, refuse_latent
@@ -123,7 +124,8 @@ def planned_forwards(
 ) -> CudaForwards | None:
     """Load a model as planned.
 
-    If `copies` are `Streams`, caches are on the host. Returns None if the kernels do not support the model.
+    If `copies` are `Streams`, caches are on the host. Returns None if the kernels do not support the model. Raises
+    ModelError if products on the GPU are not exact.
     """
     weights = dense_weights(files, dtype, device)
     if weights is None:
@@ -131,6 +133,8 @@ def planned_forwards(
     forgets = plan.windows is not None
     shape = cuda_cache_shape(weights, device, kv_dtype, forgets)  # reads layers that are handed over below
     stacked = stacked_weights(weights, device, handed_over(weights))
+    if device.type == "cuda":
+        refuse_uneven_products(stacked, kernels.for_weights(stacked.is_packed).linear, kernels.num_rows)
     try:
         if isinstance(copies, Streams):
             offloaded = OffloadedArena(shape, plan.num_slots, plan.longest_job, copies)
