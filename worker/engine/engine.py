@@ -223,7 +223,9 @@ class Engine:
             )
             samplers, logits = [slot.sampler for slot in ready], outputs.logits[: len(ready)]
             masks = [None if each.masks is None else each.masks.words for each in trees]
-            walks = self._batch_sampler.walks(samplers, proposed, logits, self.drafter.wants_candidates, masks)
+            walks = self._batch_sampler.walks(
+                samplers, proposed, logits, self.drafter.wants_candidates, masks, self._logprobs_mode
+            )
             if prefill_chunks:
                 read = StepOutputs(outputs.hidden[len(ready) :], outputs.logits[len(ready) :])
                 self._prefiller.take(prefill_chunks, read)
@@ -275,10 +277,10 @@ class Engine:
             given.check_alive(walk.failed_row, len(sequence) + len(walk.drawn))
             check_finite(outputs.logits[number][walk.failed_row], len(sequence) + len(walk.drawn))
         if sequence.logprobs is not None:
-            mode, mask = self._logprobs_mode, given.masks.words if given.masks else None
-            found = self._batch_sampler.logprobs(slot.sampler, tree, outputs.logits[number], walk, mode, mask)
-            sequence.logprobs.extend(found)
-        path, drawn, _, candidates = walk
+            found, num_tokens = walk.logprobs, len(walk.drawn)
+            assert found is not None
+            sequence.logprobs.extend(found if len(found) == num_tokens else found.part(0, num_tokens))
+        path, drawn, _, candidates, _ = walk
         row_token_ids = [sequence.last_token_id, *tree.token_ids]
         slot.cache.commit(path)
         sequence.extend(drawn)
