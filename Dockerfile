@@ -45,6 +45,9 @@ WORKDIR /home/swiftbatch
 USER 1000:1000
 ENTRYPOINT ["swiftbatch"]
 CMD ["--help"]
+# Kernels that are compiled here spare each pod a minute. A model of the hub is downloaded for it, into the image.
+ARG MODEL=embedded
+RUN python -m swiftbatch.worker.forward.cuda.compile_ahead --model "$MODEL"
 
 # nvcc and its headers, of the major version that torch was built with: torch refuses to build with another one.
 FROM nvidia/cuda:13.0.2-devel-ubuntu22.04 AS toolkit
