@@ -63,11 +63,16 @@ FROM cuda-dependencies AS cuda
 RUN --mount=from=wheel,source=/wheels,target=/wheels pip install --no-deps /wheels/*.whl
 WORKDIR /home/swiftbatch
 USER 1000:1000
+# Kernels that are compiled here spare each pod a minute. A model of the hub is downloaded for it, into the image.
+ARG MODEL=embedded
+RUN python -m swiftbatch.worker.forward.cuda.compile_ahead --model "$MODEL"
 
 FROM cuda12-dependencies AS cuda12
 RUN --mount=from=wheel,source=/wheels,target=/wheels pip install --no-deps /wheels/*.whl
 WORKDIR /home/swiftbatch
 USER 1000:1000
+ARG MODEL=embedded
+RUN python -m swiftbatch.worker.forward.cuda.compile_ahead --model "$MODEL"
 
 # nvcc and its headers, of the major version that torch was built with: torch refuses to build with another one.
 FROM nvidia/cuda:13.0.2-devel-ubuntu22.04 AS toolkit

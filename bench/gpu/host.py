@@ -24,7 +24,7 @@ from swiftbatch.worker.forward.step_costs import ROW_COUNTS, StepCosts
 from swiftbatch.worker.kernels.cuda.cuda_decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.cuda_graph import Graph, Repeated, Work
 from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES
-from swiftbatch.worker.sampling.cuda.cuda_sampler import WORDS_OUT, CudaBatchSampler, in_a_row
+from swiftbatch.worker.sampling.cuda.cuda_sampler import CudaBatchSampler, in_a_row, parts_out
 from swiftbatch.worker.sampling.draft_tree import TOP_K
 
 CPU = torch.device("cpu")
@@ -116,12 +116,12 @@ class DrawnTokens:
         self._rng, self._out = np.random.default_rng(0), out.numpy()
 
     def renew(self) -> None:
-        num_rows = len(self._out) // WORDS_OUT
-        tokens, _, ids, logprobs = np.split(self._out, np.cumsum([1, 1, TOP_K]) * num_rows)
+        tokens, _, ids, logprobs, *_ = parts_out(self._out)
+        num_rows = len(tokens)
         rows = np.argsort(self._rng.random((num_rows, TOP_K)), axis=1) + FIRST_TOKEN
-        ids[:] = rows.reshape(-1)
-        tokens[:] = np.where(self._rng.random(num_rows) < SURE, rows[:, 0], rows[:, -1])
-        logprobs.view(np.float32)[:] = np.tile(-0.5 - np.arange(TOP_K, dtype=np.float32), num_rows)
+        ids[:] = rows
+        tokens[:, 0] = np.where(self._rng.random(num_rows) < SURE, rows[:, 0], rows[:, -1])
+        logprobs.view(np.float32)[:] = -0.5 - np.arange(TOP_K, dtype=np.float32)
 
 
 def _costs(target: ArenaTarget) -> StepCosts:

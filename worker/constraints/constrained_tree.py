@@ -40,7 +40,8 @@ class ConstrainedTree(NamedTuple):
             return walk
         for i, row in enumerate([0, *(node + 1 for node in walk.path)]):
             if row in self.masks.dead and i < len(walk.drawn):
-                return Walk(walk.path[: max(0, i - 1)], walk.drawn[:i], row if i == 0 else None, walk.candidates)
+                path = walk.path[: max(0, i - 1)]
+                return walk._replace(path=path, drawn=walk.drawn[:i], failed_row=row if i == 0 else None)
         return walk
 
     def check_alive(self, row: int, position: int) -> None:

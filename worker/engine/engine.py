@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import torch
 
-from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.run.run_records import LogprobsMode
 from swiftbatch.metrics.counters import EngineCounters, timed
 from swiftbatch.worker.constraints.constrained_tree import NOTHING_LEFT, ConstrainedTree, Constraints
@@ -234,7 +233,9 @@ class Engine:
             )
             samplers, logits = [slot.sampler for slot in ready], outputs.logits[: len(ready)]
             masks = [None if each.masks is None else each.masks.words for each in trees]
-            walks = self._batch_sampler.walks(samplers, proposed, logits, self.drafter.wants_candidates, masks)
+            walks = self._batch_sampler.walks(
+                samplers, proposed, logits, self.drafter.wants_candidates, masks, self._logprobs_mode
+            )
             if prefill_chunks:
                 read = StepOutputs(outputs.hidden[len(ready) :], outputs.logits[len(ready) :])
                 self._prefiller.take(prefill_chunks, read)
@@ -263,19 +264,11 @@ class Engine:
         self, ready: list[Slot], trees: list[ConstrainedTree], outputs: StepOutputs, walks: list[Walk]
     ) -> list[tuple[Sequence, Verification]]:
         results, kind = [], self.drafter.draft_kind
-        logprobs = {  # computed before anything changes, because they may find no memory
-            number: self._logprobs(slot, trees[number], outputs.logits[number], walks[number])
-            for number, slot in enumerate(ready)
-            if slot.sequence.logprobs is not None
-        }
         with self._committing(), self.target.moving_together():
             for number, (slot, tree, walk) in enumerate(zip(ready, trees, walks, strict=True)):
                 try:
                     walked = slot.up_to_its_end(walk)
-                    taken = self._taken(slot, tree, outputs, number, walked, kind)
-                    if slot.sequence.logprobs is not None:
-                        slot.sequence.logprobs.extend(logprobs[number].part(0, len(walked.drawn)))
-                    results.append((slot.sequence, taken))
+                    results.append((slot.sequence, self._taken(slot, tree, outputs, number, walked, kind)))
                 except (NotFiniteError, ConstraintError) as error:  # this sequence's fault alone
                     slot.sequence.finish_reason, slot.sequence.error = ERROR, str(error)
                     slot.sequence.error_code = NOT_FINITE if isinstance(error, NotFiniteError) else NOTHING_LEFT
@@ -289,10 +282,6 @@ class Engine:
             yield
         self.is_torn = False
 
-    def _logprobs(self, slot: Slot, given: ConstrainedTree, logits: torch.Tensor, walk: Walk) -> TokenLogprobs:
-        mode, mask = self._logprobs_mode, given.masks.words if given.masks else None
-        return self._batch_sampler.logprobs(slot.sampler, given.tree, logits, walk, mode, mask)
-
     def _taken(
         self, slot: Slot, given: ConstrainedTree, outputs: StepOutputs, number: int, walk: Walk, draft_kind: str
     ) -> Verification:
@@ -304,7 +293,11 @@ class Engine:
         if walk.failed_row is not None:
             given.check_alive(walk.failed_row, len(sequence) + len(walk.drawn))
             check_finite(outputs.logits[number][walk.failed_row], len(sequence) + len(walk.drawn))
-        path, drawn, _, candidates = walk
+        if sequence.logprobs is not None:
+            found, num_tokens = walk.logprobs, len(walk.drawn)
+            assert found is not None
+            sequence.logprobs.extend(found if len(found) == num_tokens else found.part(0, num_tokens))
+        path, drawn, _, candidates, _ = walk
         row_token_ids = [sequence.last_token_id, *tree.token_ids]
         slot.cache.commit(path)
         sequence.extend(drawn)

@@ -103,8 +103,12 @@ class BatchSampler(Protocol):
         logits: Many[torch.Tensor],
         with_candidates: bool = False,
         masks: Masks = NO_MASKS,
+        logprobs_mode: LogprobsMode | None = None,
     ) -> list[Walk]:
-        """Walk from every root on: `logits[i] [1 + num_nodes, vocab] float32`; masks apply first."""
+        """Walk from every root on: `logits[i] [1 + num_nodes, vocab] float32`; masks apply first.
+
+        With a mode, walks of sequences that ask for log-probabilities have them.
+        """
 
     def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Return ids and log-probabilities `[num_rows, TOP_K]` of the best tokens of `[num_rows, vocab]` logits.
@@ -121,7 +125,7 @@ class BatchSampler(Protocol):
         mode: LogprobsMode,
         mask: np.ndarray | None = None,
     ) -> TokenLogprobs:
-        """Return the log-probabilities of a walk's tokens, before these are appended to the sequence."""
+        """Return the log-probabilities of known tokens along a walk, before these are appended to the sequence."""
 
 
 class NativeBatchSampler:
@@ -137,8 +141,10 @@ class NativeBatchSampler:
         logits: Many[torch.Tensor],
         with_candidates: bool = False,
         masks: Masks = NO_MASKS,
+        logprobs_mode: LogprobsMode | None = None,
     ) -> list[Walk]:
         walks = native.walk(samplers, trees, logits, masks)
+        walks = _with_logprobs(self, walks, samplers, trees, logits, masks, logprobs_mode)
         return _with_candidates(self, walks, trees, logits) if with_candidates else walks
 
     def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -192,11 +198,13 @@ class TorchBatchSampler:
         logits: Many[torch.Tensor],
         with_candidates: bool = False,
         masks: Masks = NO_MASKS,
+        logprobs_mode: LogprobsMode | None = None,
     ) -> list[Walk]:
         walks = [
             walk(tree, rows, sampler.behind_the_sequence().draw, is_drawable, masked_by(words))
             for sampler, tree, rows, words in zip(samplers, trees, logits, masks or [None] * len(trees), strict=True)
         ]
+        walks = _with_logprobs(self, walks, samplers, trees, logits, masks, logprobs_mode)
         return _with_candidates(self, walks, trees, logits) if with_candidates else walks
 
     def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -263,6 +271,26 @@ def num_top_of(sequence: Sequence) -> int:
 
 def masked_by(words: np.ndarray | None) -> Callable[[torch.Tensor, int], torch.Tensor]:
     return lambda logits, row: logits if words is None else only_allowed(logits, words[row])
+
+
+def _with_logprobs(
+    drawing: BatchSampler,
+    walks: list[Walk],
+    samplers: Many[Sampler],
+    trees: Many[DraftTree],
+    logits: Many[torch.Tensor],
+    masks: Masks,
+    mode: LogprobsMode | None,
+) -> list[Walk]:
+    if mode is None or all(sampler.sequence.logprobs is None for sampler in samplers):
+        return walks
+    found = zip(walks, samplers, trees, logits, masks or [None] * len(trees), strict=True)
+    return [
+        walk._replace(logprobs=drawing.logprobs(sampler, tree, rows, walk, mode, words))
+        if sampler.sequence.logprobs is not None
+        else walk
+        for walk, sampler, tree, rows, words in found
+    ]
 
 
 def _with_candidates(

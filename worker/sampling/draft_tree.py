@@ -10,6 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from swiftbatch.jobs.logprobs import TokenLogprobs
+
 ROOT = -1
 
 
@@ -99,10 +101,11 @@ class Walk(NamedTuple):
     drawn: list[int]  # tokens of the path, then the bonus token
     failed_row: int | None = None  # row from which nothing can be drawn after `drawn`
     candidates: Candidates | None = None  # None if not requested
+    logprobs: TokenLogprobs | None = None  # of the drawn tokens, and of those that were cut off; None if not requested
 
     def until(self, num_tokens: int) -> Walk:
         """Return the walk cut to its first `num_tokens` tokens, because the sequence ends there."""
-        return Walk(self.path[:num_tokens], self.drawn[:num_tokens], candidates=self.candidates)
+        return self._replace(path=self.path[:num_tokens], drawn=self.drawn[:num_tokens], failed_row=None)
 
 
 def walk(

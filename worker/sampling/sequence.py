@@ -38,9 +38,10 @@ class KeptLogprobs:
         return self._room.part(0, self._length)
 
     def extend(self, more: TokenLogprobs) -> None:
-        room = self._room.part(self._length, self._length + len(more))
-        room.logprobs[:], room.top_ids[:], room.top_logprobs[:] = more.logprobs, more.top_ids, more.top_logprobs
-        self._length += len(more)
+        room, start, end = self._room, self._length, self._length + len(more)
+        room.logprobs[start:end], room.top_ids[start:end] = more.logprobs, more.top_ids
+        room.top_logprobs[start:end] = more.top_logprobs
+        self._length = end
 
     def first(self, num_tokens: int) -> KeptLogprobs:
         """Return a copy of the first `num_tokens` entries, which can grow."""

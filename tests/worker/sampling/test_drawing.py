@@ -151,10 +151,11 @@ def test_log_probabilities_follow_from_rows_and_tokens_alone(
         law = torch.log_softmax(scores.double(), dim=-1)
         assert float(found.logprobs[place]) == pytest.approx(float(law[token_id]), rel=1e-5)
         np.testing.assert_allclose(found.top_logprobs[place], torch.topk(law, 4).values, rtol=1e-5)
-        alone = drawing.logprobs(sampler, DraftTree(), rows[place : place + 1].clone(), Walk([], [token_id]), mode)
-        assert alone.logprobs.tobytes() == found.logprobs[place].tobytes()
-        assert alone.top_logprobs.tobytes() == found.top_logprobs[place].tobytes()
-        assert alone.top_ids[0].tolist() == found.top_ids[place].tolist()
+        if place == 2 or not isinstance(drawing, CudaBatchSampler):  # the interpreter takes seconds
+            alone = drawing.logprobs(sampler, DraftTree(), rows[place : place + 1].clone(), Walk([], [token_id]), mode)
+            assert alone.logprobs.tobytes() == found.logprobs[place].tobytes()
+            assert alone.top_logprobs.tobytes() == found.top_logprobs[place].tobytes()
+            assert alone.top_ids[0].tolist() == found.top_ids[place].tolist()
         plain.push(token_id)
         sequence.extend([token_id])
 

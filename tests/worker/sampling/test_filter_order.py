@@ -132,7 +132,7 @@ def test_triton_has_the_order(pair: tuple[str, str]) -> None:
         branch.sequence.noise_key = SEED
     buffers = step_of([*branches])
     with np.errstate(all="ignore"):  # the device's infinities are numpy's warnings
-        Draw(buffers, is_filtered=True).launch()
+        Draw(buffers).launch(is_filtered=True)
     assert buffers.tokens.tolist() == [case.expected for case in made]
 
 

@@ -12,6 +12,7 @@ from swiftbatch.jobs.run.run_records import LinearName
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row, differing_bits
 from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
 from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, LinearKernel, triton_linear
+from swiftbatch.worker.kernels.cuda.gemm_probe import bits, uneven_places
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
 from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, AnyLinear, Code, PackedLinear, PackedMatrix, Weight
 
@@ -80,7 +81,7 @@ def _try_kernel(parts: Parts, kernel_name: str, kernel: LinearKernel, name: str,
         "depth": depth,
         "columns": columns,
         "tried": num_rows * parts.extent.num_tries,
-        "differing": _num_changed_by_place(parts, run, linears[0], out),
+        "differing": _num_changed_by_place(parts, kernel, linears[0], out_dtype),
         "error": _error(parts, run, linears[0], out),
         "ms": 1000 * seconds / len(linears),
         "GB/s": num_bytes / seconds / 1e9,
@@ -91,21 +92,10 @@ def _into(kernel: LinearKernel, out: Tensor, rows: Tensor, linear: AnyLinear) ->
     kernel(rows, linear.weight, linear.bias, out)
 
 
-def _num_changed_by_place(parts: Parts, run: functools.partial[None], linear: AnyLinear, out: Tensor) -> int:
+def _num_changed_by_place(parts: Parts, kernel: LinearKernel, linear: AnyLinear, out_dtype: torch.dtype) -> int:
     """Return how often one row's bits change when its index and the other rows change."""
-    generator, depth = parts.generator(1), linear.weight.shape[1]
-    row = random_rows(parts, depth, generator)[0]
-    differing = torch.zeros((), dtype=torch.int64, device=parts.device)
-    expected: Tensor | None = None
-    for _ in range(parts.extent.num_tries):
-        neighbours = random_rows(parts, depth, generator)
-        for place in range(len(out)):
-            rows = neighbours.clone()
-            rows[place] = row
-            run(rows, linear)
-            expected = out[place].clone() if expected is None else expected
-            differing += (bits(out[place]) != bits(expected)).any()
-    return int(differing)
+    given = (kernel, linear, parts.kernels.num_rows, parts.dtype, out_dtype)
+    return sum(int(uneven_places(*given, seed).sum()) for seed in range(parts.extent.num_tries))
 
 
 def _error(parts: Parts, run: functools.partial[None], linear: AnyLinear, out: Tensor) -> float:
@@ -139,10 +129,6 @@ def _seconds(parts: Parts, run: functools.partial[None], linears: Sequence[AnyLi
 def random_rows(parts: Parts, depth: int, generator: torch.Generator) -> Tensor:
     rows = torch.randn(parts.kernels.num_rows, depth, generator=generator, device=parts.device)
     return rows.to(parts.dtype)
-
-
-def bits(numbers: Tensor) -> Tensor:
-    return numbers.view(torch.int16 if numbers.element_size() == 2 else torch.int32)
 
 
 # Check of products with packed weights: the same bits as the plain kernel with dequantized ones.

@@ -11,6 +11,7 @@ from swiftbatch.jobs.run.run_records import AttentionName, KVDtype
 from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.forward.forward_interface import Forwards
 from swiftbatch.worker.kernels.cuda.cuda_row_table import compiled_library
+from swiftbatch.worker.kernels.cuda.gemm_probe import refuse_uneven_products
 from swiftbatch.worker.kernels.cuda.stacked_weights import handed_over, stacked_weights
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.gpu_kernel_choice import CUBLAS_WORKSPACES, DEFAULT_KERNELS, CudaKernels, refuse_latent
@@ -107,13 +108,18 @@ def planned_forwards(
     kernels: CudaKernels = DEFAULT_KERNELS,
     kv_dtype: KVDtype | None = None,
 ) -> CudaForwards | None:
-    """Load a model as planned, or return None if the kernels do not support it."""
+    """Load a model as planned, or return None if the kernels do not support it.
+
+    Raises ModelError if products on the GPU are not exact.
+    """
     weights = dense_weights(files, dtype, device)
     if weights is None:
         return None
     forgets = plan.windows is not None
     shape = cuda_cache_shape(weights, device, kv_dtype, forgets)  # reads layers that are handed over below
     stacked = stacked_weights(weights, device, handed_over(weights))
+    if device.type == "cuda":
+        refuse_uneven_products(stacked, kernels.for_weights(stacked.is_packed).linear, kernels.num_rows)
     try:
         arena = arena_of(shape, plan, staging)
         arena.holds_engine = plan.has_engine

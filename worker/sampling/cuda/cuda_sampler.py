@@ -6,7 +6,9 @@ import functools
 import weakref
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,15 +17,20 @@ from numpy.typing import NDArray
 
 from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.run.run_records import LogprobsMode
-from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.jobs.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from swiftbatch.worker.kernels.cuda.cuda_graph import Capture, Download, Upload, Work, capture
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS, most_slots
-from swiftbatch.worker.sampling.batch_sampler import NO_MASKS, Masks, logprobs_by, together
+from swiftbatch.worker.sampling.batch_sampler import NO_MASKS, Masks, num_top_of, together
 from swiftbatch.worker.sampling.cuda.filter_kernels import RowCuts
 from swiftbatch.worker.sampling.cuda.logits_kernels import penalise_blocks, update_counts
+from swiftbatch.worker.sampling.cuda.logprob_kernels import RowLogprobs
 from swiftbatch.worker.sampling.cuda.sampling_rows import (
     BLOCK,
+    FILTERED,
+    NO_LOGPROBS,
     NUM_DRAFTED,
+    PROCESSED,
+    RAW,
     SamplingRow,
     SamplingRowLayout,
     SlotBuffers,
@@ -37,7 +44,6 @@ from swiftbatch.worker.sampling.cuda.top_candidates import TopCandidates, best_o
 from swiftbatch.worker.sampling.draft_tree import ROOT, TOP_K, Candidates, DraftTree, Walk
 from swiftbatch.worker.sampling.filters import needs_filters
 from swiftbatch.worker.sampling.logits_processors import Context, bias_row, masked_behind, output_counts
-from swiftbatch.worker.sampling.sampler import TokenSampler
 from swiftbatch.worker.sampling.sequence import Sequence
 
 NUM_WARPS = 4
@@ -58,55 +64,74 @@ class SamplingBuffers:
 
 
 class Draw:
-    """Draws in three launches. If `is_filtered`, more launches find the cuts of rows."""
+    """Draws in three launches. With filters, more launches find the cuts of rows."""
 
-    def __init__(self, buffers: SamplingBuffers, is_filtered: bool = False) -> None:
+    def __init__(self, buffers: SamplingBuffers) -> None:
         self.buffers = buffers
         num_rows, vocab_size = buffers.logits.shape
         refuse_vocab(vocab_size)
         self._grid = (num_rows, triton.cdiv(vocab_size, BLOCK))
         self._width = triton.next_power_of_2(self._grid[1])
         device = buffers.logits.device
-        self._scores = torch.empty(num_rows, vocab_size, device=device)
-        self._peaks = torch.empty(2, *self._grid, dtype=torch.int32, device=device)
+        self.scores = torch.empty(num_rows, vocab_size, device=device)
+        self.peaks = torch.empty(2, *self._grid, dtype=torch.int32, device=device)
         self._best = torch.empty(self._grid, dtype=torch.int64, device=device)
-        self.cuts = RowCuts(buffers.rows, self._scores, self._peaks) if is_filtered else None
+        self.cuts = RowCuts(buffers.rows, self.scores, self.peaks)
 
-    def launch(self) -> None:
+    def launch(self, is_filtered: bool = False) -> None:
         self._penalise()
-        if self.cuts is not None:
+        if is_filtered:
             self.cuts.launch()
-        self._choose()
+        self._choose(self.cuts.ranks if is_filtered else None)
 
     def _penalise(self) -> None:
         given, slots, vocab_size = self.buffers, self.buffers.slots, self.buffers.logits.shape[1]
         penalise_blocks[self._grid](
             given.logits, given.logits.stride(0), given.rows, slots.counts, given.ancestors, given.leaving,
-            slots.output, slots.bias, slots.masked, slots.allowed, self._scores, self._peaks, vocab_size,
+            slots.output, slots.bias, slots.masked, slots.allowed, self.scores, self.peaks, vocab_size,
             BLOCK=BLOCK, num_warps=NUM_WARPS,
         )  # fmt: skip
 
-    def _choose(self) -> None:
+    def _choose(self, ranks: torch.Tensor | None) -> None:
         given, (num_rows, num_blocks) = self.buffers, self._grid
-        ranks = None if self.cuts is None else self.cuts.ranks
         best_of_blocks[self._grid](
-            given.rows, self._scores, self._peaks, ranks, self._best, given.logits.shape[1],
+            given.rows, self.scores, self.peaks, ranks, self._best, given.logits.shape[1],
             BLOCK=BLOCK, WIDTH=self._width, num_warps=NUM_WARPS,
         )  # fmt: skip
         best_of_rows[(num_rows,)](
-            given.rows, self._peaks, self._best, given.tokens, given.highest, num_blocks,
+            given.rows, self.peaks, self._best, given.tokens, given.highest, num_blocks,
             WIDTH=self._width, num_warps=NUM_WARPS,
         )  # fmt: skip
 
 
-# Graphs for rows with filters, and for all others.
+# Graphs for rows with filters, for all others, and for log-probabilities.
 
 
-WORDS_OUT = 2 + 2 * TOP_K  # a row has token, highest logit, candidates and their log-probabilities
+# widths of a row's results: token, highest logit, candidates and their log-probabilities; `TokenLogprobs`
+WIDTHS_OUT = (1, 1, TOP_K, TOP_K, 1, MAX_TOP_LOGPROBS, MAX_TOP_LOGPROBS)
 
 
-SampledRows = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]
-"""Tokens `[num_rows]`, -1 if nothing can be drawn; candidates, and their log-probabilities, `[num_rows, TOP_K]`."""
+class SampledRows(NamedTuple):
+    """Results of rows; rows that ask for no log-probabilities have arbitrary ones."""
+
+    tokens: NDArray[np.int32]  # [num_rows], -1 if nothing can be drawn
+    candidates: NDArray[np.int32]  # [num_rows, TOP_K]
+    candidate_logprobs: NDArray[np.float32]  # [num_rows, TOP_K]
+    logprobs: NDArray[np.float32]  # [num_rows]
+    top_ids: NDArray[np.int32]  # [num_rows, MAX_TOP_LOGPROBS]
+    top_logprobs: NDArray[np.float32]  # [num_rows, MAX_TOP_LOGPROBS]
+
+    def logprobs_of(self, rows: slice | list[int], num_top: int) -> TokenLogprobs:
+        return TokenLogprobs(self.logprobs[rows], self.top_ids[rows, :num_top], self.top_logprobs[rows, :num_top])
+
+
+def parts_out(out: Any) -> list[Any]:
+    """Return views of the results of all rows, `[num_rows, width]` int32, in the order of `WIDTHS_OUT`."""
+    num_rows, ends = len(out) // sum(WIDTHS_OUT), list(accumulate(WIDTHS_OUT))
+    return [
+        out[(end - width) * num_rows : end * num_rows].reshape(num_rows, width)
+        for width, end in zip(WIDTHS_OUT, ends, strict=True)
+    ]
 
 
 class SamplingGraphs:
@@ -114,33 +139,40 @@ class SamplingGraphs:
 
     def __init__(self, vocab_size: int, layout: SamplingRowLayout, device: torch.device, capture: Capture) -> None:
         """Inputs go to `logits [num_rows, vocab] float32` and `table [layout.size] int32`."""
-        num_rows = self._num_rows = layout.num_rows
+        num_rows = layout.num_rows
         self.logits = torch.zeros(num_rows, vocab_size, device=device)
         padding = np.zeros(layout.size, dtype=np.int32)
         layout.fill(padding, [], {})
         self.table = torch.from_numpy(padding).to(device)
         self.slots = SlotBuffers.empty(layout.num_slots, num_rows, vocab_size, device)
         rows, ancestors, leaving, arriving, gone = layout.parts(self.table)
-        self.out = torch.zeros(num_rows * WORDS_OUT, dtype=torch.int32, device=device)
-        tokens, highest, ids, logprobs = self.out.split([num_rows, num_rows, num_rows * TOP_K, num_rows * TOP_K])
+        self.out = torch.zeros(num_rows * sum(WIDTHS_OUT), dtype=torch.int32, device=device)
+        floats = parts_out(self.out.view(torch.float32))
+        tokens, _, ids, _, _, top_ids, _ = parts_out(self.out)
         self._buffers = SamplingBuffers(
-            self.logits, rows, ancestors, self.slots, leaving, tokens, highest.view(torch.float32)
+            self.logits, rows, ancestors, self.slots, leaving, tokens[:, 0], floats[1][:, 0]
         )
-        top = (ids.view(num_rows, TOP_K), logprobs.view(torch.float32).view(num_rows, TOP_K))
         self._download = Download(self.out)
-        candidates = TopCandidates(self.logits, rows, *top)
+        candidates = TopCandidates(self.logits, rows, ids, floats[3])
         counting = functools.partial(update_counts, self.slots.counts, self.slots.output, arriving, gone)
-        draws = Draw(self._buffers), Draw(self._buffers, is_filtered=True)
-        works = (in_a_row(counting, draw.launch, candidates.launch) for draw in draws)
+        draw = Draw(self._buffers)
+        filtered = functools.partial(draw.launch, is_filtered=True)
+        works = (in_a_row(counting, launch, candidates.launch) for launch in (draw.launch, filtered))
         self._plain, self._filtered = (capture(work, device) for work in works)
+        found = RowLogprobs(self.logits, rows, draw.scores, draw.peaks, draw.cuts.ranks)
+        reporting = functools.partial(found.launch, tokens[:, 0], floats[4][:, 0], top_ids, floats[6])
+        self._logprobs = capture(in_a_row(reporting), device)
 
-    def replay(self, is_filtered: bool) -> SampledRows:
-        """Draw and wait for the tokens."""
-        (self._filtered if is_filtered else self._plain).replay()
-        out = self._download.wait()
-        num_rows, out = self._num_rows, out.copy()
-        top = out[2 * num_rows :].reshape(2, num_rows, TOP_K)
-        return out[:num_rows], top[0], top[1].view(np.float32)
+    def replay(self, draws: bool, is_filtered: bool, with_logprobs: bool) -> SampledRows:
+        """Run what is asked for and wait for the results; without a draw, the tokens are arbitrary."""
+        if draws:
+            (self._filtered if is_filtered else self._plain).replay()
+        if with_logprobs:
+            self._logprobs.replay()
+        out = self._download.wait().copy()
+        tokens, _, ids, _, _, top_ids, _ = parts_out(out)
+        floats = parts_out(out.view(np.float32))
+        return SampledRows(tokens[:, 0], ids, floats[3], floats[4][:, 0], top_ids, floats[6])
 
 
 def in_a_row(*works: Work) -> Work:
@@ -208,10 +240,17 @@ class CudaSampler:
         seen[self.sequence.token_ids[-sampling.penalty_window :]] = True
         return torch.from_numpy(seen).to(self._batch_sampler.device)
 
-    def rows(self, tree: DraftTree, masks: np.ndarray | None) -> Iterator[SamplingRow]:
+    def rows(self, tree: DraftTree, masks: np.ndarray | None, mode: LogprobsMode | None) -> Iterator[SamplingRow]:
         committed = self.counts.sequence
         drafted = self.sequence.token_ids[len(committed) :].tolist()
-        return rows_of(committed, self.counts.slot, drafted, tree, masks)
+        return rows_of(committed, self.counts.slot, drafted, tree, masks, self._kind(mode))
+
+    def _kind(self, mode: LogprobsMode | None) -> int:
+        if mode is None or self.sequence.logprobs is None:
+            return NO_LOGPROBS
+        if mode == "raw_logprobs":
+            return RAW
+        return FILTERED if needs_filters(self.sequence.sampling) else PROCESSED
 
 
 class CudaBatchSampler:
@@ -257,32 +296,29 @@ class CudaBatchSampler:
         logits: Many[torch.Tensor],
         with_candidates: bool = False,
         masks: Masks = NO_MASKS,
+        logprobs_mode: LogprobsMode | None = None,
     ) -> list[Walk]:
         given = zip(samplers, trees, masks or [None] * len(trees), strict=True)
-        rows = [row for sampler, tree, words in given for row in sampler.rows(tree, words)]
+        rows = [row for sampler, tree, words in given for row in sampler.rows(tree, words, logprobs_mode)]
         if not rows:
             return []
-        counted = {each.counts.slot: each.counts for each in samplers if each.counts.slot}  # forks share a slot
-        try:
-            news = {slot: counts.news(self._graphs.slots) for slot, counts in counted.items()}
-            tokens, ids, logprobs = self._drawn(rows, together(logits), news)
-        except torch.OutOfMemoryError:
-            for counts in counted.values():
-                counts.num_counted = None  # the news may be lost: the next draw counts anew
-            raise
-        walks, start, drawn = list[Walk](), 0, tokens.tolist()
-        ids = ids.astype(np.int64) if with_candidates else ids
-        for tree in trees:
+        found = self._draw(samplers, rows, together(logits))
+        walks, start, drawn = list[Walk](), 0, found.tokens.tolist()
+        ids = found.candidates.astype(np.int64) if with_candidates else found.candidates
+        for sampler, tree in zip(samplers, trees, strict=True):
             end = start + 1 + len(tree.token_ids)
-            candidates = (ids[start:end], logprobs[start:end]) if with_candidates else None
-            walks.append(_walk(tree, drawn, start, candidates))
+            candidates = (ids[start:end], found.candidate_logprobs[start:end]) if with_candidates else None
+            walk = _walk(tree, drawn, start, candidates)
+            if rows[start].logprobs:
+                walk = Walk(*walk[:4], _along(walk, found, start, num_top_of(sampler.sequence)))  # `_replace` is slow
+            walks.append(walk)
             start = end
         return walks
 
     def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         anyone = Sequence("candidates", [0], GREEDY, self._vocab_size)
-        _, ids, logprobs = self._drawn([SamplingRow(anyone, NO_SLOT, [])] * len(logits), logits, {})
-        return ids.astype(np.int64), logprobs
+        found = self._drawn([SamplingRow(anyone, NO_SLOT, [])] * len(logits), logits, {})
+        return found.candidates.astype(np.int64), found.candidate_logprobs
 
     def logprobs(
         self,
@@ -293,13 +329,31 @@ class CudaBatchSampler:
         mode: LogprobsMode,
         mask: np.ndarray | None = None,
     ) -> TokenLogprobs:
-        """Compute in torch, row by row, since few sequences request them."""
-        sequence = sampler.sequence
-        behind = TokenSampler(sequence, self._vocab_size, self.device)
-        return logprobs_by(behind, sequence, logits, walked, mode, mask)
+        rows = list(sampler.rows(tree, mask, mode))
+        for row, token_id in zip((0, *(node + 1 for node in walked.path)), walked.drawn, strict=False):
+            rows[row] = replace(rows[row], token=token_id)
+        draws = mode == "processed_logprobs"
+        found = self._draw([sampler] if draws else [], rows, logits, draws)  # only a draw counts the sequence's tokens
+        return _along(walked, found, 0, num_top_of(sampler.sequence))
+
+    def _draw(
+        self, samplers: Many[CudaSampler], rows: list[SamplingRow], logits: torch.Tensor, draws: bool = True
+    ) -> SampledRows:
+        counted = {each.counts.slot: each.counts for each in samplers if each.counts.slot}  # forks share a slot
+        try:
+            news = {slot: counts.news(self._graphs.slots) for slot, counts in counted.items()}
+            return self._drawn(rows, logits, news, draws)
+        except torch.OutOfMemoryError:
+            for counts in counted.values():
+                counts.num_counted = None  # the news may be lost: the next draw counts anew
+            raise
 
     def _drawn(
-        self, rows: list[SamplingRow], logits: torch.Tensor, news: dict[int, tuple[np.ndarray, np.ndarray]]
+        self,
+        rows: list[SamplingRow],
+        logits: torch.Tensor,
+        news: dict[int, tuple[np.ndarray, np.ndarray]],
+        draws: bool = True,
     ) -> SampledRows:
         found: list[SampledRows] = []
         num_rows = self._layout.num_rows
@@ -310,14 +364,22 @@ class CudaBatchSampler:
             self._table.send()
             mask_rows(self._graphs.slots, part)
             all_params = {id(row.sequence): row.sequence.sampling for row in part}  # rows of a tree share them
-            found.append(self._graphs.replay(any(map(needs_filters, all_params.values()))))
+            is_filtered = any(map(needs_filters, all_params.values()))
+            found.append(self._graphs.replay(draws, is_filtered, any(row.logprobs for row in part)))
             news = {}
-        tokens, ids, logprobs = (_joined(parts)[: len(rows)] for parts in zip(*found, strict=True))
-        return tokens, ids, logprobs
+        return SampledRows._make(_joined(parts)[: len(rows)] for parts in zip(*found, strict=True))
 
 
 def _joined(parts: Many[np.ndarray]) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _along(walk: Walk, found: SampledRows, root: int, num_top: int) -> TokenLogprobs:
+    """Return the log-probabilities of a walk's tokens from the results of its tree's rows."""
+    if not walk.path:  # the usual case
+        return found.logprobs_of(slice(root, root + len(walk.drawn)), num_top)
+    rows = [root, *(root + 1 + node for node in walk.path)]
+    return found.logprobs_of(rows[: len(walk.drawn)], num_top)
 
 
 def _walk(tree: DraftTree, tokens: list[int], root: int, candidates: Candidates | None) -> Walk:

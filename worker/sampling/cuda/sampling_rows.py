@@ -35,12 +35,16 @@ ROW = np.dtype(
         ("has_bias", "<i4"),  # 0: the bias is not read
         ("num_masked", "<i4"),  # number of the row's forbidden tokens
         ("is_restricted", "<i4"),  # 0: the mask is not read
+        ("logprobs", "<i4"),  # NO_LOGPROBS, RAW, PROCESSED or FILTERED
+        ("token", "<i4"),  # whose log-probability is asked for; DRAWN: the drawn one
     ]
 )
 NUM_WORDS = ROW.itemsize // 4
 NUM_DRAFTED = 64  # longest path of a row
 NUM_MASKED = 512  # most forbidden tokens of a row
 PADDING = -1
+DRAWN = -1
+NO_LOGPROBS, RAW, PROCESSED, FILTERED = range(4)  # of unchanged logits, without a search for a cut, and with one
 
 
 def column_of(name: str) -> int:
@@ -58,9 +62,11 @@ def fill_row(
     num_masked: int = 0,
     is_restricted: bool = False,
     words: tuple[float, ...] | None = None,
+    logprobs: int = NO_LOGPROBS,
+    token: int = DRAWN,
 ) -> None:
     words = parameter_words(sequence.sampling) if words is None else words
-    rows[index] = (sequence.noise_key, position, slot, depth, *words, num_masked, is_restricted)
+    rows[index] = (sequence.noise_key, position, slot, depth, *words, num_masked, is_restricted, logprobs, token)
 
 
 def parameter_words(params: SamplingParams) -> tuple[float, ...]:
@@ -123,6 +129,8 @@ class SamplingRow:
     slot: int  # has the token counts
     path: list[int]  # drafted tokens end with the row's own
     allowed: np.ndarray | None = None  # [num_mask_words] uint32; None if all tokens are allowed
+    logprobs: int = NO_LOGPROBS
+    token: int = DRAWN
 
     @property
     def position(self) -> int:
@@ -134,15 +142,20 @@ class SamplingRow:
 
 
 def rows_of(
-    committed: Sequence, slot: int, drafted: list[int], tree: DraftTree, masks: np.ndarray | None
+    committed: Sequence,
+    slot: int,
+    drafted: list[int],
+    tree: DraftTree,
+    masks: np.ndarray | None,
+    logprobs: int = NO_LOGPROBS,
 ) -> Iterator[SamplingRow]:
     """Yield a tree's rows after `drafted` tokens, root first; `masks [1 + num_nodes, num_mask_words] uint32`."""
     allowed = [None] * (1 + len(tree)) if masks is None else list(masks)
     paths = {ROOT: drafted}
-    yield SamplingRow(committed, slot, drafted, allowed[0])
+    yield SamplingRow(committed, slot, drafted, allowed[0], logprobs)
     for node, (token_id, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True)):
         paths[node] = [*paths[parent], token_id]
-        yield SamplingRow(committed, slot, paths[node], allowed[node + 1])
+        yield SamplingRow(committed, slot, paths[node], allowed[node + 1], logprobs)
 
 
 def mask_rows(slots: SlotBuffers, rows: Many[SamplingRow | None]) -> None:
@@ -213,7 +226,8 @@ def fill_rows(table: NDArray[Any], ancestors: NDArray[np.int32], rows: Many[Samp
             known, words = sequence, parameter_words(sequence.sampling)
             windows[row.slot] = sequence
         place = (row.slot, row.position, len(path))
-        fill_row(table, index, sequence, *place, len(row.masked), row.allowed is not None, words)
+        masks = (len(row.masked), row.allowed is not None)
+        fill_row(table, index, sequence, *place, *masks, words, row.logprobs, row.token)
         if path:
             ancestors[index, : len(path)] = path
     return windows

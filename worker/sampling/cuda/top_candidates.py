@@ -39,6 +39,20 @@ SMALLEST = tl.constexpr(-0x8000000000000000)
 
 
 @triton.jit
+def kept_scores(rows_ptr, row, scores, tokens, peak, cut):
+    """Return scores divided by the temperature, -inf for tokens that the filters remove, and a mask of the others.
+
+    `cut` is the lowest rank that the searched filters keep, None without such filters.
+    """
+    temperature = real(rows_ptr, row, TEMPERATURE)
+    values = temper(scores, peak, temperature)
+    kept = values >= temper(peak, peak, temperature) + real(rows_ptr, row, LOG_MIN_P)
+    if cut is not None:
+        kept = kept & (rank_in_row(values, tokens) >= cut)
+    return tl.where(kept, values, float("-inf")), kept
+
+
+@triton.jit
 def best_of_blocks(
     rows_ptr,
     scores_ptr,
@@ -59,12 +73,8 @@ def best_of_blocks(
     values = tl.load(scores_ptr + row.to(tl.int64) * vocab + tokens, mask=inside, other=float("-inf"))
     peak = row_peak(peaks_ptr + (num_rows + row) * num_blocks, num_blocks, WIDTH)
     if not is_greedy(rows_ptr, row, peak):
-        temperature = real(rows_ptr, row, TEMPERATURE)
-        values = temper(values, peak, temperature)
-        kept = values >= temper(peak, peak, temperature) + real(rows_ptr, row, LOG_MIN_P)
-        if cuts_ptr is not None:
-            kept = kept & (rank_in_row(values, tokens) >= tl.load(cuts_ptr + row))
-        values = tl.where(kept, values, float("-inf"))
+        cut = None if cuts_ptr is None else tl.load(cuts_ptr + row)
+        values, kept = kept_scores(rows_ptr, row, values, tokens, peak, cut)
         if tl.max(kept.to(tl.int32), 0) > 0:  # without such tokens, noise changes nothing
             low, high = whole(rows_ptr, row, POSITION), whole(rows_ptr, row, POSITION + 1)
             values += gumbel(noise_words(noise_key_of(rows_ptr, row), low, high, block * BLOCK, BLOCK))
@@ -102,13 +112,17 @@ def best_ranks(ranks, out_ptr, TOP: tl.constexpr):
 
 @triton.jit
 def store_block(logits, tokens, inside, place, ranks_ptr, peaks_ptr, sums_ptr, TOP: tl.constexpr):
-    """Store a block's best ranks, its best order, and the sum of e^(logit - best) in a fixed order."""
+    """Store a block's best ranks, its best order, and the sum of e^(logit - best) in a fixed order.
+
+    The sum is computed in its own type, float32 or float64.
+    """
     best_ranks(tl.where(inside, rank_of(logits, tokens), SMALLEST), ranks_ptr + place * TOP, TOP)
     order = tl.max(order_of(logits), 0)
     peak = number_of(order)
     shift = tl.where(tl.abs(peak) < float("inf"), peak, 0.0)
+    distances = logits.to(sums_ptr.dtype.element_ty) - shift.to(sums_ptr.dtype.element_ty)
     tl.store(peaks_ptr + place, order)
-    tl.store(sums_ptr + place, tl.sum(tl.exp(logits - shift), 0))
+    tl.store(sums_ptr + place, tl.sum(tl.exp(distances), 0))
 
 
 @triton.jit
@@ -126,16 +140,17 @@ def candidates_of_blocks(
 
 
 @triton.jit
-def log_denominator(peaks_ptr, sums_ptr, num_blocks, WIDTH: tl.constexpr):
-    """Return the logarithm of the sum of e^logit in float32, or the best logit if that logit is not finite."""
+def peak_and_log_sum(peaks_ptr, sums_ptr, num_blocks, WIDTH: tl.constexpr):
+    """Return the best logit and the logarithm of the sum of e^(logit - best), both float64."""
     blocks = tl.arange(0, WIDTH)
     inside = blocks < num_blocks
     orders = tl.load(peaks_ptr + blocks, mask=inside, other=-0x80000000)
     peak = number_of(tl.max(orders, 0))
     parts = tl.load(sums_ptr + blocks, mask=inside, other=0.0)
-    distances = tl.where(inside, number_of(orders) - peak, float("-inf"))
+    peak = peak.to(parts.dtype)
+    distances = tl.where(inside, number_of(orders).to(parts.dtype) - peak, float("-inf"))
     total = tl.sum((parts * tl.exp(distances)).to(tl.float64), 0)
-    return tl.where(tl.abs(peak) < float("inf"), (peak.to(tl.float64) + tl.log(total)).to(tl.float32), peak)
+    return peak.to(tl.float64), tl.log(total)
 
 
 @triton.jit
@@ -151,7 +166,8 @@ def candidates_of_rows(
         tl.store(logprobs + tl.arange(0, TOP), tl.full([TOP], UNLIKELY, tl.float32))
         return
     peaks, sums = peaks_ptr + row * num_blocks, sums_ptr + row * num_blocks
-    total = log_denominator(peaks, sums, num_blocks, WIDTH)
+    peak, log_sum = peak_and_log_sum(peaks, sums, num_blocks, WIDTH)
+    total = tl.where(tl.abs(peak) < float("inf"), peak + log_sum, peak).to(tl.float32)
     places = tl.arange(0, WIDTH * TOP)
     ranks = tl.load(ranks_ptr + row * num_blocks * TOP + places, mask=places < num_blocks * TOP, other=SMALLEST)
     for place in tl.static_range(TOP):

@@ -9,6 +9,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from swiftbatch.jobs.logprobs import NO_TOKEN
+from swiftbatch.jobs.sampling_params import MAX_TOP_LOGPROBS
 from swiftbatch.worker.kernels.cuda import kv_kernels
 from swiftbatch.worker.kernels.cuda import kv_kernels as row_means
 from swiftbatch.worker.kv.kv_capacity import GPU_PAGE
@@ -18,6 +20,7 @@ from swiftbatch.worker.sampling.cuda import (
     cuda_sampler,
     filter_kernels,
     logits_kernels,
+    logprob_kernels,
     sampling_rows,
     top_candidates,
 )
@@ -53,6 +56,7 @@ TYPES = {
     "logprobs_ptr": FLOATS,
     "arriving_ptr": INTS,
 }
+IN_FLOAT64 = TYPES | {"masses_ptr": "*fp64", "top_ids_ptr": INTS, "top_logprobs_ptr": FLOATS}
 SUMMING = TYPES | {"sums_ptr": LONGS}
 UNLIKELY_LOGPROB = {"UNLIKELY": UNLIKELY}
 MOVING_TYPES = {"arena_ptr": "*i16", "source_ptr": "*i16", "out_ptr": "*i16"} | dict.fromkeys(
@@ -73,7 +77,7 @@ class Launch:
 
 def every_launch() -> list[Launch]:
     """Heads have 128 numbers."""
-    block, top = {"BLOCK": sampling_rows.BLOCK}, {"TOP": TOP_K}
+    block, top, likeliest = {"BLOCK": sampling_rows.BLOCK}, {"TOP": TOP_K}, {"TOP": MAX_TOP_LOGPROBS}
     ranked = {"TOP": 16}  # candidates of a draft model's row
     width = {"WIDTH": 128}  # a head's, and 128,256 tokens in blocks
     searched = width | {"BLOCK": filter_kernels.SEARCH_BLOCK}
@@ -103,6 +107,13 @@ def every_launch() -> list[Launch]:
         ),
         Launch(top_candidates.candidates_of_blocks, TYPES, block | top, top_candidates.BLOCK_WARPS),
         Launch(top_candidates.candidates_of_rows, TYPES, width | top | UNLIKELY_LOGPROB, top_candidates.ROW_WARPS),
+        Launch(logprob_kernels.logprobs_of_blocks, IN_FLOAT64, block | width | likeliest, logprob_kernels.NUM_WARPS),
+        Launch(
+            logprob_kernels.logprobs_of_rows,
+            IN_FLOAT64,
+            width | likeliest | {"NO_TOKEN": NO_TOKEN, "NUM_RANKS": 4096},
+            logprob_kernels.ROW_WARPS,
+        ),
         Launch(ranking.rank_blocks, TYPES, block | width | ranked | {"SPREAD": 0.4}, ranking.NUM_WARPS),
         Launch(top_candidates.candidates_of_rows, TYPES, width | ranked | UNLIKELY_LOGPROB, ranking.ROW_WARPS),
         Launch(logits_kernels.count_tokens, TYPES, {"BLOCK": logits_kernels.BLOCK}, logits_kernels.NUM_WARPS),

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.long
 
 
 def drawn(buffers: SamplingBuffers, is_filtered: bool = True) -> list[int]:
-    Draw(buffers, is_filtered).launch()
+    Draw(buffers).launch(is_filtered)
     return buffers.tokens.tolist()
 
 
@@ -103,9 +103,8 @@ def test_a_row_draws_the_same_alone_in_company_and_in_another_place() -> None:
         for i, branch in enumerate(kept):
             neighbours = [None] * 5 if company is None else [*wild[company : company + 3], None, *kept[:i]]
             place = 0 if company is None else company + 1
-            drawing = Draw(buffers := step_of([*neighbours[:place], branch, *neighbours[place:]]), is_filtered=True)
-            drawing.launch()
-            assert drawing.cuts is not None
+            drawing = Draw(buffers := step_of([*neighbours[:place], branch, *neighbours[place:]]))
+            drawing.launch(is_filtered=True)
             found = (buffers.tokens, buffers.highest, drawing.cuts.ranks)
             results.append((i, *(column[place].item() for column in found)))
     assert len(set(results)) == len(kept)

@@ -29,9 +29,8 @@ def ranks_of(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 def assert_kept(branches: list[Branch]) -> None:
     """Min-p applies again, as in the draw."""
     buffers = step_of([*branches, None])
-    drawing = Draw(buffers, is_filtered=True)
-    drawing.launch()
-    assert drawing.cuts is not None
+    drawing = Draw(buffers)
+    drawing.launch(is_filtered=True)
     for i, branch in enumerate(branches):
         params, tokens = branch.sequence.sampling, torch.arange(len(branch.logits))
         scores = branch.logits / params.temperature

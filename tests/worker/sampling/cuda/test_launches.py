@@ -47,14 +47,14 @@ def test_a_draw_allocates_nothing_and_launches_the_same_whatever_the_rows_are(
         monkeypatch.setattr(cuda_sampler, name, Recorder(launches))
     for name in ("temper_blocks", "sum_bytes", "sum_weights", "find_lowest", "settle_cuts"):
         monkeypatch.setattr(filter_kernels, name, Recorder(launches))
-    drawing = Draw(buffers, is_filtered)
+    drawing = Draw(buffers)
     with Refusal():
-        drawing.launch()
+        drawing.launch(is_filtered)
         first = launches.copy()
         launches.clear()
     buffers.rows.copy_(step_of([None, any_branch(random.Random(2), plain(**FILTERS))]).rows)
     with Refusal():
-        drawing.launch()
+        drawing.launch(is_filtered)
     assert launches == first
     assert len(first) == num_launches
 

@@ -1,0 +1,59 @@
+"""The probe of products finds a row whose bits depend on its place."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS
+from swiftbatch.worker.kernels.cuda.gemm_probe import refuse_uneven_products
+from tests.worker.exactness.gpu_doctor.small_parts import by_place, one_layer, row_by_row
+from tests.worker.kernels.kernel_parts import FLOAT32, Shape
+
+NUM_ROWS = 8
+WRONG = 5
+WEIGHTS = one_layer(Shape(dtype=FLOAT32))
+
+
+@pytest.mark.parametrize("number", range(len(WEIGHTS.products)))
+def test_one_wrong_place_of_one_shape_is_refused_with_shape_and_row(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = WEIGHTS.products[number].weight.shape
+
+    def uneven(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        row_by_row(rows, weight, bias, out)
+        if weight.shape == wrong:
+            out[WRONG, -1] = torch.nextafter(out[WRONG, -1], torch.tensor(torch.inf))
+
+    monkeypatch.setitem(LINEAR_KERNELS, "cublas", uneven)
+    words = rf"--linear cublas: with weights {re.escape(f'[{wrong[0]} x {wrong[1]}]')}.*row {WRONG} of {NUM_ROWS} "
+    with pytest.raises(ModelError, match=rf"{words}.*use --linear triton"):
+        refuse_uneven_products(WEIGHTS, "cublas", NUM_ROWS)
+
+
+def test_products_row_by_row_pass_and_no_other_product_helps_where_triton_s_rows_differ(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(LINEAR_KERNELS, "cublas", row_by_row)
+    refuse_uneven_products(WEIGHTS, "cublas", NUM_ROWS)
+    monkeypatch.setitem(LINEAR_KERNELS, "triton", by_place)
+    with pytest.raises(ModelError, match="use --device cpu"):
+        refuse_uneven_products(WEIGHTS, "triton", NUM_ROWS)
+
+
+def test_every_shape_is_tried_once_in_every_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = list[tuple[int, ...]]()
+
+    def noted(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        tried.append(tuple(weight.shape))
+        row_by_row(rows, weight, bias, out)
+
+    monkeypatch.setitem(LINEAR_KERNELS, "cublas", noted)
+    refuse_uneven_products(WEIGHTS, "cublas", NUM_ROWS)
+    shapes = {tuple(product.weight.shape) for product in WEIGHTS.products}
+    assert sorted(tried) == sorted(shape for shape in shapes for _ in range(NUM_ROWS))
