@@ -7,7 +7,6 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from swiftbatch.metrics.counters import MEMORY_FULL
 from swiftbatch.scheduler.display.progress_line import counted, job_counts, printable
 
 NUM_REJECTS_SHOWN = 5
@@ -321,7 +320,7 @@ class JobPutBack(Event):
     def __str__(self) -> str:
         if self.is_lost:
             return f"job {printable(self.custom_id)} goes back, to resume from its checkpoint"
-        reason = "its worker's memory was full" if self.reason == MEMORY_FULL else self.reason
+        reason = "its worker's memory was full" if self.reason == "memory_full" else self.reason
         return f"job {printable(self.custom_id)} goes back with its checkpoint ({reason})"
 
 

@@ -24,6 +24,7 @@ from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.session import session as worker_session
 from tests.worker.drafters.drafter_parts import free_rows
+from tests.worker.forward.cuda.checked_graph import CheckedGraph
 from tests.worker.forward.cuda.cuda_parts import cuda_target
 from tests.worker.kernels.cuda.launches import launched
 from tests.worker.kernels.kernel_parts import path_to
@@ -83,6 +84,31 @@ def next_logits(target: TargetModel, cache: FullKVCache, token_id: int = 5) -> t
     logits = outputs.logits[0].clone()
     cache.commit([])
     return logits
+
+
+def test_a_forward_that_finds_no_memory_is_repeated_with_the_states_that_it_should_have_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = made("Qwen3.5", tmp_path)
+    ours, plain = caches(target, 2)
+    for each in (ours, plain):
+        each.clear()
+        each.advance(FIRST)
+        read(target, each, FIRST + BLOCK)  # the next row's forward stores the state at this boundary
+
+    def full(graph: CheckedGraph) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckedGraph, "replay", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            next_logits(target, ours)
+    assert next_logits(target, ours).equal(next_logits(target, plain))
+    found, expected = ours.states(), plain.states()
+    assert found is not None
+    assert expected is not None
+    assert found.num_positions == expected.num_positions == FIRST + BLOCK
+    assert all((found.arrays[name] == array).all() for name, array in expected.arrays.items())
 
 
 @pytest.mark.parametrize(
