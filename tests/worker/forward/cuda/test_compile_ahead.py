@@ -27,7 +27,7 @@ triton.runtime.driver.set_active(AbsentGPU("sm_90"))
 files = locate_model("embedded")
 weights = dense_weights(files, torch.bfloat16, cpu)
 shape, stacked = cuda_cache_shape(weights, cpu, None), stacked_weights(weights, cpu)
-for num_slots, longest, num_pages in ((5, 1000, 12), (32, 5000, 37), (17, 2047, 64), (1, 300, 3)):
+for num_slots, longest, num_pages in ((5, 1000, 12), (32, 5000, 37), (17, 8000, 64), (1, 300, 3)):
     arena = KVArena(shape, num_slots, longest, PoolSize(num_pages))
     splits = splits_of(MULTIPROCESSORS["sm_90"], read_sizes(files, "bfloat16"), NUM_ROWS)
     kernels = CudaKernels(linear="triton")
