@@ -1,0 +1,105 @@
+"""This process's GPUs as NVML, the driver's management library, knows them: nothing here initialises CUDA."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pynvml
+from pynvml import NVMLError
+
+
+@dataclass(frozen=True)
+class GPU:
+    """A GPU, or a slice of one."""
+
+    handle: Any
+    uuid: str
+
+    @property
+    def name(self) -> str:
+        """Return its name, such as "NVIDIA H100 PCIe". Raises NVMLError."""
+        return str(pynvml.nvmlDeviceGetName(self.handle))
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Return its compute capability. Raises NVMLError."""
+        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(self.handle)
+        return major, minor
+
+    @property
+    def num_multiprocessors(self) -> int:
+        """Return its number of SMs, of which NVML only counts the cores. Raises NVMLError."""
+        num_cores_of_one = 64 if self.capability <= (8, 0) else 128
+        return int(pynvml.nvmlDeviceGetNumGpuCores(self.handle)) // num_cores_of_one
+
+    @property
+    def free_bytes(self) -> int:
+        """Return its free memory in bytes. Raises NVMLError."""
+        return int(pynvml.nvmlDeviceGetMemoryInfo(self.handle).free)
+
+
+class Driver(NamedTuple):
+    """The NVIDIA driver and the newest CUDA that it serves."""
+
+    version: str  # such as "570.86.15"
+    cuda: tuple[int, int]
+
+
+@functools.cache
+def has_nvml() -> bool:
+    """Load NVML; return whether it is there and has a driver."""
+    try:
+        pynvml.nvmlInit()
+    except NVMLError:
+        return False
+    return True
+
+
+def own_gpu_uuid() -> str | None:
+    """Return the UUID of this process's first GPU, or None without a GPU or NVML."""
+    return next((gpu.uuid for gpu in own_gpus()), None)
+
+
+def own_gpus() -> tuple[GPU, ...]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves to this process, in its order; none without NVML.
+
+    Indexes count in the order of the bus. CUDA's own order is the same if all GPUs of the machine are of one kind.
+    """
+    said = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not has_nvml():
+        return ()
+    try:
+        everything = tuple(_gpu(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(pynvml.nvmlDeviceGetCount()))
+        return everything if said is None else tuple(_named(said.split(","), everything))
+    except NVMLError:
+        return ()
+
+
+def driver_here() -> Driver | None:
+    """Return this machine's driver, or None without NVML."""
+    try:
+        cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2() if has_nvml() else None
+        return cuda and Driver(str(pynvml.nvmlSystemGetDriverVersion()), (cuda // 1000, cuda % 1000 // 10))
+    except NVMLError:
+        return None
+
+
+def _gpu(handle: Any) -> GPU:
+    return GPU(handle, str(pynvml.nvmlDeviceGetUUID(handle)))
+
+
+def _named(words: list[str], everything: tuple[GPU, ...]) -> Iterator[GPU]:
+    """Yield the GPUs of indexes, UUIDs or their beginnings, up to the first word that names none, as CUDA does."""
+    for word in map(str.strip, words):
+        if word.startswith("MIG-"):
+            yield _gpu(pynvml.nvmlDeviceGetHandleByUUID(word))
+        elif word.isdecimal() and int(word) < len(everything):
+            yield everything[int(word)]
+        elif word.startswith("GPU-") and len(found := [gpu for gpu in everything if gpu.uuid.startswith(word)]) == 1:
+            yield found[0]
+        else:
+            return
