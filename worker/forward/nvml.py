@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import pynvml
 from pynvml import NVMLError
 
+SLICE = "MIG-"  # begins the UUID of a slice of a GPU
+
 
 @dataclass(frozen=True)
 class GPU:
@@ -32,7 +34,9 @@ class GPU:
 
     @property
     def num_multiprocessors(self) -> int:
-        """Return its number of SMs, of which NVML only counts the cores. Raises NVMLError."""
+        """Return its number of SMs, whose cores NVML counts, unless it is a slice. Raises NVMLError."""
+        if self.uuid.startswith(SLICE):
+            return int(pynvml.nvmlDeviceGetAttributes(self.handle).multiprocessorCount)
         num_cores_of_one = 64 if self.capability <= (8, 0) else 128
         return int(pynvml.nvmlDeviceGetNumGpuCores(self.handle)) // num_cores_of_one
 
@@ -95,7 +99,7 @@ def _gpu(handle: Any) -> GPU:
 def _named(words: list[str], everything: tuple[GPU, ...]) -> Iterator[GPU]:
     """Yield the GPUs of indexes, UUIDs or their beginnings, up to the first word that names none, as CUDA does."""
     for word in map(str.strip, words):
-        if word.startswith("MIG-"):
+        if word.startswith(SLICE):
             yield _gpu(pynvml.nvmlDeviceGetHandleByUUID(word))
         elif word.isdecimal() and int(word) < len(everything):
             yield everything[int(word)]
