@@ -139,7 +139,7 @@ def with_markers(manifest: RunManifest, codec: TextCodec) -> RunManifest:
 def refuse_changed_model(run: Run) -> None:
     """Raise RunError if the model's local files differ from the run's. Missing files are fine."""
     with contextlib.suppress(ModelError):
-        files = locate_model(run.manifest.stored_model)
+        files = locate_model(run.manifest.stored_model, is_whole=False)
         known = {**files.digests.model, **files.digests.text}
         run.refuse_other_model(files.fingerprint, files.text_fingerprint, known, files.commit)
 
