@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pynvml
 from pynvml import NVMLError
 
+from swiftbatch.metrics.counters import GPUFigures
+
+UNCORRECTED, SINCE_RESET = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+REASONS = {
+    "hw_slowdown": pynvml.nvmlClocksEventReasonHwSlowdown,
+    "hw_thermal": pynvml.nvmlClocksEventReasonHwThermalSlowdown,
+    "hw_power_brake": pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown,
+    "sw_thermal": pynvml.nvmlClocksEventReasonSwThermalSlowdown,
+    "sw_power_cap": pynvml.nvmlClocksEventReasonSwPowerCap,
+}
 SLICE = "MIG-"  # begins the UUID of a slice of a GPU
 
 
@@ -44,6 +54,29 @@ class GPU:
     def free_bytes(self) -> int:
         """Return its free memory in bytes. Raises NVMLError."""
         return int(pynvml.nvmlDeviceGetMemoryInfo(self.handle).free)
+
+    def figures(self) -> GPUFigures:
+        """Read what an operator watches."""
+        handle, reasons = self.handle, pynvml.nvmlDeviceGetCurrentClocksEventReasons
+        memory, held = _told(pynvml.nvmlDeviceGetMemoryInfo, handle), _told(reasons, handle)
+        used = _told(pynvml.nvmlDeviceGetUtilizationRates, handle)
+        return GPUFigures(
+            self.uuid,
+            _told(pynvml.nvmlDeviceGetTotalEccErrors, handle, UNCORRECTED, SINCE_RESET),
+            None if held is None else {name: int(bool(held & bit)) for name, bit in REASONS.items()},
+            _told(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
+            memory and memory.used,
+            memory and memory.total,
+            used and used.gpu / 100,
+        )
+
+
+def _told(ask: Callable[..., Any], *arguments: Any) -> Any:
+    """Return an answer of NVML, or None where it has none."""
+    try:
+        return ask(*arguments)
+    except NVMLError:
+        return None
 
 
 class Driver(NamedTuple):

@@ -42,7 +42,7 @@ from swiftbatch.worker.engine.stopping import (
     rewound,
 )
 from swiftbatch.worker.exactness.doctor_verdicts import exactness_of
-from swiftbatch.worker.forward.hardware import resolve_device
+from swiftbatch.worker.forward.hardware import own_gpu, resolve_device
 from swiftbatch.worker.forward.step_costs import step_costs_of
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.cache_room import CachedJob
@@ -100,9 +100,9 @@ class WorkerSession:
         self.metrics_address: str | None = None
         if metrics_host is not None:
             labels = Labels(model_name=config.model, drafter=config.engine, worker=worker_id)
-            self.metrics_address, _ = serve(
-                registry_of(lambda: engine_families(counters, labels)), 0, host=metrics_host
-            )
+            gpu = own_gpu() if target.device.type == "cuda" else None
+            registry = registry_of(lambda: engine_families(counters, labels, gpu and gpu.figures()))
+            self.metrics_address, _ = serve(registry, 0, host=metrics_host)
 
     def work(self, orders: Orders, seconds: float) -> WorkReport:
         """Follow the orders, step all jobs for about `seconds`, and report."""
