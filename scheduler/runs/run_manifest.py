@@ -113,14 +113,14 @@ def with_rows(manifest: RunManifest, files: ModelFiles, jobs: JobIndex, settings
     if sizes is None or not len(jobs):
         return manifest
     here = own_gpu() if settings.address is None else None
-    free_bytes = max(0, (GPU_BYTES if here is None else here.free_bytes) - CONTEXT_BYTES)
+    capability, free_bytes = (None, GPU_BYTES) if here is None else (here.capability[0], here.free_bytes)
     held = jobs.columns["num_prompt_tokens"] + jobs.columns["max_tokens"] / 2  # on average, if it ends at its limit
     num_jobs = min(settings.num_slots or len(jobs), -(-len(jobs) // settings.num_workers))
     if not engine_entry(manifest.engine).reads_caches:
         sizes = replace(sizes, held=held_in_windows(sizes.windows, NUM_UNWRITTEN))
     load = RunLoad(num_jobs, float(held.mean()), manifest.engine != PLAIN_ENGINE)
-    most = most_rows(here and here.capability[0], sizes.item_size, bool(sizes.packed) or manifest.linear == "triton")
-    gpu = GPUMemory(free_bytes, splits_of(max(GPUS.values()), sizes))
+    most = most_rows(capability, sizes.item_size, bool(sizes.packed) or manifest.linear == "triton")
+    gpu = GPUMemory(max(0, free_bytes - CONTEXT_BYTES), splits_of(max(GPUS.values()), sizes))
     num_rows = rows_that_pay(sizes, gpu, load, most)
     return with_model(manifest.model_copy(update={"num_rows": num_rows}), files)
 

@@ -24,7 +24,7 @@ HASHED_FIRST = ("config.json", GENERATION_FILE, INDEX_FILE, "tokenizer.json", "t
 TEKKEN_FILE = "tekken.json"  # some Mistral models have only this tokenizer
 OTHER_TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 SHA256 = re.compile("[0-9a-f]{64}")  # names a weight file in the hub's cache
-MOST_READERS = 4
+MOST_READERS = 4  # files that are read and hashed at a time; hashlib lets go of Python's lock
 TEXT_FILES = (
     "*.jinja",
     "*.model",
@@ -70,7 +70,7 @@ def digests_of(path: Path, known_weights: Mapping[str, str] | None = None) -> Di
     first = {name: _digest(path / name) for name in names if (path / name).is_file()}
     weights = {file.name: known.get(file.name) or hub_digest(file) for file in weight_files(path)}
     unknown = [name for name, digest in weights.items() if digest is None]
-    with ThreadPoolExecutor(MOST_READERS) as threads:  # hashlib lets go of Python's lock
+    with ThreadPoolExecutor(MOST_READERS) as threads:
         weights |= zip(unknown, threads.map(_digest, [path / name for name in unknown]), strict=True)
     texts = {file.relative_to(path).as_posix(): _digest(file) for file in text_files(path)}
     return Digests(first | {name: str(digest) for name, digest in weights.items()}, texts)

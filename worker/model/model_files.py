@@ -101,7 +101,7 @@ class ModelFiles:
         if found == (expected := self.digests.model.get(name)):
             return
         file = self.path / name
-        if expected == hub_digest(file):
+        if expected is not None and expected == hub_digest(file):
             raise OtherModelError(
                 f"model {self.name}: on node {socket.gethostname()} {file} is damaged: the hub has SHA-256 "
                 f"{expected[:12]}, found {found[:12]}; remove {file.resolve()} and give the command again"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Collection, Generator, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors import safe_open
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.kernels.quantized_weights import PackedExperts, PackedMatrix, Weight, plain
-from swiftbatch.worker.model.digests import HashedStream, weight_files
+from swiftbatch.worker.model.digests import MOST_READERS, HashedStream, weight_files
 from swiftbatch.worker.model.file_checks import PICKLED
 from swiftbatch.worker.model.formats.contract import FormatError
 from swiftbatch.worker.model.formats.dequantization import weight_of
@@ -27,16 +29,19 @@ from swiftbatch.worker.model.pickled_weights import DTYPES, mapped_tensors, pick
 from swiftbatch.worker.model.text_config import EMBEDDING, HEAD
 
 FORMS = {SUFFIX: "GGUF", PICKLED: "PyTorch weights"}  # others are safetensors
+T = TypeVar("T")
+END: Any = object()
 LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 
 
 class Assembly:
-    """Assembles the weights of a text model from tensors in any order."""
+    """Assembles the weights of a text model from tensors in any order, which several threads may give."""
 
     def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
         self._names, self.dtype = layout.names, dtype
         self._places = {stored: (each, part) for each in layout.packed for part, stored in each.parts.items()}
         self._parts: dict[str, dict[str, Tensor]] = {}
+        self._lock = threading.Lock()
 
     def take(self, stored: str, tensor: Tensor) -> tuple[str, Weight] | None:
         """Return the weight that this tensor completes, and its name. Raises FormatError for damaged parts."""
@@ -45,12 +50,15 @@ class Assembly:
         if stored not in self._places:
             return None
         matrix, part = self._places[stored]
-        parts = self._parts.setdefault(matrix.name, {})
-        parts[part] = tensor
-        return None if len(parts) < len(matrix.parts) else (matrix.name, self._whole(matrix))
+        with self._lock:  # a matrix's parts may lie in two files
+            parts = self._parts.setdefault(matrix.name, {})
+            parts[part] = tensor
+            if len(parts) < len(matrix.parts):
+                return None
+            del self._parts[matrix.name]
+        return matrix.name, self._whole(matrix, parts)
 
-    def _whole(self, matrix: PackedTensor) -> Weight:
-        parts = self._parts.pop(matrix.name)
+    def _whole(self, matrix: PackedTensor, parts: dict[str, Tensor]) -> Weight:
         codes = max(parts.values(), key=lambda part: part.nbytes)
         if codes.dim() > 1 and _has_blank(codes.view(torch.uint8)):  # code 0 may stand for another number than zero
             raise _blank(matrix.name)
@@ -66,30 +74,57 @@ def read_tensors(
     """Read a text model's weights, as `place` returns them. Weights named in `kept` keep their stored dtype.
 
     Quantized weights become packed matrices, or dequantized ones of this dtype. Tensors that do not affect text, and a
-    tied head, are hashed and dropped. If `place` moves tensors to a device, at most two are in host memory. Raises
-    ModelError for a damaged file, OtherModelError if a file's hash is not that of `files.digests`.
+    tied head, are hashed and dropped. Up to MOST_READERS files are read at a time; if `place` moves tensors to a
+    device, at most two of each file are in host memory. Raises ModelError for a damaged file, OtherModelError if a
+    file's hash is not that of `files.digests`.
     """
     weights: dict[str, Weight] = {}
     config = read_config(files.name, files.path)
     assembly = Assembly(stored_layout(files.name, files.path), dtype)
-    for file in weight_files(files.path):
-        with file.open("rb") as stream, ThreadPoolExecutor(max_workers=1) as thread:
-            hashed = HashedStream(stream, thread)
-            try:
-                for name, weight in _weights_in(file, hashed, assembly, config):
-                    _refuse_blank(name, weight)
-                    weights[name] = weight if name in kept else place(weight)
-            except FormatError as error:
-                raise ModelError(f"model {files.name}: {file} has {error}") from None
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                form = FORMS.get(file.suffix, "safetensors")
-                raise ModelError(
-                    f"model {files.name}: {file} can't be read as {form} ({error}); copy it again"
-                ) from None
-            files.refuse_other_weights(file.name, hashed.digest())
+    of_files = (_checked_weights(file, files, assembly, config) for file in weight_files(files.path))
+    for name, weight in interleaved(of_files, MOST_READERS):
+        weights[name] = weight if name in kept else place(weight)
     if config.get("tie_word_embeddings") and EMBEDDING in weights:
         _drop_head_of(weights, files)
     return weights
+
+
+def interleaved(sources: Iterator[Generator[T]], num_threads: int) -> Iterator[T]:
+    """Yield the items of all sources, in any order, while threads compute the next item of `num_threads` sources."""
+    pending: dict[Future[T], Generator[T]] = {}
+    try:
+        with ThreadPoolExecutor(num_threads) as threads:
+            pending |= {threads.submit(next, source, END): source for source in islice(sources, num_threads)}
+            while pending:
+                for future in wait(pending, return_when=FIRST_COMPLETED).done:
+                    source: Generator[T] | None = pending.pop(future)
+                    if (found := future.result()) is END:
+                        source = next(sources, None)
+                    if source is not None:
+                        pending[threads.submit(next, source, END)] = source
+                    if found is not END:
+                        yield found
+    finally:
+        for left in pending.values():  # their own threads end here, and not wherever garbage is collected
+            left.close()
+
+
+def _checked_weights(
+    file: Path, files: ModelFiles, assembly: Assembly, config: dict[str, Any]
+) -> Generator[tuple[str, Weight]]:
+    """Yield the weights in a file. Raises ModelError, and at its end OtherModelError, as `read_tensors` does."""
+    with file.open("rb") as stream, ThreadPoolExecutor(max_workers=1) as thread:
+        hashed = HashedStream(stream, thread)
+        try:
+            for name, weight in _weights_in(file, hashed, assembly, config):
+                _refuse_blank(name, weight)
+                yield name, weight
+        except FormatError as error:
+            raise ModelError(f"model {files.name}: {file} has {error}") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            form = FORMS.get(file.suffix, "safetensors")
+            raise ModelError(f"model {files.name}: {file} can't be read as {form} ({error}); copy it again") from None
+        files.refuse_other_weights(file.name, hashed.digest())
 
 
 def _weights_in(

@@ -101,7 +101,7 @@ class WorkerSession:
         if metrics_host is not None:
             labels = Labels(model_name=config.model, drafter=config.engine, worker=worker_id)
             gpu = own_gpu() if target.device.type == "cuda" else None
-            registry = registry_of(lambda: engine_families(counters, labels, gpu and gpu.figures()))
+            registry = registry_of(lambda: engine_families(counters, labels, None if gpu is None else gpu.figures()))
             self.metrics_address, _ = serve(registry, 0, host=metrics_host)
 
     def work(self, orders: Orders, seconds: float) -> WorkReport:
