@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 from collections.abc import Callable, Collection, Generator, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from itertools import islice
+from contextlib import contextmanager
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -35,13 +35,12 @@ LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 
 
 class Assembly:
-    """Assembles the weights of a text model from tensors in any order, which several threads may give."""
+    """Assembles the weights of a text model from tensors in any order."""
 
     def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
         self._names, self.dtype = layout.names, dtype
         self._places = {stored: (each, part) for each in layout.packed for part, stored in each.parts.items()}
         self._parts: dict[str, dict[str, Tensor]] = {}
-        self._lock = threading.Lock()
 
     def take(self, stored: str, tensor: Tensor) -> tuple[str, Weight] | None:
         """Return the weight that this tensor completes, and its name. Raises FormatError for damaged parts."""
@@ -50,15 +49,12 @@ class Assembly:
         if stored not in self._places:
             return None
         matrix, part = self._places[stored]
-        with self._lock:  # a matrix's parts may lie in two files
-            parts = self._parts.setdefault(matrix.name, {})
-            parts[part] = tensor
-            if len(parts) < len(matrix.parts):
-                return None
-            del self._parts[matrix.name]
-        return matrix.name, self._whole(matrix, parts)
+        parts = self._parts.setdefault(matrix.name, {})
+        parts[part] = tensor
+        return None if len(parts) < len(matrix.parts) else (matrix.name, self._whole(matrix))
 
-    def _whole(self, matrix: PackedTensor, parts: dict[str, Tensor]) -> Weight:
+    def _whole(self, matrix: PackedTensor) -> Weight:
+        parts = self._parts.pop(matrix.name)
         codes = max(parts.values(), key=lambda part: part.nbytes)
         if codes.dim() > 1 and _has_blank(codes.view(torch.uint8)):  # code 0 may stand for another number than zero
             raise _blank(matrix.name)
@@ -81,9 +77,16 @@ def read_tensors(
     weights: dict[str, Weight] = {}
     config = read_config(files.name, files.path)
     assembly = Assembly(stored_layout(files.name, files.path), dtype)
-    of_files = (_checked_weights(file, files, assembly, config) for file in weight_files(files.path))
-    for name, weight in interleaved(of_files, MOST_READERS):
-        weights[name] = weight if name in kept else place(weight)
+    found = weight_files(files.path)
+    of_files = (_checked_tensors(file, files, config, dtype) for file in found)
+    is_gguf = any(file.suffix == SUFFIX for file in found)  # then torch computes, whose threads are the main thread's
+    for file, stored, tensor in chain.from_iterable(of_files) if is_gguf else interleaved(of_files, MOST_READERS):
+        with _faults_of(file, files.name):
+            whole = (stored, tensor) if is_gguf else assembly.take(stored, cast(Tensor, tensor))
+            if whole is not None:
+                _refuse_blank(*whole)
+        if whole is not None:
+            weights[whole[0]] = whole[1] if whole[0] in kept else place(whole[1])
     if config.get("tie_word_embeddings") and EMBEDDING in weights:
         _drop_head_of(weights, files)
     return weights
@@ -109,34 +112,39 @@ def interleaved(sources: Iterator[Generator[T]], num_threads: int) -> Iterator[T
             left.close()
 
 
-def _checked_weights(
-    file: Path, files: ModelFiles, assembly: Assembly, config: dict[str, Any]
-) -> Generator[tuple[str, Weight]]:
-    """Yield the weights in a file. Raises ModelError, and at its end OtherModelError, as `read_tensors` does."""
+def _checked_tensors(
+    file: Path, files: ModelFiles, config: dict[str, Any], dtype: torch.dtype
+) -> Generator[tuple[Path, str, Weight]]:
+    """Yield a file's tensors as they are stored, or a GGUF file's weights, after the file.
+
+    Raises ModelError, and at the end OtherModelError, as `read_tensors` does.
+    """
     with file.open("rb") as stream, ThreadPoolExecutor(max_workers=1) as thread:
         hashed = HashedStream(stream, thread)
-        try:
-            for name, weight in _weights_in(file, hashed, assembly, config):
-                _refuse_blank(name, weight)
-                yield name, weight
-        except FormatError as error:
-            raise ModelError(f"model {files.name}: {file} has {error}") from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            form = FORMS.get(file.suffix, "safetensors")
-            raise ModelError(f"model {files.name}: {file} can't be read as {form} ({error}); copy it again") from None
+        with _faults_of(file, files.name):
+            for name, weight in _weights_in(file, hashed, config, dtype):
+                yield file, name, weight
         files.refuse_other_weights(file.name, hashed.digest())
 
 
+@contextmanager
+def _faults_of(file: Path, model: str) -> Iterator[None]:
+    """Raise ModelError for faults of a file."""
+    try:
+        yield
+    except FormatError as error:
+        raise ModelError(f"model {model}: {file} has {error}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        form = FORMS.get(file.suffix, "safetensors")
+        raise ModelError(f"model {model}: {file} can't be read as {form} ({error}); copy it again") from None
+
+
 def _weights_in(
-    file: Path, hashed: HashedStream, assembly: Assembly, config: dict[str, Any]
+    file: Path, hashed: HashedStream, config: dict[str, Any], dtype: torch.dtype
 ) -> Iterator[tuple[str, Weight]]:
-    """Yield the weights in a file. Raises ValueError for a damaged file."""
     if file.suffix == SUFFIX:
-        yield from gguf_weights(file, hashed, config, assembly.dtype)
-        return
-    for name, tensor in pickled_weights(file, hashed) if file.suffix == PICKLED else _stored(hashed):
-        if (found := assembly.take(name, tensor)) is not None:
-            yield found
+        return gguf_weights(file, hashed, config, dtype)
+    return pickled_weights(file, hashed) if file.suffix == PICKLED else _stored(hashed)
 
 
 def stored_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
