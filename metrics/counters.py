@@ -231,6 +231,48 @@ def _sum(one: Any, other: Any) -> Any:
     return one + other
 
 
+# A worker's GPU. A figure that the GPU does not tell is None, and absent.
+
+
+THROTTLE_REASONS = ("hw_slowdown", "hw_thermal", "hw_power_brake", "sw_thermal", "sw_power_cap")
+
+
+@dataclass
+class GPUFigures:
+    """What the driver's library tells of a GPU at the moment."""
+
+    uuid: str
+    num_ecc_errors: int | None = exported(
+        "gpu_ecc_uncorrected_errors_total",
+        "Memory errors that ECC could not correct, since the driver was loaded or the GPU was reset.",
+        start=lambda: None,
+    )
+    throttled: dict[str, int] | None = exported(
+        "gpu_throttled",
+        "1 while the GPU's clocks are held down, by reason. A power cap (sw_power_cap) is usual under load.",
+        kind="gauge",
+        by="reason",
+        known=THROTTLE_REASONS,
+        start=dict,
+    )
+    temperature: int | None = exported(
+        "gpu_temperature_celsius", "Temperature of the GPU.", kind="gauge", start=lambda: None
+    )
+    used_bytes: int | None = exported(
+        "gpu_memory_used_bytes", "Memory of the GPU that is taken, by any process.", kind="gauge", start=lambda: None
+    )
+    total_bytes: int | None = exported("gpu_memory_total_bytes", "Memory of the GPU.", kind="gauge", start=lambda: None)
+    utilization: float | None = exported(
+        "gpu_utilization_ratio",
+        "Share of the last second or less in which a kernel ran.",
+        kind="gauge",
+        start=lambda: None,
+    )
+
+
+GPU_METRICS = metrics_of(GPUFigures)
+
+
 # The driver's counters and the names of their metrics.
 
 

@@ -25,7 +25,7 @@ from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.metrics.counters import DRIVER_METRICS, SERVER_METRICS, TOTALS, WORKER_METRICS
+from swiftbatch.metrics.counters import DRIVER_METRICS, GPU_METRICS, SERVER_METRICS, TOTALS, WORKER_METRICS
 from swiftbatch.metrics.metric import Histogram, Summary
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric as Family
 
-    from swiftbatch.metrics.counters import DriverCounters, EngineCounters, ServerCounters
+    from swiftbatch.metrics.counters import DriverCounters, EngineCounters, GPUFigures, ServerCounters
     from swiftbatch.metrics.metric import Metric, Value
 
 PREFIX = "swiftbatch_"
@@ -54,12 +54,27 @@ class Labels(NamedTuple):
     worker: str
 
 
+class GPULabels(NamedTuple):
+    """The labels of a worker's GPU, which has its UUID as a name."""
+
+    model_name: str
+    drafter: str
+    worker: str
+    gpu: str
+
+
 class NoLabels(NamedTuple):
     """The empty labels of a server's metrics."""
 
 
-def engine_families(counters: EngineCounters, labels: Labels) -> Iterator[Family]:
-    return _families(PREFIX, WORKER_METRICS, counters, labels)
+AnyLabels = Labels | GPULabels | NoLabels
+
+
+def engine_families(counters: EngineCounters, labels: Labels, gpu: GPUFigures | None = None) -> Iterator[Family]:
+    """Yield the metrics of a worker and of its GPU, if it has one."""
+    yield from _families(PREFIX, WORKER_METRICS, counters, labels)
+    if gpu is not None:
+        yield from _families(PREFIX, GPU_METRICS, gpu, GPULabels(*labels, gpu.uuid))
 
 
 def driver_families(counters: DriverCounters, labels: Labels) -> Iterator[Family]:
@@ -84,7 +99,7 @@ def registry_of(collect: Callable[[], Iterable[Family]]) -> CollectorRegistry:
     return registry
 
 
-def _families(prefix: str, metrics: Iterable[Metric], counters: object, labels: Labels | NoLabels) -> Iterator[Family]:
+def _families(prefix: str, metrics: Iterable[Metric], counters: object, labels: AnyLabels) -> Iterator[Family]:
     for metric in metrics:
         value = metric.read(counters)
         if value is None:
@@ -96,9 +111,7 @@ def _families(prefix: str, metrics: Iterable[Metric], counters: object, labels: 
         yield _family(prefix, metric, labels, [((key,), by_label[key]) for key in by_label])
 
 
-def _family(
-    prefix: str, metric: Metric, labels: Labels | NoLabels, values: Iterable[tuple[tuple[str, ...], Value]]
-) -> Family:
+def _family(prefix: str, metric: Metric, labels: AnyLabels, values: Iterable[tuple[tuple[str, ...], Value]]) -> Family:
     names = (*labels._fields, *([metric.label] if metric.label else []))
     family = FAMILIES[metric.kind](prefix + metric.name, metric.meaning, labels=names)
     for extra, value in values:

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from swiftbatch.metrics.counters import (
     DRIVER_METRICS,
+    GPU_METRICS,
     SERVER_METRICS,
     TOTALS,
     WORKER_METRICS,
     DriverCounters,
     EngineCounters,
+    GPUFigures,
     ServerCounters,
 )
 from swiftbatch.metrics.exporter import PREFIX, TOTALS_PREFIX, Labels
@@ -60,6 +62,7 @@ def render() -> str:
     parts = [
         HEAD.replace("{labels}", labels).replace("{totals}", TOTALS_PREFIX),
         _table("Workers", PREFIX, WORKER_METRICS, EngineCounters()),
+        _table("GPUs of workers, by the label `gpu`: its UUID", PREFIX, GPU_METRICS, GPUFigures("")),
         _table("Driver", PREFIX, DRIVER_METRICS, DriverCounters()),
         _table("`swiftbatch serve`", PREFIX, SERVER_METRICS, ServerCounters()),
         _table("Driver: totals over all its workers", TOTALS_PREFIX, TOTALS, EngineCounters()),

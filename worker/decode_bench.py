@@ -44,6 +44,7 @@ from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.kv.kv_capacity import check_folder
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
+from swiftbatch.worker.model.user_cache import cache_folder
 from swiftbatch.worker.sampling.draft_tree import Verification
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.text.tokenizer import TextCodec
@@ -415,7 +416,7 @@ def text_tokens(path: Path, files: ModelFiles, num_tokens: int) -> list[int]:
 
 def own_tokens(target: TargetModel, num_tokens: int) -> list[int]:
     """Return the first `num_tokens` tokens of a built-in prompt and the model's continuation, cached on disk."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swiftbatch" / "bench"
+    folder = cache_folder("bench")
     path = folder / f"{target.files.fingerprint[:16]}-{str(target.dtype).removeprefix('torch.')}.npy"
     known = np.load(path, allow_pickle=False).tolist() if path.is_file() else encode(target.files, PROMPT)
     if len(known) < num_tokens:

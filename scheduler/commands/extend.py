@@ -58,7 +58,7 @@ def extend(
     for custom_id in custom_ids:
         find_jobs(run, custom_id)
     refuse_changed_model(run)
-    files = locate_model(run.manifest.stored_model)
+    files = locate_model(run.manifest.stored_model, is_whole=False)
     room = kv_room(run.manifest, files, settings)
     with showing as display, RunLease(run, may_take_over, forgets_cancel=True) as hold:
         extension = extend_jobs(hold, max_tokens, custom_ids, files, room)

@@ -64,7 +64,7 @@ def fork(
     refuse_if_taken(run, may_take_over)  # before loading the model; the hold checks again
     refuse_changed_model(run)
     check_engine(vars(computation_of(run.manifest, settings)))
-    files = locate_model(run.manifest.stored_model)
+    files = locate_model(run.manifest.stored_model, is_whole=False)
     with showing as display, RunLease(run, may_take_over, forgets_cancel=True) as hold:
         name = f"{custom_id}@{num_kept}" if name is None else name
         made = forks(run, custom_id, choice, num_kept, num_seeds, text, name, files)

@@ -22,7 +22,7 @@ from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.drafters.catalogue import PLAIN_ENGINE, engine_entry
 from swiftbatch.worker.exactness.doctor_verdicts import known_verdict, verdict_key
-from swiftbatch.worker.forward.hardware import cpu_capability, gpu_here, hardware_of, has_cuda
+from swiftbatch.worker.forward.hardware import cpu_capability, hardware_of, has_cuda, own_gpu
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels, refuse_kv_dtype
 from swiftbatch.worker.kernels.native_library import chosen_numerics
@@ -115,15 +115,15 @@ def with_rows(manifest: RunManifest, files: ModelFiles, jobs: JobIndex, settings
     sizes = None if manifest.device == "cpu" or "num_rows" in settings.said else read_sizes(files, manifest.dtype)
     if sizes is None or not len(jobs):
         return manifest
-    is_here = settings.address is None and has_cuda()
-    capability, free_bytes = gpu_here() if is_here else (None, GPU_BYTES - CONTEXT_BYTES)
+    here = own_gpu() if settings.address is None else None
+    capability, free_bytes = (None, GPU_BYTES) if here is None else (here.capability[0], here.free_bytes)
     held = jobs.columns["num_prompt_tokens"] + jobs.columns["max_tokens"] / 2  # on average, if it ends at its limit
     num_jobs = min(settings.num_slots or len(jobs), -(-len(jobs) // settings.num_workers))
     if not engine_entry(manifest.engine).reads_caches:
         sizes = replace(sizes, held=held_in_windows(sizes.windows, NUM_UNWRITTEN))
     load = RunLoad(num_jobs, float(held.mean()), manifest.engine != PLAIN_ENGINE)
     most = most_rows(capability, sizes.item_size, bool(sizes.packed) or manifest.linear == "triton")
-    gpu = GPUMemory(free_bytes, splits_of(max(GPUS.values()), sizes))
+    gpu = GPUMemory(max(0, free_bytes - CONTEXT_BYTES), splits_of(max(GPUS.values()), sizes))
     num_rows = rows_that_pay(sizes, gpu, load, most)
     return with_model(manifest.model_copy(update={"num_rows": num_rows}), files)
 
@@ -142,7 +142,7 @@ def with_markers(manifest: RunManifest, codec: TextCodec) -> RunManifest:
 def refuse_changed_model(run: Run) -> None:
     """Raise RunError if the model's local files differ from the run's. Missing files are fine."""
     with contextlib.suppress(ModelError):
-        files = locate_model(run.manifest.stored_model)
+        files = locate_model(run.manifest.stored_model, is_whole=False)
         known = {**files.digests.model, **files.digests.text}
         run.refuse_other_model(files.fingerprint, files.text_fingerprint, known, files.commit)
 
@@ -159,8 +159,9 @@ def refuse_kernels(kernels: CudaKernels, device: str, dtype: str, address: str |
 
 def _new_manifest(settings: Settings) -> RunManifest:
     computation = with_absolute_folders(replace(Computation(), **settings.said))
-    has_own_gpu = settings.address is None and has_cuda()
-    detected = "auto" if settings.address is not None else "cuda" if has_own_gpu else "cpu"
+    detected = "auto"
+    if settings.address is None and computation.device != "cpu":
+        detected = "cuda" if has_cuda() else "cpu"
     shared_cores = max(1, len(os.sched_getaffinity(0)) // settings.num_workers)
     resolved = {
         "model": _place(computation.model),

@@ -73,7 +73,7 @@ def follow_text(run: Run, custom_id: str, follow: bool, choice: int = 0) -> Iter
 
     record = find_choice(run, custom_id, choice)
     checkpoints, packed = CheckpointStore.of(run), PackedLogs.of(run)
-    settled = TextCodec(locate_model(run.manifest.stored_model)).output_text.settled
+    settled = TextCodec(locate_model(run.manifest.stored_model, is_whole=False)).output_text.settled
     shown = ""
     while True:
         # checked before the text is read, to miss nothing that is written in between

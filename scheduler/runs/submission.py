@@ -281,7 +281,7 @@ def submission(
     manifest = kept_or_new_manifest(run_uri, settings)
     is_for_gpus = not manifest.model_fingerprint and manifest.device != "cpu"  # otherwise its rows are set
     said = [jobs] if isinstance(jobs, str) else jobs
-    files = locate_model(manifest.stored_model)
+    files = locate_model(manifest.stored_model, is_whole=settings.address is None)
     text_settings = (manifest.thinking_markers, manifest.clock, manifest.lenient_schemas, manifest.plain_content)
     codec = TextCodec(files, *text_settings)
     manifest = with_markers(with_model(manifest, files), codec)

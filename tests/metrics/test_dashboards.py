@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swiftbatch.metrics import reference
-from swiftbatch.metrics.counters import DriverCounters, EngineCounters
+from swiftbatch.metrics.counters import DriverCounters, EngineCounters, GPUFigures
 from swiftbatch.metrics.exporter import Labels, driver_families, engine_families
 from swiftbatch.metrics.grafana import build
 from tests.metrics.dashboard_files import BOARDS, METRICS, metric_names, panel_expressions, read_board, variable_queries
@@ -20,7 +20,8 @@ LABELS = Labels(model_name="embedded", drafter="suffix", worker="w1")
 def exported_names() -> set[str]:
     worker = EngineCounters(last_checkpoint=1.0, kv_cache_pages_ratio=0.5)
     driver = DriverCounters(eta_seconds=1.0)
-    families = [*engine_families(worker, LABELS), *driver_families(driver, LABELS)]
+    gpu = GPUFigures("GPU-1", 0, {}, 50, 1, 2, 0.5)
+    families = [*engine_families(worker, LABELS, gpu), *driver_families(driver, LABELS)]
     return {sample.name for family in families for sample in family.samples}
 
 

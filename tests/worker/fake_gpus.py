@@ -46,6 +46,17 @@ int nvmlDeviceGetMemoryInfo(void *handle, u64 *memory) {
     memory[0] = 85000000000; memory[1] = 80000000000; memory[2] = 5000000000; /* total, free, used */
     return 0;
 }
+int nvmlDeviceGetTotalEccErrors(void *handle, int type, int counter, u64 *count) {
+    *count = number("FAKE_ECC");
+    return type == 1 && counter == 0 ? 0 : 2; /* uncorrected, volatile; else an invalid argument */
+}
+int nvmlDeviceGetCurrentClocksEventReasons(void *handle, u64 *bits) { *bits = number("FAKE_REASONS"); return 0; }
+int nvmlDeviceGetTemperature(void *handle, int sensor, unsigned *degrees) { *degrees = 61; return 0; }
+int nvmlDeviceGetUtilizationRates(void *handle, unsigned *percents) {
+    if (getenv("FAKE_LACKS_RATES")) return 3; /* not supported */
+    percents[0] = 75; percents[1] = 20; /* of the GPU, of its memory */
+    return 0;
+}
 """
 
 

@@ -62,13 +62,14 @@ class _Answers(BaseHTTPRequestHandler):
     def _list(self, model: str, is_tree: bool) -> None:
         files = sorted(file for file in self.hub.models[model].iterdir() if file.is_file())
         tree = [{"type": "file", "path": f.name, "size": f.stat().st_size, "oid": _digest(f)[:40]} for f in files]
-        whole = {"id": model, "sha": self.hub.commit, "siblings": [{"rfilename": file.name} for file in files]}
+        whole = {"id": model, "sha": self.hub.commit, "siblings": list(map(_sibling, files))}
         self._send(json.dumps(tree if is_tree else whole).encode(), {"Content-Type": "application/json"})
 
     def _file(self, file: Path, with_body: bool) -> None:
         body, status, headers = file.read_bytes(), 200, {"X-Repo-Commit": self.hub.commit, "ETag": f'"{_digest(file)}"'}
         if asked := self.headers.get("Range"):
             first, last = (int(number) for number in asked.removeprefix("bytes=").split("-"))
+            last = min(last, len(body) - 1)
             headers["Content-Range"] = f"bytes {first}-{last}/{len(body)}"
             body, status = body[first : last + 1], 206
         if with_body:
@@ -82,6 +83,11 @@ class _Answers(BaseHTTPRequestHandler):
         self.end_headers()
         if with_body:
             self.wfile.write(body)
+
+
+def _sibling(file: Path) -> dict[str, object]:
+    large = {"lfs": {"size": file.stat().st_size, "sha256": _digest(file), "pointerSize": 135}}
+    return {"rfilename": file.name, **(large if file.suffix == ".safetensors" else {})}
 
 
 def _digest(file: Path) -> str:

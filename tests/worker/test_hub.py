@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from swiftbatch.jobs.python_processes import environment_of_code, module_command
+from swiftbatch.worker.model.model_files import locate_model
 from tests.worker.hub import COMMIT, Hub, hub_of
 
 pytestmark = pytest.mark.long
@@ -186,3 +187,54 @@ def test_inspect_reads_the_heads_of_weights_alone(tiny_model: Path, tmp_path: Pa
     size = (tiny_model / "model.safetensors").stat().st_size
     assert hub.sent["model.safetensors"] <= min(size, 110_000), "its first bytes"
     assert "tokenizer.json" not in hub.sent
+
+
+DRIVER = """
+import sys
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.scheduler.runs.run_manifest import refuse_changed_model
+from swiftbatch.scheduler.runs.run_settings import Settings
+from swiftbatch.scheduler.runs.submission import submission
+from swiftbatch.worker.kv.model_sizes import read_sizes
+from swiftbatch.worker.model.model_files import locate_model
+
+said = {"model": "some/model", "device": "cuda"}
+with submission("jobs.jsonl", "run", Settings(address="ray://cluster", said=said)) as made:
+    print(made.run.manifest.model_fingerprint)
+refuse_changed_model(Run.open("run"))
+print(read_sizes(locate_model("some/model", is_whole=False), "bfloat16").num_parameters)
+"""
+WORKER = """
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.scheduler.runs.verification import load_model
+load_model(Run.open("run"))
+print("loaded")
+"""
+
+
+def test_the_driver_of_a_cluster_fetches_no_weights_and_workers_check_theirs(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "jobs.jsonl").write_text(json.dumps(LINE) + "\n")
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"visual.weight": torch.rand(10**6)}, folder / "model.safetensors", metadata={"format": "pt"})
+    with hub_of({"some/model": folder}) as hub:
+        fingerprint, num_parameters = run_code(hub, tmp_path, DRIVER).stdout.split()
+        assert fingerprint == locate_model(str(folder)).fingerprint
+        assert int(num_parameters) == sum(tensor.numel() for tensor in tensors.values())
+        assert hub.sent["model.safetensors"] <= 110_000, "its first bytes"
+        manifest = json.loads((tmp_path / "run" / "run.json").read_text())
+        (tmp_path / "run" / "run.json").write_text(json.dumps(manifest | {"device": "cpu"}))
+        assert run_code(hub, tmp_path, WORKER).stdout == "loaded\n"
+        [blob] = (tmp_path / "cache" / "hub" / "models--some--model" / "blobs").glob(
+            manifest["model_files"]["model.safetensors"]
+        )
+        data = bytearray(blob.read_bytes())
+        data[-1] ^= 1
+        blob.write_bytes(data)
+        assert f"is damaged: the hub has SHA-256 {blob.name[:12]}" in run_code(hub, tmp_path, WORKER).stderr
+
+
+def run_code(hub: Hub, folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    places = {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "cache"), "XDG_CACHE_HOME": str(folder / "own")}
+    environment = os.environ | environment_of_code() | places | {"HF_HUB_OFFLINE": "0"}
+    return subprocess.run([sys.executable, "-c", code], env=environment, cwd=folder, capture_output=True, text=True)

@@ -36,8 +36,8 @@ from swiftbatch.worker.model.model_files import (
     MTP_FILE,
     PARTS_FOLDER,
     ModelFiles,
+    headers_folder,
     locate_model,
-    model_folder,
     read_config,
 )
 from swiftbatch.worker.model.mtp_layers import NoPredictorError, predictor_in
@@ -283,7 +283,7 @@ def check_parts(
 ) -> None:
     """Raise ModelError for an unknown engine or option, or a part that is missing or does not fit the model."""
     if part := engine_entry(engine, options).part:
-        part.find(model, model_folder(model), model_fingerprint, None if parts_folder is None else Path(parts_folder))
+        part.find(model, headers_folder(model), model_fingerprint, None if parts_folder is None else Path(parts_folder))
 
 
 def create_drafter(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from swiftbatch.jobs.run.run_records import Exactness
+from swiftbatch.worker.model.user_cache import cache_folder
 
 
 def verdict_key(
@@ -41,8 +41,7 @@ def known_verdict(key: str) -> Exactness:
 
 
 def _path(key: str) -> Path:
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "swiftbatch" / "doctor" / key
+    return cache_folder("doctor") / key
 
 
 def exactness_of(verdict: Exactness, numerics: Iterable[str]) -> Exactness:

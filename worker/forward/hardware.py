@@ -7,7 +7,9 @@ import ctypes
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +20,10 @@ from swiftbatch.worker.kernels.native_library import cpu_flags
 if TYPE_CHECKING:
     import torch
 
+    from swiftbatch.worker.forward.nvml import GPU
+
 DRIVER = Path("/proc/driver/nvidia/version")
+LEAST_DRIVERS = {12: 525, 13: 580}  # by major version of CUDA
 AVX512 = {"avx512f", "avx512vl", "avx512bw", "avx512dq", "fma"}  # torch requires these
 AVX2 = {"avx2", "fma"}
 LIBRARY_SETTINGS = (  # variables that change bits of torch's products on a CPU; `cpu_capability` has torch's own
@@ -33,27 +38,88 @@ PROBED_SHAPES = ((1, 512, 1024), (16, 512, 1024), (16, 2048, 512), (16, 576, 153
 
 
 def has_cuda() -> bool:
-    """Return whether torch can use a GPU."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:  # no driver, so no need for torch, whose import takes seconds
-        return False
-    import torch
+    """Return whether torch can use a GPU here; where NVML is there, CUDA is not initialised.
 
-    return torch.cuda.is_available()
+    Raises ModelError if a GPU is here that this torch can't use, since its jobs would run on cores.
+    """
+    if not _has_libcuda():  # no driver, so no need for torch, whose import takes seconds
+        return False
+    from swiftbatch.worker.forward.nvml import has_nvml
+
+    if not has_nvml():  # in a container without the driver capability `utility`
+        import torch
+
+        return torch.cuda.is_available()
+    _refuse_unfit_torch()
+    return own_gpu() is not None
 
 
 def resolve_device(device: str) -> torch.device:
-    """Return the device of `auto`, `cpu` or `cuda`. Raises ModelError if CUDA is requested but absent."""
+    """Return the device of `auto`, `cpu` or `cuda`.
+
+    Raises ModelError if CUDA is requested but absent, or not `cpu`, but a GPU is here that torch can't use.
+    """
     import torch
 
-    available = torch.cuda.is_available()
-    if device == "cuda" and not available:
-        build = "a CPU build" if torch.version.cuda is None else f"built for CUDA {torch.version.cuda}"
+    if device == "cpu" or torch.cuda.is_available():
+        return torch.device("cpu" if device == "cpu" else "cuda")
+    _refuse_unfit_torch()
+    version, cuda = torch_build()
+    build = "a CPU build" if cuda is None else f"built for CUDA {cuda}"
+    if (gpu := own_gpu()) is not None:
         raise ModelError(
-            f"device cuda: no CUDA device is visible to torch {torch.__version__} ({build}); use --device cpu"
+            f"{gpu.name} with driver {driver_version()} is here, but torch {version} ({build}) can't use it; see what "
+            "nvidia-smi says, or use --device cpu"
         )
-    return torch.device("cuda" if device != "cpu" and available else "cpu")
+    if device == "cuda":
+        raise ModelError(f"device cuda: no CUDA device is visible to torch {version} ({build}); use --device cpu")
+    return torch.device("cpu")
+
+
+def _refuse_unfit_torch() -> None:
+    """Raise ModelError if a GPU is here, but this build of torch is not made for it or its driver."""
+    if (gpu := own_gpu()) is None:
+        return
+    from swiftbatch.worker.forward.nvml import driver_here
+
+    (version, cuda), driver = torch_build(), driver_here()
+    if cuda is None:
+        raise ModelError(
+            f"{gpu.name} is here, but torch {version} is a CPU build; install torch's build for CUDA, or use "
+            "--device cpu"
+        )
+    major = int(cuda.split(".")[0])
+    if driver is not None and driver.cuda[0] < major:
+        needed = f"driver {LEAST_DRIVERS[major]} or newer" if major in LEAST_DRIVERS else "a newer driver"
+        raise ModelError(
+            f"driver {driver.version} serves CUDA {driver.cuda[0]}.{driver.cuda[1]}, but torch {version} is built for "
+            f"CUDA {cuda}, which needs {needed}; install that, or torch's build for CUDA {driver.cuda[0]}, or use "
+            "--device cpu"
+        )
+
+
+def torch_build() -> tuple[str, str | None]:
+    """Return torch's version and the CUDA that it is built for, None for a CPU build, without importing torch."""
+    place = importlib.util.find_spec("torch")
+    found = runpy.run_path(str(Path(str(place and place.origin)).with_name("version.py")))
+    return str(found["__version__"]), found["cuda"]
+
+
+def own_gpu() -> GPU | None:
+    """Return this process's first GPU, or None without a GPU or NVML."""
+    if not _has_libcuda():
+        return None
+    from swiftbatch.worker.forward.nvml import own_gpus
+
+    return next(iter(own_gpus()), None)
+
+
+def _has_libcuda() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -89,15 +155,21 @@ def hardware_of(device_type: str) -> str:
     if device_type != "cuda":
         settings = (f"{name}={os.environ[name]}" for name in LIBRARY_SETTINGS if name in os.environ)
         return " ".join([cpu_capability(), *_cpu_features(), *settings])
-    if not has_cuda():
+    if (found := _gpu_name_and_size()) is None:
         return "no GPU"
+    name, num_multiprocessors = found
+    return f"{name} with {num_multiprocessors} SMs, driver {driver_version()}, cuBLAS {cublas_version()}"
+
+
+def _gpu_name_and_size() -> tuple[str, int] | None:
+    if (gpu := own_gpu()) is not None:
+        return gpu.name, gpu.num_multiprocessors
+    if not has_cuda():
+        return None
     import torch
 
     properties = torch.cuda.get_device_properties(0)
-    return (
-        f"{properties.name} with {properties.multi_processor_count} SMs, driver {driver_version()}, "
-        f"cuBLAS {cublas_version()}"
-    )
+    return properties.name, properties.multi_processor_count
 
 
 def torch_gemms() -> str:
@@ -131,13 +203,6 @@ def _scattered(num_rows: int, num_columns: int) -> torch.Tensor:
     mixed ^= mixed >> 32
     numbers = torch.ldexp((mixed & 0xFFFFFF).float() / 2**23 - 1, -((mixed >> 24) & 7).int())
     return numbers.view(num_rows, num_columns)
-
-
-def gpu_here() -> tuple[int, int]:
-    """Return the GPU's major compute capability and its free bytes."""
-    import torch
-
-    return torch.cuda.get_device_capability(0)[0], torch.cuda.mem_get_info(0)[0]
 
 
 def driver_version() -> str:

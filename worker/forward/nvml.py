@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pynvml
 from pynvml import NVMLError
 
+from swiftbatch.metrics.counters import GPUFigures
+
+UNCORRECTED, SINCE_RESET = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+REASONS = {
+    "hw_slowdown": pynvml.nvmlClocksEventReasonHwSlowdown,
+    "hw_thermal": pynvml.nvmlClocksEventReasonHwThermalSlowdown,
+    "hw_power_brake": pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown,
+    "sw_thermal": pynvml.nvmlClocksEventReasonSwThermalSlowdown,
+    "sw_power_cap": pynvml.nvmlClocksEventReasonSwPowerCap,
+}
+SLICE = "MIG-"  # begins the UUID of a slice of a GPU
+
 
 @dataclass(frozen=True)
-class GPU:
+class VisibleGPU:
     """A GPU, or a slice of one."""
 
     handle: Any
@@ -32,7 +44,9 @@ class GPU:
 
     @property
     def num_multiprocessors(self) -> int:
-        """Return its number of SMs, of which NVML only counts the cores. Raises NVMLError."""
+        """Return its number of SMs, whose cores NVML counts, unless it is a slice. Raises NVMLError."""
+        if self.uuid.startswith(SLICE):
+            return int(pynvml.nvmlDeviceGetAttributes(self.handle).multiprocessorCount)
         num_cores_of_one = 64 if self.capability <= (8, 0) else 128
         return int(pynvml.nvmlDeviceGetNumGpuCores(self.handle)) // num_cores_of_one
 
@@ -41,8 +55,31 @@ class GPU:
         """Return its free memory in bytes. Raises NVMLError."""
         return int(pynvml.nvmlDeviceGetMemoryInfo(self.handle).free)
 
+    def figures(self) -> GPUFigures:
+        """Read what an operator watches."""
+        handle, reasons = self.handle, pynvml.nvmlDeviceGetCurrentClocksEventReasons
+        memory, held = _told(pynvml.nvmlDeviceGetMemoryInfo, handle), _told(reasons, handle)
+        used = _told(pynvml.nvmlDeviceGetUtilizationRates, handle)
+        return GPUFigures(
+            self.uuid,
+            _told(pynvml.nvmlDeviceGetTotalEccErrors, handle, UNCORRECTED, SINCE_RESET),
+            None if held is None else {name: int(bool(held & bit)) for name, bit in REASONS.items()},
+            _told(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
+            memory and memory.used,
+            memory and memory.total,
+            used and used.gpu / 100,
+        )
 
-class Driver(NamedTuple):
+
+def _told(ask: Callable[..., Any], *arguments: Any) -> Any:
+    """Return an answer of NVML, or None where it has none."""
+    try:
+        return ask(*arguments)
+    except NVMLError:
+        return None
+
+
+class NvidiaDriver(NamedTuple):
     """The NVIDIA driver and the newest CUDA that it serves."""
 
     version: str  # such as "570.86.15"
@@ -64,7 +101,7 @@ def own_gpu_uuid() -> str | None:
     return next((gpu.uuid for gpu in own_gpus()), None)
 
 
-def own_gpus() -> tuple[GPU, ...]:
+def own_gpus() -> tuple[VisibleGPU, ...]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES leaves to this process, in its order; none without NVML.
 
     Indexes count in the order of the bus. CUDA's own order is the same if all GPUs of the machine are of one kind.
@@ -79,23 +116,23 @@ def own_gpus() -> tuple[GPU, ...]:
         return ()
 
 
-def driver_here() -> Driver | None:
+def driver_here() -> NvidiaDriver | None:
     """Return this machine's driver, or None without NVML."""
     try:
         cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2() if has_nvml() else None
-        return cuda and Driver(str(pynvml.nvmlSystemGetDriverVersion()), (cuda // 1000, cuda % 1000 // 10))
+        return cuda and NvidiaDriver(str(pynvml.nvmlSystemGetDriverVersion()), (cuda // 1000, cuda % 1000 // 10))
     except NVMLError:
         return None
 
 
-def _gpu(handle: Any) -> GPU:
-    return GPU(handle, str(pynvml.nvmlDeviceGetUUID(handle)))
+def _gpu(handle: Any) -> VisibleGPU:
+    return VisibleGPU(handle, str(pynvml.nvmlDeviceGetUUID(handle)))
 
 
-def _named(words: list[str], everything: tuple[GPU, ...]) -> Iterator[GPU]:
+def _named(words: list[str], everything: tuple[VisibleGPU, ...]) -> Iterator[VisibleGPU]:
     """Yield the GPUs of indexes, UUIDs or their beginnings, up to the first word that names none, as CUDA does."""
     for word in map(str.strip, words):
-        if word.startswith("MIG-"):
+        if word.startswith(SLICE):
             yield _gpu(pynvml.nvmlDeviceGetHandleByUUID(word))
         elif word.isdecimal() and int(word) < len(everything):
             yield everything[int(word)]

@@ -18,11 +18,13 @@ from swiftbatch.worker.model.file_checks import (
     index_name,
     weight_names,
 )
+from swiftbatch.worker.model.hub import BLOBS
 
 HASHED_FIRST = ("config.json", GENERATION_FILE, INDEX_FILE, "tokenizer.json", "tokenizer_config.json")
 TEKKEN_FILE = "tekken.json"  # some Mistral models have only this tokenizer
 OTHER_TOKENIZERS = ("tokenizer.json", "tokenizer.model")
-BLOBS, SHA256 = "blobs", re.compile("[0-9a-f]{64}")  # the hub's cache links a model's files to these
+SHA256 = re.compile("[0-9a-f]{64}")  # names a weight file in the hub's cache
+MOST_READERS = 4  # files that are read and hashed at a time; hashlib lets go of Python's lock
 TEXT_FILES = (
     "*.jinja",
     "*.model",
@@ -58,26 +60,26 @@ class Digests:
 
 
 def digests_of(path: Path, known_weights: Mapping[str, str] | None = None) -> Digests:
-    """Hash a model folder, except weight files whose SHA-256 is in `known_weights`."""
+    """Hash a model folder, except weight files whose SHA-256 is in `known_weights` or told by the hub's cache.
+
+    Whoever loads weights checks them.
+    """
     known = known_weights or {}
     names = (*HASHED_FIRST, *((TEKKEN_FILE,) if has_tekken_alone(path) else ()))
     names = (*names, *((PICKLED_INDEX,) if index_name(path) == PICKLED_INDEX else ()))
     first = {name: _digest(path / name) for name in names if (path / name).is_file()}
-    weights = {file.name: known.get(file.name) or _digest(file) for file in weight_files(path)}
-    return Digests(first | weights, {file.relative_to(path).as_posix(): _digest(file) for file in text_files(path)})
+    weights = {file.name: known.get(file.name) or hub_digest(file) for file in weight_files(path)}
+    unknown = [name for name, digest in weights.items() if digest is None]
+    with ThreadPoolExecutor(MOST_READERS) as threads:
+        weights |= zip(unknown, threads.map(_digest, [path / name for name in unknown]), strict=True)
+    texts = {file.relative_to(path).as_posix(): _digest(file) for file in text_files(path)}
+    return Digests(first | {name: str(digest) for name, digest in weights.items()}, texts)
 
 
-def download_fault(path: Path, hashed: Mapping[str, str]) -> str | None:
-    """Return a fault if weights differ from the hub's, whose cache names files by their SHA-256."""
-    for file in weight_files(path):
-        download = file.resolve()
-        expected, found = download.name, hashed.get(file.name, download.name)
-        if download.parent.name == BLOBS and SHA256.fullmatch(expected) and found != expected:
-            return (
-                f"{file} is damaged: the hub has SHA-256 {expected[:12]}, found {found[:12]}; remove {download} and "
-                "give the command again"
-            )
-    return None
+def hub_digest(file: Path) -> str | None:
+    """Return the SHA-256 that the hub gave for a file of its cache, which names files by it; None for other files."""
+    blob = file.resolve()
+    return blob.name if blob.parent.name == BLOBS and SHA256.fullmatch(blob.name) else None
 
 
 def has_tekken_alone(path: Path) -> bool:

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.model.file_checks import SINGLE_FILE
+from swiftbatch.worker.model.user_cache import cache_folder, made_whole
 
 PATIENCE_SECONDS = 300.0  # longest wait for a busy hub
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # used if the hub does not say how long to wait
 BUSY = {429: "too many requests", 500: "an error of its own", 502: "busy", 503: "busy", 504: "busy"}
 PART = re.compile(r"-\d{5}-of-")  # in the names of a GGUF model in several files
 SNAPSHOTS = "snapshots"  # subfolder of a model in the cache, with a folder per commit
+BLOBS = "blobs"  # folder of the files that snapshots link to, which their SHA-256 names
+HEADERS = "headers"  # folder in our cache
 TOKEN = "set HF_TOKEN to a token of https://huggingface.co/settings/tokens that may read it"
+
+
+T = TypeVar("T")
 
 
 class HubName(NamedTuple):
@@ -69,6 +78,58 @@ def hub_file(model: str, wanted: str) -> Path:
     return folder / wanted
 
 
+def hub_headers(model: str, snapshot: Path, names: Collection[str]) -> Path | None:
+    """Return a folder like a snapshot, whose weights are only their headers, with holes for the tensors.
+
+    Their names are `names`, or that of a single file. As in the hub's cache, they link to blobs that are named by the
+    SHA-256 of whole files. Returns None if the hub has no such safetensors files. Raises ModelError.
+    """
+    folder = cache_folder(HEADERS) / snapshot.parent.parent.name / SNAPSHOTS / snapshot.name
+    if folder.is_dir() and all(each.exists() for each in folder.iterdir()):
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)  # the hub's cache was moved or cleared
+    digests = _patiently(model, partial(_digests_on_hub, model, snapshot.name))
+    wanted = {name: digests.get(name) for name in names or (SINGLE_FILE,)}
+    if not all(digest and name.endswith(".safetensors") for name, digest in wanted.items()):
+        return None
+    with made_whole(folder) as aside:
+        for file in snapshot.iterdir():
+            if file.name not in wanted:
+                (aside / file.name).symlink_to(os.path.abspath(file))
+        (aside / BLOBS).mkdir()
+        for name, digest in wanted.items():
+            (aside / name).symlink_to(f"{BLOBS}/{digest}")
+            _patiently(model, partial(_write_header, model, snapshot.name, name, aside / name))
+    return folder
+
+
+def are_headers(path: Path) -> bool:
+    """Return whether a model's folder has only the headers of its weights."""
+    return path.is_relative_to(cache_folder(HEADERS))
+
+
+def _digests_on_hub(model: str, commit: str) -> dict[str, str]:
+    from huggingface_hub import HfApi
+
+    files = HfApi().model_info(HubName.of(model).name, revision=commit, files_metadata=True).siblings or ()
+    return {file.rfilename: file.lfs.sha256 for file in files if file.lfs is not None}
+
+
+def _write_header(model: str, commit: str, name: str, place: Path) -> None:
+    """Write a safetensors file of a header and a hole."""
+    from huggingface_hub import HfApi
+
+    told = HfApi().parse_safetensors_file_metadata(HubName.of(model).name, name, revision=commit)
+    tensors = {
+        each: {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": tensor.data_offsets}
+        for each, tensor in told.tensors.items()
+    }
+    header = json.dumps(tensors).encode()
+    with place.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(file.tell() + max((tensor.data_offsets[1] for tensor in told.tensors.values()), default=0))
+
+
 def gguf_names(model: str, folder: Path) -> list[str]:
     """Return the GGUF files of a model on the hub, or of its snapshot if the hub is away."""
     from huggingface_hub import list_repo_files
@@ -100,7 +161,7 @@ def _alone_on_this_machine(name: str) -> Iterator[None]:
         yield
 
 
-def _patiently(model: str, ask: Callable[[], str]) -> str:
+def _patiently(model: str, ask: Callable[[], T]) -> T:
     """Call `ask`, and repeat it while the hub is busy. Raises ModelError."""
     last, pause = time.monotonic() + PATIENCE_SECONDS, FIRST_PAUSE
     while True:

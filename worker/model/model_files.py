@@ -20,7 +20,7 @@ from swiftbatch.jobs.run.run_records import at_commit
 from swiftbatch.worker.model.architectures.catalogue import ARCHITECTURES, NESTED, what_it_lacks
 from swiftbatch.worker.model.compute_path import shifting_rotary
 from swiftbatch.worker.model.config_faults import config_fault, keys_fault, unsaid_fault
-from swiftbatch.worker.model.digests import TEXT_FILES, Digests, digests_of, download_fault, weight_files
+from swiftbatch.worker.model.digests import TEXT_FILES, Digests, digests_of, hub_digest, weight_files
 from swiftbatch.worker.model.file_checks import (
     ADAPTER_FILE,
     GENERATION_FILE,
@@ -35,15 +35,24 @@ from swiftbatch.worker.model.formats.contract import FormatError
 from swiftbatch.worker.model.formats.layout import QUANTIZATION_FILE, Layout, format_of, layout_in
 from swiftbatch.worker.model.gguf.gguf_folder import gguf_folder
 from swiftbatch.worker.model.gguf.gguf_model import SUFFIX
-from swiftbatch.worker.model.hub import HubName, commit_of, gguf_names, hub_file, hub_snapshot
+from swiftbatch.worker.model.hub import (
+    HubName,
+    are_headers,
+    commit_of,
+    gguf_names,
+    hub_file,
+    hub_headers,
+    hub_snapshot,
+)
 from swiftbatch.worker.model.text_config import nested_config, text_view
 
 CONFIG_FILES = ("config.json", ADAPTER_FILE, QUANTIZATION_FILE)  # a few KB that tell whether a model is supported
+PARTS_FOLDER = "parts"  # subfolder of a model with engines' parts; a folder, since other programs read all weights
 ALL_FILES = ("*.json", "*.safetensors", *TEXT_FILES)
+SMALL_FILES = ("*.json", *TEXT_FILES, f"{PARTS_FOLDER}/*")  # all but weights
 PICKLED_FILES = "pytorch_model*.bin"  # fetched where a model has no safetensors
 EMBEDDED = Path(__file__).parent.parent / "embedded"
 RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # fields of a generation config
-PARTS_FOLDER = "parts"  # subfolder of a model with engines' parts; a folder, since other programs read all weights
 HEADS_FILE = "tokenswift_heads.safetensors"
 GRIFFIN_FILE = "griffin.safetensors"
 MTP_FILE = "mtp.safetensors"
@@ -89,8 +98,15 @@ class ModelFiles:
 
     def refuse_other_weights(self, name: str, found: str) -> None:
         """Raise OtherModelError if the SHA-256 of loaded weights is not that of `digests`."""
-        if found != self.digests.model.get(name):
-            self._refuse(name, found, self.digests.model.get(name))
+        if found == (expected := self.digests.model.get(name)):
+            return
+        file = self.path / name
+        if expected is not None and expected == hub_digest(file):
+            raise OtherModelError(
+                f"model {self.name}: on node {socket.gethostname()} {file} is damaged: the hub has SHA-256 "
+                f"{expected[:12]}, found {found[:12]}; remove {file.resolve()} and give the command again"
+            )
+        self._refuse(name, found, expected)
 
     def _refuse(self, name: str, found: str | None, expected: str | None) -> None:
         is_found, is_expected = (f"SHA-256 {each[:12]}" if each else "no such file" for each in (found, expected))
@@ -102,29 +118,45 @@ class ModelFiles:
         )
 
 
-def locate_model(model: str, known_weights: Mapping[str, str] | None = None) -> ModelFiles:
+def locate_model(model: str, known_weights: Mapping[str, str] | None = None, is_whole: bool = True) -> ModelFiles:
     """Find `embedded`, a folder, or a hub id's snapshot. Raises ModelError.
 
-    Weights whose SHA-256 is in `known_weights` are not hashed now, but checked when they are loaded.
+    Weights whose SHA-256 is in `known_weights` or told by the hub are not hashed now, but checked when they are loaded.
+    With `is_whole` false, only the headers of weights are fetched from the hub (see `headers_folder`).
     """
     small = model_folder(model, CONFIG_FILES)  # so that an unsupported model is not downloaded
     if fault := adapter_fault(small):
         raise ModelError(f"model {model}: {fault}")
     if refusal := what_refuses(read_whole_config(model, small), small):
         raise ModelError(f"model {model}: {refusal}")
-    path = model_folder(
-        at_commit(model, _commit(model, small))
-    )  # the same commit, even if the hub has a newer one by now
+    same = at_commit(model, _commit(model, small))  # the same commit, even if the hub has a newer one by now
+    path = model_folder(same) if is_whole else headers_folder(same)
     config = read_config(model, path)
     if fault := folder_fault(path):
         raise ModelError(f"model {model}: {fault}")
-    if fault := keys_fault(config, stored_layout(model, path).heads) or zero_tail_fault(weight_files(path)):
+    files = [] if are_headers(path) else weight_files(path)
+    if fault := keys_fault(config, stored_layout(model, path).heads) or zero_tail_fault(files):
         raise ModelError(f"model {model}: {fault}")
-    digests = digests_of(path, known_weights)
-    hashed = {name: digest for name, digest in digests.model.items() if name not in (known_weights or {})}
-    if fault := download_fault(path, hashed):
-        raise ModelError(f"model {model}: {fault}")
-    return ModelFiles(model, path, digests, config["max_position_embeddings"], config["vocab_size"])
+    return ModelFiles(
+        model, path, digests_of(path, known_weights), config["max_position_embeddings"], config["vocab_size"]
+    )
+
+
+def headers_folder(model: str) -> Path:
+    """Return a model's folder, which has only the headers of weights that would have to be downloaded first.
+
+    GGUF files and pickled weights are downloaded. Raises ModelError.
+    """
+    if model == "embedded" or Path(model).is_dir() or gguf_of(model) is not None:
+        return model_folder(model)
+    snapshot = hub_snapshot(model, SMALL_FILES)
+    names = weight_names(snapshot)
+    if names and all((snapshot / name).is_file() for name in names):
+        return snapshot
+    try:
+        return hub_headers(model, snapshot, names) or model_folder(model)
+    except OSError as error:
+        raise ModelError(f"model {model}: headers of its weights can't be kept ({error}); set XDG_CACHE_HOME") from None
 
 
 def model_folder(model: str, wanted: Sequence[str] = ALL_FILES) -> Path:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Generator, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors import safe_open
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.kernels.quantized_weights import PackedExperts, PackedMatrix, Weight, plain
-from swiftbatch.worker.model.digests import HashedStream, weight_files
+from swiftbatch.worker.model.digests import MOST_READERS, HashedStream, weight_files
 from swiftbatch.worker.model.file_checks import PICKLED
 from swiftbatch.worker.model.formats.contract import FormatError
 from swiftbatch.worker.model.formats.dequantization import weight_of
@@ -27,6 +29,8 @@ from swiftbatch.worker.model.pickled_weights import DTYPES, mapped_tensors, pick
 from swiftbatch.worker.model.text_config import EMBEDDING, HEAD
 
 FORMS = {SUFFIX: "GGUF", PICKLED: "PyTorch weights"}  # others are safetensors
+T = TypeVar("T")
+END: Any = object()
 LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 
 
@@ -66,42 +70,81 @@ def read_tensors(
     """Read a text model's weights, as `place` returns them. Weights named in `kept` keep their stored dtype.
 
     Quantized weights become packed matrices, or dequantized ones of this dtype. Tensors that do not affect text, and a
-    tied head, are hashed and dropped. If `place` moves tensors to a device, at most two are in host memory. Raises
-    ModelError for a damaged file, OtherModelError if a file's hash is not that of `files.digests`.
+    tied head, are hashed and dropped. Up to MOST_READERS files are read at a time; if `place` moves tensors to a
+    device, at most two of each file are in host memory. Raises ModelError for a damaged file, OtherModelError if a
+    file's hash is not that of `files.digests`.
     """
     weights: dict[str, Weight] = {}
     config = read_config(files.name, files.path)
     assembly = Assembly(stored_layout(files.name, files.path), dtype)
-    for file in weight_files(files.path):
-        with file.open("rb") as stream, ThreadPoolExecutor(max_workers=1) as thread:
-            hashed = HashedStream(stream, thread)
-            try:
-                for name, weight in _weights_in(file, hashed, assembly, config):
-                    _refuse_blank(name, weight)
-                    weights[name] = weight if name in kept else place(weight)
-            except FormatError as error:
-                raise ModelError(f"model {files.name}: {file} has {error}") from None
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                form = FORMS.get(file.suffix, "safetensors")
-                raise ModelError(
-                    f"model {files.name}: {file} can't be read as {form} ({error}); copy it again"
-                ) from None
-            files.refuse_other_weights(file.name, hashed.digest())
+    found = weight_files(files.path)
+    of_files = (_checked_tensors(file, files, config, dtype) for file in found)
+    is_gguf = any(file.suffix == SUFFIX for file in found)  # then torch computes, whose threads are the main thread's
+    for file, stored, tensor in chain.from_iterable(of_files) if is_gguf else interleaved(of_files, MOST_READERS):
+        with _faults_of(file, files.name):
+            whole = (stored, tensor) if is_gguf else assembly.take(stored, cast(Tensor, tensor))
+            if whole is not None:
+                _refuse_blank(*whole)
+        if whole is not None:
+            weights[whole[0]] = whole[1] if whole[0] in kept else place(whole[1])
     if config.get("tie_word_embeddings") and EMBEDDING in weights:
         _drop_head_of(weights, files)
     return weights
 
 
+def interleaved(sources: Iterator[Generator[T]], num_threads: int) -> Iterator[T]:
+    """Yield the items of all sources, in any order, while threads compute the next item of `num_threads` sources."""
+    pending: dict[Future[T], Generator[T]] = {}
+    try:
+        with ThreadPoolExecutor(num_threads) as threads:
+            pending |= {threads.submit(next, source, END): source for source in islice(sources, num_threads)}
+            while pending:
+                for future in wait(pending, return_when=FIRST_COMPLETED).done:
+                    source: Generator[T] | None = pending.pop(future)
+                    if (found := future.result()) is END:
+                        source = next(sources, None)
+                    if source is not None:
+                        pending[threads.submit(next, source, END)] = source
+                    if found is not END:
+                        yield found
+    finally:
+        for left in pending.values():  # their own threads end here, and not wherever garbage is collected
+            left.close()
+
+
+def _checked_tensors(
+    file: Path, files: ModelFiles, config: dict[str, Any], dtype: torch.dtype
+) -> Generator[tuple[Path, str, Weight]]:
+    """Yield a file's tensors as they are stored, or a GGUF file's weights, after the file.
+
+    Raises ModelError, and at the end OtherModelError, as `read_tensors` does.
+    """
+    with file.open("rb") as stream, ThreadPoolExecutor(max_workers=1) as thread:
+        hashed = HashedStream(stream, thread)
+        with _faults_of(file, files.name):
+            for name, weight in _weights_in(file, hashed, config, dtype):
+                yield file, name, weight
+        files.refuse_other_weights(file.name, hashed.digest())
+
+
+@contextmanager
+def _faults_of(file: Path, model: str) -> Iterator[None]:
+    """Raise ModelError for faults of a file."""
+    try:
+        yield
+    except FormatError as error:
+        raise ModelError(f"model {model}: {file} has {error}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        form = FORMS.get(file.suffix, "safetensors")
+        raise ModelError(f"model {model}: {file} can't be read as {form} ({error}); copy it again") from None
+
+
 def _weights_in(
-    file: Path, hashed: HashedStream, assembly: Assembly, config: dict[str, Any]
+    file: Path, hashed: HashedStream, config: dict[str, Any], dtype: torch.dtype
 ) -> Iterator[tuple[str, Weight]]:
-    """Yield the weights in a file. Raises ValueError for a damaged file."""
     if file.suffix == SUFFIX:
-        yield from gguf_weights(file, hashed, config, assembly.dtype)
-        return
-    for name, tensor in pickled_weights(file, hashed) if file.suffix == PICKLED else _stored(hashed):
-        if (found := assembly.take(name, tensor)) is not None:
-            yield found
+        return gguf_weights(file, hashed, config, dtype)
+    return pickled_weights(file, hashed) if file.suffix == PICKLED else _stored(hashed)
 
 
 def stored_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:

@@ -185,4 +185,4 @@ def _codec(model: str) -> TextCodec:
     from swiftbatch.worker.model.model_files import locate_model
     from swiftbatch.worker.text.tokenizer import TextCodec
 
-    return TextCodec(locate_model(model))
+    return TextCodec(locate_model(model, is_whole=False))

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -108,8 +109,7 @@ def test_a_new_run_has_the_rows_that_its_jobs_use_and_goes_on_with_them(
         )
     ]
     assert found == [128, 64, 64, 64]  # 128, because a cluster's GPUs are unknown here
-    monkeypatch.setattr(manifests, "has_cuda", lambda: True)
-    monkeypatch.setattr(manifests, "gpu_here", lambda: (9, 80 * 10**9))
+    monkeypatch.setattr(manifests, "own_gpu", lambda: SimpleNamespace(capability=(9, 0), free_bytes=80 * 10**9))
     wide = with_rows(new, files, jobs_of(200, 6000), replace(CLUSTER, address=None))
     assert wide.num_rows == 256
     Run.planned(uri, wide).made()

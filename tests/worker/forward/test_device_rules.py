@@ -23,7 +23,7 @@ from swiftbatch.worker.kernels.kernel_sizes import BLOCK, TILE_ROWS
 from swiftbatch.worker.kernels.native_library import cpu_flags
 from swiftbatch.worker.model.model_files import locate_model
 
-GPU = SimpleNamespace(name="NVIDIA H100 80GB HBM3", multi_processor_count=132)
+GPU = SimpleNamespace(name="NVIDIA H100 80GB HBM3", num_multiprocessors=132)
 VERSION_FILE = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan  9 2025\nGCC version: 12.2.0\n"
 
 
@@ -123,14 +123,13 @@ def test_where_the_memory_is_short_costs_are_timed_in_the_memory_of_one_layer(
 
 
 def test_a_verdict_belongs_to_the_gpu_s_name_and_size_its_driver_and_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "has_cuda", lambda: True)
     monkeypatch.setattr(hardware, "driver_version", lambda: "570.86.15")
     monkeypatch.setattr(hardware, "cublas_version", lambda: "12.8.4.1")
     keys = set()
-    for gpu in (GPU, SimpleNamespace(name=GPU.name, multi_processor_count=114)):
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index, gpu=gpu: gpu)
+    for gpu in (GPU, SimpleNamespace(name=GPU.name, num_multiprocessors=114)):
+        monkeypatch.setattr(hardware, "own_gpu", lambda gpu=gpu: gpu)
         found = hardware.hardware_of.__wrapped__("cuda")
-        assert found == f"{GPU.name} with {gpu.multi_processor_count} SMs, driver 570.86.15, cuBLAS 12.8.4.1"
+        assert found == f"{GPU.name} with {gpu.num_multiprocessors} SMs, driver 570.86.15, cuBLAS 12.8.4.1"
         keys.add(verdict_key("f", "bfloat16", "cuda", 1, found, "2.13.0", ""))
     assert len(keys) == 2
 

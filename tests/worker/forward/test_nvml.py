@@ -16,6 +16,37 @@ from swiftbatch.worker.forward import nvml
 gpu = nvml.own_gpus()[0]
 print(gpu.name, gpu.capability, gpu.num_multiprocessors, gpu.free_bytes, nvml.driver_here())
 """
+METRICS = """
+import urllib.request
+from swiftbatch.metrics.counters import EngineCounters
+from swiftbatch.metrics.exporter import Labels, engine_families, registry_of, serve
+from swiftbatch.worker.forward import nvml
+
+gpu = nvml.own_gpus()[0]
+registry = registry_of(lambda: engine_families(EngineCounters(), Labels("model", "auto", "w1"), gpu.figures()))
+address, stop = serve(registry, 0, host="127.0.0.1")
+lines = urllib.request.urlopen(address).read().decode().splitlines()
+print(*(line for line in lines if line.startswith("swiftbatch_gpu")), sep="\\n")
+stop()
+"""
+
+
+@needs_gcc
+def test_a_worker_s_endpoint_has_its_gpu_by_uuid(tmp_path: Path) -> None:
+    lines = run_with_gpus(tmp_path, METRICS, FAKE_ECC="3", FAKE_REASONS=str(0x40 | 0x4), FAKE_LACKS_RATES="1")
+    labels = f'drafter="auto",gpu="{UUIDS[0]}",model_name="model",'
+    found = dict(line.rsplit(" ", 1) for line in lines.replace(labels, "").splitlines())
+    assert {name: float(value) for name, value in found.items()} == {
+        'swiftbatch_gpu_ecc_uncorrected_errors_total{worker="w1"}': 3,
+        'swiftbatch_gpu_throttled{reason="hw_slowdown",worker="w1"}': 0,
+        'swiftbatch_gpu_throttled{reason="hw_thermal",worker="w1"}': 1,
+        'swiftbatch_gpu_throttled{reason="hw_power_brake",worker="w1"}': 0,
+        'swiftbatch_gpu_throttled{reason="sw_thermal",worker="w1"}': 0,
+        'swiftbatch_gpu_throttled{reason="sw_power_cap",worker="w1"}': 1,
+        'swiftbatch_gpu_temperature_celsius{worker="w1"}': 61,
+        'swiftbatch_gpu_memory_used_bytes{worker="w1"}': 5e9,
+        'swiftbatch_gpu_memory_total_bytes{worker="w1"}': 85e9,
+    }, "a figure that the GPU does not tell is absent"
 
 
 @needs_gcc

@@ -157,10 +157,9 @@ def test_a_file_of_the_hub_s_cache_that_changed_is_refused(tiny_model: Path, tmp
     data = bytearray(blob.read_bytes())
     data[len(data) // 2] ^= 1
     blob.write_bytes(data)
-    with pytest.raises(ModelError, match=rf"{weights} is damaged: the hub has SHA-256 {blob.name[:12]}, found "):
-        locate_model(str(folder))
-    with pytest.raises(ModelError, match="is not the file that was expected"):
-        load_known(folder, known)
+    for expected in (known, {}):
+        with pytest.raises(ModelError, match=rf"{weights} is damaged: the hub has SHA-256 {blob.name[:12]}, found "):
+            load_known(folder, expected)
 
 
 def load_known(folder: Path, known: Mapping[str, str]) -> None:

@@ -5,14 +5,12 @@ Its `config.json`, made of the metadata, is that of the dequantized twin.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import os
-import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -40,7 +38,9 @@ from swiftbatch.worker.model.gguf.gguf_tokenizer import (
     token_of,
 )
 from swiftbatch.worker.model.gguf.header import GGUFError
+from swiftbatch.worker.model.user_cache import cache_folder, made_whole
 
+FOLDERS = "gguf"
 FORM = 2  # version of the derived files
 NAME_LENGTH = 32
 MAX_WORDS = 500  # characters of an error
@@ -51,25 +51,21 @@ def gguf_folder(model: str, file: Path, with_tokenizer: bool) -> Path:
     """Return the folder of the model whose first weight file is `file`. Raises ModelError."""
     try:
         read = read_gguf(file)
-        folder = _base() / _key(read)
+        folder = cache_folder(FOLDERS) / _key(read)
         if not (folder / INDEX_FILE).exists():
             _refuse_unknown_tensors(read)
             refuse_unknown_split(read)
-            with _made_whole(folder) as aside:
+            with made_whole(folder) as aside:
                 _write_small_files(read, aside)
     except GGUFError as error:
         raise ModelError(f"model {model}: {file} is no GGUF file that runs here: {line_of(error, MAX_WORDS)}") from None
     except OSError as error:
         raise ModelError(
-            f"model {model}: its small files can't be kept in {_base()} ({error}); set XDG_CACHE_HOME"
+            f"model {model}: its small files can't be kept in {cache_folder(FOLDERS)} ({error}); set XDG_CACHE_HOME"
         ) from None
     if with_tokenizer and not all((folder / name).exists() for name in TOKENIZER_FILES):
         _add_tokenizer(model, folder, read)
     return folder
-
-
-def _base() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swiftbatch" / "gguf"
 
 
 def _key(model: GGUFModel) -> str:
@@ -93,21 +89,6 @@ def _write_small_files(model: GGUFModel, folder: Path) -> None:
     for name, file in links.items():
         (folder / name).symlink_to(os.path.abspath(file))
     write_index(folder, model.name, list(links))
-
-
-@contextlib.contextmanager
-def _made_whole(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to `folder` at the end unless another process was faster."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        yield aside
-        with contextlib.suppress(OSError):
-            aside.rename(folder)
-        if not folder.is_dir():
-            raise OSError(f"{folder} can't be made")
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _add_tokenizer(model: str, folder: Path, read: GGUFModel) -> None:
