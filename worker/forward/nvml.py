@@ -25,7 +25,7 @@ SLICE = "MIG-"  # begins the UUID of a slice of a GPU
 
 
 @dataclass(frozen=True)
-class GPU:
+class VisibleGPU:
     """A GPU, or a slice of one."""
 
     handle: Any
@@ -79,7 +79,7 @@ def _told(ask: Callable[..., Any], *arguments: Any) -> Any:
         return None
 
 
-class Driver(NamedTuple):
+class NvidiaDriver(NamedTuple):
     """The NVIDIA driver and the newest CUDA that it serves."""
 
     version: str  # such as "570.86.15"
@@ -101,7 +101,7 @@ def own_gpu_uuid() -> str | None:
     return next((gpu.uuid for gpu in own_gpus()), None)
 
 
-def own_gpus() -> tuple[GPU, ...]:
+def own_gpus() -> tuple[VisibleGPU, ...]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES leaves to this process, in its order; none without NVML.
 
     Indexes count in the order of the bus. CUDA's own order is the same if all GPUs of the machine are of one kind.
@@ -116,20 +116,20 @@ def own_gpus() -> tuple[GPU, ...]:
         return ()
 
 
-def driver_here() -> Driver | None:
+def driver_here() -> NvidiaDriver | None:
     """Return this machine's driver, or None without NVML."""
     try:
         cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2() if has_nvml() else None
-        return cuda and Driver(str(pynvml.nvmlSystemGetDriverVersion()), (cuda // 1000, cuda % 1000 // 10))
+        return cuda and NvidiaDriver(str(pynvml.nvmlSystemGetDriverVersion()), (cuda // 1000, cuda % 1000 // 10))
     except NVMLError:
         return None
 
 
-def _gpu(handle: Any) -> GPU:
-    return GPU(handle, str(pynvml.nvmlDeviceGetUUID(handle)))
+def _gpu(handle: Any) -> VisibleGPU:
+    return VisibleGPU(handle, str(pynvml.nvmlDeviceGetUUID(handle)))
 
 
-def _named(words: list[str], everything: tuple[GPU, ...]) -> Iterator[GPU]:
+def _named(words: list[str], everything: tuple[VisibleGPU, ...]) -> Iterator[VisibleGPU]:
     """Yield the GPUs of indexes, UUIDs or their beginnings, up to the first word that names none, as CUDA does."""
     for word in map(str.strip, words):
         if word.startswith(SLICE):
