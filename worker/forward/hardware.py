@@ -20,7 +20,7 @@ from swiftbatch.worker.kernels.native_library import cpu_flags
 if TYPE_CHECKING:
     import torch
 
-    from swiftbatch.worker.forward.nvml import GPU
+    from swiftbatch.worker.forward.nvml import VisibleGPU
 
 DRIVER = Path("/proc/driver/nvidia/version")
 LEAST_DRIVERS = {12: 525, 13: 580}  # by major version of CUDA
@@ -105,7 +105,7 @@ def torch_build() -> tuple[str, str | None]:
     return str(found["__version__"]), found["cuda"]
 
 
-def own_gpu() -> GPU | None:
+def own_gpu() -> VisibleGPU | None:
     """Return this process's first GPU, or None without a GPU or NVML."""
     if not _has_libcuda():
         return None

@@ -74,7 +74,7 @@ def test_a_process_has_the_gpus_that_cuda_would_show_it(
 @needs_gcc
 def test_a_gpu_is_described_without_cuda(tmp_path: Path) -> None:
     found = run_with_gpus(tmp_path, DESCRIPTION)
-    assert found == "NVIDIA H100 PCIe (9, 0) 114 80000000000 Driver(version='580.65.06', cuda=(13, 0))\n"
+    assert found == "NVIDIA H100 PCIe (9, 0) 114 80000000000 NvidiaDriver(version='580.65.06', cuda=(13, 0))\n"
 
 
 def test_without_nvml_a_process_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
