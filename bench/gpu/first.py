@@ -53,9 +53,9 @@ def model_run(trial: Trial) -> Iterator[Try]:
     model = dataclasses.replace(sizes.model, config=sizes.model.config | changes)
     folder = trial.scratch / "whole-model"
     yield "a folder of weights", lambda: _measured_folder(written(model, folder, trial.device).path)
-    size = ("--model", str(folder), "--jobs", str(sizes.num_run_jobs), "--slots", str(sizes.num_run_jobs))
-    size += ("--tokens", str(sizes.run_tokens), "--kind", "worker", "--kind", "driver")
-    yield f"{sizes.num_run_jobs} jobs", functools.partial(_killed_twice, trial, "model-run", size)
+    num_jobs, kinds = str(sizes.num_run_jobs), ("--kind", "worker", "--kind", "driver")
+    size = ("--model", str(folder), "--jobs", num_jobs, "--slots", num_jobs, "--tokens", str(sizes.run_tokens), *kinds)
+    yield f"{num_jobs} jobs", functools.partial(_killed_twice, trial, "model-run", size)
 
 
 def _measured_folder(folder: Path) -> Finding:
