@@ -63,7 +63,8 @@ class GPUOptions(BenchOptions):
     linear: LinearName = Computation.linear
     text: Path | None = None
     everything: bool = False
-    minutes: float = 27  # for everything
+    first: bool = False  # the stages of the first quarter of an hour
+    minutes: float = 27  # for all stages
     output: Path | None = None
 
 

@@ -1,4 +1,4 @@
-"""`python -m bench gpu --everything`: all GPU checks in stages.
+"""`python -m bench gpu --everything` and `--first`: GPU checks in stages.
 
 Each stage is a process with a time limit, so that a hang costs only that stage. As a module this is such a process.
 """
@@ -37,6 +37,7 @@ PAGE, SCRATCH = "summary.md", "scratch"  # weights and runs, deleted after all s
 FEWEST_SECONDS = 15  # least time to start a stage
 INTERPRETED = 20  # times as slow as a GPU
 SETTLE_SECONDS = 5  # after a killed process, whose GPU memory is freed late
+END_SECONDS, POLL_SECONDS = 20, 0.1  # from SIGTERM to SIGKILL
 LOG_LINES = 3  # last lines of output in a record
 MOST_WORDS = 300  # characters of an error in a record; the log has all
 REHEARSAL = "**This ran in Triton's interpreter: it shows that all stages run, and proves nothing about a GPU.**"
@@ -60,8 +61,15 @@ class GPUStage:
         return folder / f"{re.sub(r'[^a-z0-9]+', '-', self.name.lower())}.jsonl"
 
 
-_JOBS, _STAGES = "bench.gpu.jobs:", "bench.gpu.stages:"
+_FIRST, _JOBS, _STAGES = "bench.gpu.first:", "bench.gpu.jobs:", "bench.gpu.stages:"
+FIRST = (  # within a quarter of an hour
+    GPUStage("Ray", f"{_FIRST}ray_run", 180, ("A run over Ray on GPUs",)),
+    GPUStage("many jobs", f"{_FIRST}many_jobs", 120, ("Steps of many jobs",)),
+    GPUStage("packed products", f"{_FIRST}packed_products", 150, ("Packed weights",)),
+    GPUStage("a model over Ray", f"{_FIRST}model_run", 420, ("A run over Ray on GPUs",)),
+)
 STAGES = (  # most valuable first
+    *FIRST,
     GPUStage("products", f"{_STAGES}products", 90, ("Another GPU",)),
     GPUStage("rows", f"{_STAGES}rows", 120, ("Another GPU",)),
     GPUStage("attention", f"{_STAGES}attention", 90, ("Another GPU",)),
@@ -77,7 +85,6 @@ STAGES = (  # most valuable first
     GPUStage("copies", f"{_STAGES}copies", 90, ("Copies beside the computation",)),
     GPUStage("graph memory", f"{_STAGES}graph_memory", 60, ("The reserves",)),
     GPUStage("loading", f"{_STAGES}loading", 60, ("Loading weights",)),
-    GPUStage("restart", "bench.gpu.restart:restart", 150, ("A run over Ray on GPUs",)),
     GPUStage("second process", f"{_STAGES}second_process", 120, ("Another GPU",)),
     GPUStage("engines", f"{_STAGES}engines", 180, ("Every engine",)),
     GPUStage("flash", f"{_STAGES}flash", 120, ("flash-attn",)),
@@ -87,7 +94,6 @@ STAGES = (  # most valuable first
     ),
     GPUStage("predictors", f"{_STAGES}predictors", 180, ("Layers that predict further tokens",)),
     GPUStage("tests", f"{_STAGES}tests", 300, ("Every engine",)),
-    GPUStage("Ray", f"{_STAGES}ray_run", 240, ("A run over Ray on GPUs",)),
 )
 
 
@@ -120,6 +126,8 @@ def run_everything(output: Path, minutes: float, stages: Sequence[GPUStage] = ST
                 waiting.kill()
         states = [last_of(stage, output).get("state") for stage in stages]
         if all(states):
+            for log in (output / SCRATCH).glob("*/driver-*.log"):
+                shutil.copy(log, output / f"{log.parent.name}-{log.name}")
             shutil.rmtree(output / SCRATCH, ignore_errors=True)
     if set(states) != {"passed"}:
         sys.exit(1)
@@ -213,8 +221,14 @@ class StageProcess:
         )
 
     def kill(self) -> None:
-        """Kill the process and its children."""
+        """Kill the process and its children, which may first end clusters of their own."""
         with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+            deadline = time.monotonic() + END_SECONDS
+            while time.monotonic() < deadline:
+                self._process.poll()
+                os.killpg(self._process.pid, 0)
+                time.sleep(POLL_SECONDS)
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         if self._process.stdin is not None:
@@ -263,10 +277,10 @@ def main(name: str, place: str, folder: Path) -> None:
 
 
 def _end_with_the_command() -> None:
-    """Kill this process group when the parent closes the pipe."""
+    """End this process group when the parent closes the pipe."""
     while os.read(0, 1):  # not by the stream, whose lock would block the exit
         pass
-    os.killpg(os.getpgid(0), signal.SIGKILL)
+    os.killpg(os.getpgid(0), signal.SIGTERM)  # a chaos run then ends its cluster
 
 
 if __name__ == "__main__":

@@ -16,19 +16,23 @@ def run(options: Options) -> Iterator[Record]:
 
     Run `swiftbatch doctor --device cuda` first. Without --text the model generates its own, which takes minutes.
 
-    With --everything it brings its own models, and needs neither Ray nor a network. Every stage has a process of its
-    own, which is killed when its time is over, and leaves a JSON file and a log in the folder; `summary.md` has all
-    tables. The same command goes on after an interruption. Exit code: 0 all stages passed, 1 not all did.
+    With --everything it brings its own models, and needs no network. Every stage has a process of its own, which is
+    killed when its time is over, and leaves a JSON file and a log in the folder; `summary.md` has all tables. The same
+    command goes on after an interruption. --first runs only the first stages, which take a quarter of an hour, and
+    --everything goes on in their folder. Exit code: 0 all stages passed, 1 not all did.
 
     \b
     Example:
       python -m bench gpu --model DIR --text book.txt --json gpu.jsonl
+      python -m bench gpu --first --output found
       python -m bench gpu --everything --minutes 27 --output found
     """
-    if options.output is not None:
-        from bench.gpu.everything import run_everything
+    if options.everything or options.first:
+        from bench.gpu.everything import FIRST, STAGES, run_everything
 
-        yield from run_everything(options.output, options.minutes)
+        if options.output is None:
+            raise BenchError("--everything and --first: expected a folder for what is found, as --output found")
+        yield from run_everything(options.output, options.minutes, STAGES if options.everything else FIRST)
         return
     if not torch.cuda.is_available():
         raise BenchError(

@@ -22,7 +22,7 @@ from bench.gpu.steps import measured
 from bench.gpu.trial import Trial, Try
 from bench.options import GPUOptions as Options
 from bench.tables import flat, tables
-from swiftbatch.jobs.python_processes import environment_of_code, module_command
+from swiftbatch.jobs.python_processes import environment_of_code
 from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.catalogue import ENGINES
@@ -117,8 +117,7 @@ def _attention_to_codes(parts: Parts, length: int, kv_dtype: KVDtype) -> Finding
     return Finding(passed=differing == 0, words=differing_bits(differing, num_rows, "rows"), rows=figures)
 
 
-CHAOS = ("chaos", "--jobs", "3", "--tokens", "600", "--kills", "3", "--workers", "1")
-LAST_LINES = 4
+LAST_LINES = 6
 
 
 def _of_tests(*names: str) -> Callable[[Trial], Iterator[Try]]:
@@ -136,10 +135,6 @@ kinds, bits, rows_of_kinds, predictors = (
 tests = _of_tests("test_gpu", "kv/test_every_cache", "kv/test_host_copies")
 
 
-def ray_run(trial: Trial) -> Iterator[Try]:
-    yield "chaos", functools.partial(_chaos, trial)
-
-
 def _tests(trial: Trial, *chosen: str) -> Finding:
     checkout = Path(__file__).parents[2]
     if importlib.util.find_spec("pytest") is None:
@@ -148,16 +143,10 @@ def _tests(trial: Trial, *chosen: str) -> Finding:
     options = ["-m", "gpu", "-v", "-p", "no:cacheprovider", "-W", "ignore", "--timeout=120", *chosen]
     if trial.device.type != "cuda":
         options.append("--collect-only")
-    return _ran([sys.executable, "-m", "pytest", *options], checkout)
+    return ran([sys.executable, "-m", "pytest", *options], checkout)
 
 
-def _chaos(trial: Trial) -> Finding:
-    if importlib.util.find_spec("ray") is None or trial.device.type != "cuda":
-        return untried("a run over Ray: no Ray here, or no GPU")
-    return _ran([*module_command("swiftbatch.scheduler", *CHAOS), "--run", str(trial.scratch / "chaos")], trial.scratch)
-
-
-def _ran(command: list[str], folder: Path) -> Finding:
+def ran(command: list[str], folder: Path) -> Finding:
     """Put a command's last words into the finding."""
     environment = environment_of_code() | {"TRITON_INTERPRET": os.environ.get("TRITON_INTERPRET", "0")}
     lines = []

@@ -36,11 +36,13 @@ from swiftbatch.worker.kv.model_sizes import sizes_of
 from swiftbatch.worker.model.decoder_config import read_decoder_config
 from swiftbatch.worker.model.decoder_loading import decoder_of
 from swiftbatch.worker.model.digests import TEXT_FILES, Digests
+from swiftbatch.worker.model.file_checks import INDEX_FILE
 from swiftbatch.worker.model.model_files import EMBEDDED, ModelFiles, locate_model
 from swiftbatch.worker.model.text_config import HEAD, text_view
 
 Try = tuple[str, Callable[[], Finding]]
 """A name, and what is tried under it."""
+NUM_FILES = 4  # of a model, as models of this size have
 DEVIATION = 0.02  # of random weights, as in initialized models
 PACKED: dict[str, tuple[Code, int, float, re.Pattern[str]]] = {  # code, group, scales, and the tensors that have it
     "FP8": ("e4m3", 128, 2.0**-12, re.compile(r"_proj(_qkv|_z|_with_mqa)?\.weight$")),
@@ -150,7 +152,14 @@ class TrialSizes:
     num_drawn: int = 120
     engine_positions: tuple[int, ...] = (1000, 8000)
     engine_tokens: int = 128
-    restart_tokens: int = 6000
+    small_run_tokens: int = 6000  # per job
+    attention_loads: tuple[tuple[int, int, int], ...] = (  # rows of a forward, jobs, positions of each
+        *((64, 1, 4096), (64, 32, 4096), (64, 4, 20_000), (64, 1, 100_000)),
+        *((128, 128, 704), (128, 128, 3000), (256, 200, 3000)),
+    )
+    product_rows: tuple[int, ...] = (64, 16, 128)
+    num_run_jobs: int = 128
+    run_tokens: int = 300  # per job
 
 
 SMALL_SIZES = TrialSizes(  # for Triton's interpreter, which takes a second per forward
@@ -185,7 +194,10 @@ SMALL_SIZES = TrialSizes(  # for Triton's interpreter, which takes a second per 
     num_drawn=4,
     engine_positions=(3,),
     engine_tokens=5,
-    restart_tokens=6,
+    small_run_tokens=600,
+    attention_loads=((64, 2, 600), (128, 3, 70)),
+    product_rows=(64, 16),
+    num_run_jobs=4,
 )
 
 
@@ -218,6 +230,10 @@ class Trial:
         made.load = lambda: deepened(few(), self.sizes.num_layers)
         return made
 
+    def layer_parts(self) -> Parts:
+        """Return one layer of the model."""
+        return self.family_parts(dataclasses.replace(self.sizes.model, num_layers=1))
+
     def family_parts(self, family: Family) -> Parts:
         """Make the family's weights on demand."""
         config, dtype, device = family.text_config, torch.bfloat16, self.device
@@ -244,8 +260,12 @@ def written(family: Family, folder: Path, device: torch.device) -> ModelFiles:
     """Write once, with a placeholder tokenizer."""
     if not folder.exists():
         made = Path(tempfile.mkdtemp(dir=folder.parent))
-        tensors = {name: plain(each).cpu() for name, each in family.tensors(torch.bfloat16, device).items()}
-        save_file(tensors, made / "model.safetensors", {"format": "pt"})
+        tensors, places = family.tensors(torch.bfloat16, device), dict[str, str]()
+        for number, names in enumerate([list(tensors)[first::NUM_FILES] for first in range(NUM_FILES)]):
+            places |= dict.fromkeys(names, f"model-{number}.safetensors")
+            file = made / f"model-{number}.safetensors"
+            save_file({name: plain(tensors.pop(name)).cpu() for name in names}, file, {"format": "pt"})
+        (made / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": places}), encoding="utf-8")
         for file in (file for pattern in TEXT_FILES for file in EMBEDDED.glob(pattern)):
             shutil.copy(file, made)
         config = family.config | {"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"}

@@ -11,6 +11,7 @@ from typing import Any
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.scheduler.demo.prompts import PROMPTS
+from swiftbatch.worker.config import Computation
 from swiftbatch.worker.drafters.catalogue import DEFAULT_ENGINE
 
 WORKER_TIMEOUT = 10  # seconds; a stopped worker should be noticed soon
@@ -40,6 +41,8 @@ class ChaosOptions:
     run_uri: str  # parent of both runs
     engine: str = DEFAULT_ENGINE
     engine_options: tuple[str, ...] = ()
+    device: str = Computation.device
+    kinds: tuple[str, ...] = ()  # of kills; empty: all that the cluster allows
     address: str | None = None  # the user's cluster; None starts one
     num_nodes: int | None = None  # nodes of a started cluster, each with its own network; None: without
 
@@ -54,7 +57,8 @@ class ChaosOptions:
 
     def submit_args(self, jobs_file: Path, run_uri: str, address: str) -> list[str]:
         args = ["submit", str(jobs_file), "--run", run_uri, "--model", self.model, "--seed", str(self.seed)]
-        args += ["--engine", self.engine, *(f"--engine-option={text}" for text in self.engine_options)]
+        args += ["--device", self.device, "--engine", self.engine]
+        args += [f"--engine-option={text}" for text in self.engine_options]
         return args + self._launch_args(address)
 
     def resume_args(self, run_uri: str, address: str) -> list[str]:
@@ -67,7 +71,7 @@ class ChaosOptions:
         max_attempts = self.num_kills + 1  # every kill may hit the same job
         args = ["--workers", self.num_workers, "--slots", self.num_slots, "--address", address]
         args += ["--checkpoint-tokens", self.checkpoint_tokens, "--max-attempts", max_attempts]
-        args += ["--worker-timeout", WORKER_TIMEOUT]
+        args += ["--worker-timeout", WORKER_TIMEOUT, "--json"]
         return [str(arg) for arg in args]
 
 

@@ -209,6 +209,7 @@ class Experiment:
         self._folder = folder
         self._show = show
         self._num_drivers = 0
+        self._kinds = kinds_of(options.kinds, arena.ways)
         self._jobs_file = folder / "jobs.jsonl"
         self.custom_ids = write_jobs(self._jobs_file, options)
         self.undisturbed = f"{options.run_uri.rstrip('/')}/undisturbed"
@@ -226,9 +227,8 @@ class Experiment:
 
     def run_disturbed(self, random: Random) -> tuple[float, list[Kill]]:
         """Run with kills; return the seconds and the kills done."""
-        kinds = [kind for kind in KINDS if kind in self._arena.ways or kind in DRIVER_KINDS]
-        plan = plan_kills(self._options.num_kills, kinds, self._options.num_run_tokens, random)
-        self._show(f"disturbed run: {len(plan)} kills of {', '.join(kinds)}")
+        plan = plan_kills(self._options.num_kills, self._kinds, self._options.num_run_tokens, random)
+        self._show(f"disturbed run: {len(plan)} kills of {', '.join(self._kinds)}")
         started = time.monotonic()
         run = DisturbedRun(self.disturbed, self, self._arena.ways, self._arena.troubles, random, self._show)
         kills = run.run(plan)
@@ -247,6 +247,14 @@ class Experiment:
         self._num_drivers += 1
         log, prefix = self._folder / f"driver-{self._num_drivers}.log", self._arena.troubles.driver_prefix()
         return DisturbedDriver(args, self._arena.environment, log, prefix)
+
+
+def kinds_of(asked: Sequence[str], ways: Mapping[Kind, Way]) -> list[Kind]:
+    """Return the kinds of kills, all possible ones if none is asked for. Raises ChaosError."""
+    possible = [kind for kind in KINDS if kind in ways or kind in DRIVER_KINDS]
+    if unknown := set(asked).difference(possible):
+        raise ChaosError(f"--kind {min(unknown)}: expected one of: {', '.join(possible)} (some need --nodes)")
+    return [kind for kind in possible if not asked or kind in asked]
 
 
 @contextlib.contextmanager

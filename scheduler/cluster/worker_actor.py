@@ -6,10 +6,12 @@ import importlib
 import os
 import signal
 import socket
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from swiftbatch.jobs.errors import GPUFailedError
+from swiftbatch.jobs.start_times import SECONDS, timed
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.forward.nvml import own_gpu_uuid
 from swiftbatch.worker.kv.kv_capacity import HeldPositions, PoolSize
@@ -47,6 +49,7 @@ class WorkerInfo:
     pool_size: PoolSize | None = None  # pages of the shared caches on a GPU
     held_positions: HeldPositions | None = None  # positions held per job if layers forget some; None for all
     gpu: str | None = None  # UUID
+    start_seconds: Mapping[str, float] = field(default_factory=dict)  # what the start did, such as "weights"
 
 
 @dataclass(frozen=True)
@@ -76,9 +79,11 @@ def start_session(
         return None, RefusedGPU(gpu)
     prefer_expandable_segments()
     module, _, name = spec.session_factory.partition(":")
-    factory = getattr(importlib.import_module(module), name)
+    with timed("imports"):
+        factory = getattr(importlib.import_module(module), name)
     try:
-        session: WorkerSession = factory(spec.config, spec.run_uri, worker_id, spec.metrics_host)
+        with timed("session"):
+            session: WorkerSession = factory(spec.config, spec.run_uri, worker_id, spec.metrics_host)
     except GPUFailedError as error:
         error.gpu = gpu
         raise
@@ -87,4 +92,4 @@ def start_session(
     node_id = str(ray.get_runtime_context().get_node_id())
     where = (socket.gethostname(), os.getpid(), session.metrics_address, node_id)
     sizes = (session.num_free_positions, session.num_slots, session.num_state_positions, session.pool_size)
-    return session, WorkerInfo(*where, session.numerics, *sizes, session.held_positions, gpu)
+    return session, WorkerInfo(*where, session.numerics, *sizes, session.held_positions, gpu, dict(SECONDS))

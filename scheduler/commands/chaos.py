@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from swiftbatch.scheduler.commands.options.option_types import MODEL, WholeNumber
+from swiftbatch.scheduler.commands.options.option_types import DEVICE, MODEL, WholeNumber
 from swiftbatch.worker.drafters.catalogue import DEFAULT_ENGINE, ENGINES, PAPER_ENGINES
 
 NOT_PASSED = 1
@@ -18,10 +18,12 @@ NOT_PASSED = 1
 @click.option("--jobs", "num_jobs", type=WholeNumber(1), default=4, help="Number of jobs.")
 @click.option("--tokens", "num_tokens", type=WholeNumber(1), default=1000, help="Tokens of each job.")
 @click.option("--kills", "num_kills", type=WholeNumber(0), default=6, help="Number of kills.")
+@click.option("--kind", "kinds", multiple=True, metavar="KIND", help="A kind of kills. Repeatable. [default: all]")
 @click.option("--seed", type=WholeNumber(0), default=0, help="Seed of the jobs and of the kills.")
 @click.option("--workers", "num_workers", type=WholeNumber(1), default=2)
 @click.option("--slots", "num_slots", type=WholeNumber(1), default=2, help="Jobs per worker.")
 @MODEL
+@DEVICE
 @click.option("--engine", type=click.Choice(list(ENGINES | PAPER_ENGINES)), default=DEFAULT_ENGINE, metavar="ENGINE")
 @click.option("--engine-option", "engine_options", multiple=True, metavar="NAME=VALUE", help="Repeatable.")
 @click.option("--checkpoint-tokens", type=WholeNumber(1), default=128)

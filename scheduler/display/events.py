@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from swiftbatch.scheduler.display.progress_line import counted, job_counts, printable
@@ -154,12 +155,13 @@ class DriverStarted(Event):
 
 @dataclass(frozen=True)
 class WorkerReady(Event):
-    """A worker has loaded its model and takes jobs."""
+    """A worker has loaded its model and takes jobs; `seconds` has the times of its start, such as `weights`."""
 
     text: ClassVar[str] = "worker {worker} is ready"
     worker: str
     host: str
     pid: int
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -178,7 +178,7 @@ class ReportIntake:
         """Handle one event. Raises StoreError if the store failed."""
         match event:
             case Started(worker, info):
-                self._display.note(WorkerReady(worker.id, info.host, info.pid))
+                self._display.note(WorkerReady(worker.id, info.host, info.pid, info.start_seconds))
             case Reported(worker, report):
                 self._take_in_report(worker, report)
             case Lost(worker, reason, message):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from swiftbatch.jobs.start_times import timed
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, DecoderWeights, ExpertWeights, LayerWeights
 from swiftbatch.worker.kernels.layer_specs import RecurrentForm, RecurrentWeights
 from swiftbatch.worker.kernels.quantized_weights import (
@@ -212,6 +213,7 @@ CPU = torch.device("cpu")
 SCALES_WITHIN = ("attention_in_scale", "key_scale", "attention_out_scale", "gate_scale", "down_scale")  # a layer
 
 
+@timed("weights")
 def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = CPU) -> DecoderWeights | None:
     """Load a model folder tensor by tensor.
 

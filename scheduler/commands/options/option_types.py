@@ -224,7 +224,8 @@ DTYPE = click.option("--dtype", type=DTYPES, default=Computation.dtype)
 THREADS = click.option(
     "--threads", "num_threads", type=THREAD_COUNT, callback=_or_all_cores, help="CPU threads. [default: all cores]"
 )
-COMPUTING = all_of(DTYPE, click.option("--device", type=DEVICES, default=Computation.device), THREADS)
+DEVICE = click.option("--device", type=DEVICES, default=Computation.device)
+COMPUTING = all_of(DTYPE, DEVICE, THREADS)
 CUDA_KERNELS = all_of(
     click.option("--attention", type=ATTENTIONS, default=Computation.attention, help=ATTENTION_HELP),
     click.option("--linear", type=LINEARS, default=Computation.linear, help=LINEAR_HELP),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -13,7 +14,19 @@ from click.testing import CliRunner
 
 from bench.__main__ import main
 from bench.gpu import everything
-from bench.gpu.everything import PAGE, REHEARSAL, STAGES, GPUStage, last_of, page_of, records_of, run_everything, tried
+from bench.gpu.everything import (
+    FIRST,
+    PAGE,
+    REHEARSAL,
+    STAGES,
+    GPUStage,
+    last_of,
+    page_of,
+    records_of,
+    run_everything,
+    tried,
+)
+from bench.gpu.first import starts_of
 from bench.gpu.trial import FAMILIES, LLAMA_8B, SMALL_SIZES, Family, Trial, shapes_of
 from bench.sizing import DENSE, EXPERTS, WINDOWED
 from bench.tables import Record
@@ -27,7 +40,7 @@ pytestmark = pytest.mark.long
 
 CPU = torch.device("cpu")
 NEEDS_COMMANDS = (  # they start processes
-    *("bits", "rows of kinds", "kinds of models", "tests", "Ray", "second process", "restart"),
+    *("bits", "rows of kinds", "kinds of models", "tests", "Ray", "a model over Ray", "second process"),
 )
 PUBLISHED_NUMBERS = {  # models in docs/gpu_lab_book.md; Qwen3.5's follows from its config
     "Llama 3.1 8B": DENSE["Llama 3.1 8B"].num_parameters - 128_256 * 4096,  # embedding and head share a matrix
@@ -146,7 +159,7 @@ def test_a_stage_passes_in_the_interpreter(stage: GPUStage, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["restart", "bits", "rows of kinds", "kinds of models", "tests"])
+@pytest.mark.parametrize("name", ["Ray", "a model over Ray", "bits", "rows of kinds", "kinds of models", "tests"])
 def test_a_stage_that_starts_processes_passes_too(name: str, tmp_path: Path) -> None:
     test_a_stage_passes_in_the_interpreter(next(stage for stage in STAGES if stage.name == name), tmp_path)
 
@@ -155,6 +168,32 @@ def test_the_command_tells_by_its_exit_code_whether_all_passed(tmp_path: Path) -
     ran = CliRunner().invoke(main, ["gpu", "--everything", "--minutes", "0.1", "--output", str(tmp_path)])
     assert ran.exit_code == 1
     assert "not reached" in ran.output
+
+
+def test_the_first_stages_take_less_than_a_quarter_of_an_hour_and_everything_goes_on_behind_them(
+    tmp_path: Path,
+) -> None:
+    assert sum(stage.seconds for stage in FIRST) < 15 * 60
+    assert STAGES[: len(FIRST)] == FIRST
+    ran = CliRunner().invoke(main, ["gpu", "--first", "--minutes", "0.1", "--output", str(tmp_path)])
+    assert ran.exit_code == 1
+    assert ran.output.count('"not reached"') == len(FIRST)
+
+
+def test_stages_without_a_folder_for_what_they_find_are_refused() -> None:
+    ran = CliRunner().invoke(main, ["gpu", "--first"])
+    assert (ran.exit_code, "--output found" in ran.output) == (2, True)
+
+
+def test_a_driver_s_log_tells_when_its_workers_were_ready(tmp_path: Path) -> None:
+    log = tmp_path / "driver-1.log"
+    told = [
+        {"event": "run_opened", "time": 10.0},
+        {"event": "worker_ready", "time": 15.5, "worker": "w1", "seconds": {"imports": 2.0, "weights": 1.25}},
+    ]
+    log.write_text("".join(json.dumps(each) + "\n" for each in told) + '{"event": "worker_lost", "ti')
+    ready = {"driver": "driver-1", "event": "worker_ready", "s": 5.5, "a worker's start, s": "imports 2.0, weights 1.2"}
+    assert list(starts_of(log)) == [ready]
 
 
 @pytest.mark.parametrize("family", [LLAMA_8B, *FAMILIES], ids=lambda each: each.name)

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.scheduler.chaos.chaos_options import ChaosError
 from swiftbatch.scheduler.chaos.disturbed_run import Kill
-from swiftbatch.scheduler.chaos.experiment import ChaosReport, RunOutput, compare
+from swiftbatch.scheduler.chaos.experiment import ChaosReport, RunOutput, compare, kinds_of
 from swiftbatch.scheduler.chaos.faults import KINDS, plan_kills
 from tests.jobs.run.run_parts import MANIFEST
 
@@ -91,6 +92,14 @@ def test_a_plan_has_every_kind_equally_often_and_comes_from_its_seed() -> None:
     assert 0 < due[0] < due[-1] < 36_000
     assert plan == plan_kills(27, KINDS, 36_000, Random(1))
     assert plan != plan_kills(27, KINDS, 36_000, Random(2))
+
+
+def test_kinds_of_kills_are_those_asked_for_or_all_that_the_cluster_allows() -> None:
+    ways = dict.fromkeys(KINDS[:2], lambda workers: None)
+    assert kinds_of((), ways) == ["worker", "raylet", "driver", "hangup", "rival"]
+    assert kinds_of(("driver", "worker"), ways) == ["worker", "driver"]
+    with pytest.raises(ChaosError, match=r"--kind cut: expected one of: worker, raylet, driver, hangup, rival"):
+        kinds_of(("driver", "cut"), ways)
 
 
 def write_output(folder: Path, tokens: dict[str, str | None], repeated: int = 1) -> RunOutput:

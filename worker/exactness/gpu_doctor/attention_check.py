@@ -22,7 +22,7 @@ from swiftbatch.worker.sampling.draft_tree import DraftTree
 MOST_ERROR = {torch.bfloat16: 0.02, torch.float32: 1e-5}  # relative to the greatest number of a row
 TIMED_ROWS = (1, 4, 16)
 Placed = tuple[SequenceRows, int]
-SHORTER = 37  # each slot's cache is this much shorter than the one before
+SHORTER = 37  # positions from one slot's cache to the next
 
 
 def check_attention(parts: Parts) -> Finding:
@@ -48,7 +48,7 @@ def check_attention_speed(parts: Parts) -> Finding:
             placed = layer.placed(rng, length, num_slots, num_slots * num_rows)
             layer.attended(layer.random_query(1), placed)
             seconds = parts.seconds(layer.attend)
-            num_bytes = sum(_prefix_bytes(parts, each) for each in placed)
+            num_bytes = prefix_bytes(parts, placed)
             row: Row = {"length": length, "slots": num_slots, "rows": sum(len(each) for each, _ in placed)}
             rows.append(row | {"ms": 1000 * seconds, "GB/s": num_bytes / seconds / 1e9})
     best = max(float(row["GB/s"]) for row in rows)
@@ -94,9 +94,8 @@ def _against_alone(layer: OneLayer, placed: list[Placed], seed: int) -> tuple[in
     return differing, num_rows, error
 
 
-def _prefix_bytes(parts: Parts, placed: Placed) -> int:
-    rows, _ = placed
-    return rows.boundary * parts.cache_shape(num_layers=1).bytes_per_position()
+def prefix_bytes(parts: Parts, placed: list[Placed]) -> int:
+    return sum(rows.boundary for rows, _ in placed) * parts.cache_shape(num_layers=1).bytes_per_position()
 
 
 class OneLayer:
@@ -115,7 +114,7 @@ class OneLayer:
         self._upload = Upload(self._buffer)
         self._table = self._layout.table(self._buffer)
         kernel = ATTENTION_KERNELS[parts.kernels.attention]
-        self._attention = new_attention(kernel, shape, self._layout, sizes.scale, parts.device)
+        self.attention = new_attention(kernel, shape, self._layout, sizes.scale, parts.device)
         self._value_dim = sizes.head_dim if sizes.latent is None else sizes.latent.rank
         self._mixed = self._rows(self._value_dim)
         self._caches = [self.arena.new_cache(longest) for _ in range(num_slots)]
@@ -123,11 +122,13 @@ class OneLayer:
             for cache in self._caches:  # in turn, so that pages of a slot are not contiguous
                 cache.reserve(end)
 
-    def placed(self, rng: random.Random, length: int, num_slots: int, num_rows: int) -> list[Placed]:
-        """Return trees over `num_slots` slots of about this length, with up to `num_rows` rows in all."""
+    def placed(
+        self, rng: random.Random, length: int, num_slots: int, num_rows: int, shorter: int = SHORTER
+    ) -> list[Placed]:
+        """Return trees over `num_slots` slots, each `shorter` than the last, with up to `num_rows` rows in all."""
         found = []
         for number, cache in enumerate(self._caches[:num_slots]):
-            rows = self._tree(rng, cache, max(0, length - number * SHORTER), min(num_rows // num_slots, BLOCK))
+            rows = self._tree(rng, cache, max(0, length - number * shorter), min(num_rows // num_slots, BLOCK))
             found.append((rows, cache.slot))
         return found
 
@@ -141,7 +142,7 @@ class OneLayer:
         """
         self.upload(placed)
         self._mixed.fill_(torch.nan)
-        self._attention.put(query, self._table)
+        self.attention.put(query, self._table)
         self.attend()
         return self._mixed[: len(query)].clone()
 
@@ -154,7 +155,7 @@ class OneLayer:
 
     def attend(self) -> None:
         kept = self.arena.buffer[0].expand(-1, len(self._caches), -1, -1, -1)
-        self._attention.attend(0, KeptLayer(kept[0], kept[-1], pages=self.arena.pages), self._table, self._mixed)
+        self.attention.attend(0, KeptLayer(kept[0], kept[-1], pages=self.arena.pages), self._table, self._mixed)
 
     def exact(self, query: Tensor, rows: SequenceRows, row: int) -> Tensor:
         """Return one row's exact result `[num_heads, value_dim]` in float64."""

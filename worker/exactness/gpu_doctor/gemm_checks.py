@@ -153,8 +153,7 @@ def check_packed_gemms(parts: Parts) -> Finding:
         return Finding(passed=True, words=words, rows=[])
     own = dict(_own_matrices(parts))
     rows = [
-        _try_packed_kernel(parts, name, matrices)
-        for name, matrices in (own.items() if own else _random_matrices(parts))
+        try_packed_kernel(parts, name, matrices) for name, matrices in (own.items() if own else _random_matrices(parts))
     ]
     differing, tried = (sum(int(row[name]) for row in rows) for name in ("differing", "tried"))
     words = f"{differing_bits(differing, tried, 'rows')} from those of dequantized weights"
@@ -176,7 +175,7 @@ def _random_matrices(parts: Parts) -> Iterator[tuple[str, list[PackedMatrix]]]:
         for code, group, has_offsets in FORMS:
             if depth % (group or depth) == 0:
                 shape = (min(columns, MOST_COLUMNS), depth)
-                yield f"random {code}", _copies(parts, random_matrix(parts, code, shape, group or depth, has_offsets))
+                yield f"random {code}", copies(parts, random_matrix(parts, code, shape, group or depth, has_offsets))
 
 
 def random_matrix(parts: Parts, code: Code, shape: tuple[int, int], group: int, has_offsets: bool) -> PackedMatrix:
@@ -191,13 +190,13 @@ def random_matrix(parts: Parts, code: Code, shape: tuple[int, int], group: int, 
     return PackedMatrix(code, codes, scales, parts.dtype, -8 * scales if has_offsets else None)
 
 
-def _copies(parts: Parts, matrix: PackedMatrix) -> list[PackedMatrix]:
+def copies(parts: Parts, matrix: PackedMatrix) -> list[PackedMatrix]:
     number = parts.extent.read_bytes // TIMED_SHARE // matrix.nbytes
     every = torch.arange(matrix.shape[0], device=matrix.device)
     return [matrix, *(matrix.rows(every) for _ in range(number))]
 
 
-def _try_packed_kernel(parts: Parts, name: str, matrices: list[PackedMatrix]) -> Row:
+def try_packed_kernel(parts: Parts, name: str, matrices: list[PackedMatrix]) -> Row:
     columns, depth = matrices[0].shape
     num_rows = parts.kernels.num_rows
     out = torch.zeros(num_rows, columns, device=parts.device)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from swiftbatch.jobs.run.run_records import AttentionName, KVDtype
+from swiftbatch.jobs.start_times import timed
 from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.forward.forward_interface import Forwards
 from swiftbatch.worker.kernels.cuda.cuda_row_table import compiled_library
@@ -119,7 +120,8 @@ def planned_forwards(
     shape = cuda_cache_shape(weights, device, kv_dtype, forgets)  # reads layers that are handed over below
     stacked = stacked_weights(weights, device, handed_over(weights))
     if device.type == "cuda":
-        refuse_uneven_products(stacked, kernels.for_weights(stacked.is_packed).linear, kernels.num_rows)
+        with timed("probes"):
+            refuse_uneven_products(stacked, kernels.for_weights(stacked.is_packed).linear, kernels.num_rows)
     try:
         arena = arena_of(shape, plan, staging)
         arena.holds_engine = plan.has_engine

@@ -82,7 +82,7 @@ class TritonAttention(RowsInOrder):
         return f"{len(self.scratch.lse)} splits"
 
     def attend(self, layer: int, kept: KeptLayer, table: CudaRowTable[Tensor], mixed: Tensor) -> None:
-        attend(self.query, kept, table, self.scratch, mixed, self.scale)
+        attend(self.shape, self.query, kept, table, self.scratch, mixed, self.scale)
 
     def heads(self) -> Tensor:
         shape = self.shape

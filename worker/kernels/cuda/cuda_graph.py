@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from swiftbatch.jobs.start_times import timed
+
 Work = Callable[[], None]
 
 
@@ -30,10 +32,10 @@ class CudaGraph:
         self._work = work
         stream = _capture_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), timed("compilation"):
             work()  # compiles kernels and creates cuBLAS's workspace, both impossible in a capture
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=stream):
+        with timed("captures"), torch.cuda.graph(self._graph, stream=stream):
             work()
         torch.cuda.current_stream(device).wait_stream(stream)
 

@@ -319,6 +319,8 @@ class AttentionShape:
     num_splits: int
     dtype: torch.dtype
     num_rows: int = NUM_ROWS
+    least_blocks: int = 0  # of a split; 0: as follows from `num_rows`
+    num_stages: int = 2  # of the loop over a prefix; no bit depends on it
 
     def __post_init__(self) -> None:
         """Raise ValueError for more query heads per KV head than `tail_merge` supports."""
@@ -347,7 +349,7 @@ class AttentionShape:
             "TILE_ROWS": self.tile_rows,
             "HALF": triton.next_power_of_2(self.head_dim) // 2,
             "num_warps": bf16_warps if self.dtype == torch.bfloat16 else 16,
-            "num_stages": 2,
+            "num_stages": self.num_stages,
         }
 
     def tail_constants(self, view: AttentionView = SEES_ALL) -> dict[str, Any]:
@@ -369,7 +371,7 @@ class AttentionShape:
             "HEADS_PER_KV": self.heads_per_kv,
             "HEAD_DIM": self.head_dim,
             "NUM_SPLITS": self.num_splits,
-            "LEAST_BLOCKS": least_blocks(self.num_rows),
+            "LEAST_BLOCKS": self.least_blocks or least_blocks(self.num_rows),
             "BLOCK": BLOCK,
         }
 
@@ -398,6 +400,7 @@ class KeptLayer:
 
 
 def attend(
+    shape: AttentionShape,
     query: Tensor,  # [num_rows, num_heads, head_dim], contiguous
     kept: KeptLayer,
     table: CudaRowTable[Tensor],
@@ -409,16 +412,13 @@ def attend(
 
     Leaves padding rows unchanged, allocates nothing.
     """
-    num_rows, num_heads, head_dim = query.shape
-    num_kv_heads, num_splits = kept.keys.shape[1], len(scratch.lse)
-    shape = AttentionShape(num_kv_heads, num_heads // num_kv_heads, head_dim, num_splits, query.dtype, num_rows)
     bias, pages, *strides = kept.prefix_arguments()
-    prefix_split[(len(table.groups) * num_kv_heads, num_splits)](
+    prefix_split[(len(table.groups) * shape.num_kv_heads, shape.num_splits)](
         query, kept.keys, kept.values, bias, pages, scratch.output, scratch.lse, table.groups, table.rows,
         scale * SCALE_TO_LOG2, *kept.keys.stride()[:3], *strides,
         **kept.prefix_constants(), **shape.prefix_constants(kept.view),
     )  # fmt: skip
-    tail_merge[(num_rows, num_kv_heads)](
+    tail_merge[(shape.num_rows, shape.num_kv_heads)](
         query, kept.keys, kept.values, scratch.output, scratch.lse, mixed, table.rows, table.tail_slots,
         kept.view.sinks, scale * SCALE_TO_LOG2, *kept.keys.stride()[:3], **shape.tail_constants(kept.view),
     )  # fmt: skip

@@ -57,15 +57,18 @@ def attended(
     num_splits: int = NUM_SPLITS,
     view: AttentionView = SEES_ALL,
     page: int | None = None,
+    **knobs: int,
 ) -> Tensor:
     """NaN in scratch and padding makes leaks show."""
     buffer, pages = (arena.buffer, None) if page is None else arena.in_pages(page)
-    scratch = Scratch.empty(num_splits, *query.shape[1:], torch.device("cpu"))
+    num_heads, head_dim = query.shape[1:]
+    shape = AttentionShape(buffer.shape[3], num_heads // buffer.shape[3], head_dim, num_splits, query.dtype, **knobs)
+    scratch = Scratch.empty(num_splits, num_heads, head_dim, torch.device("cpu"))
     scratch.output.fill_(NAN)
     scratch.lse.fill_(NAN)
     mixed = padded(query[:0])
     table = arena.table(sequences, pages)
-    attend(padded(query), KeptLayer(*buffer[1], bias, view, pages), table, scratch, mixed, SCALE)
+    attend(shape, padded(query), KeptLayer(*buffer[1], bias, view, pages), table, scratch, mixed, SCALE)
     assert mixed[len(query) :].isnan().all()
     return mixed[: len(query)]
 
@@ -191,10 +194,13 @@ def test_entries_in_pages_in_any_order_have_the_bits_of_entries_side_by_side(pag
         assert torch.equal(attended(arena, sequences, query, view=view, page=page), side_by_side)
 
 
-def test_another_number_of_splits_gives_other_bits() -> None:
+@pytest.mark.parametrize("changes", [{"num_splits": 2}, {"least_blocks": 8}], ids=str)
+def test_other_splits_give_other_bits(changes: dict[str, int]) -> None:
     arena, sequences = written(SMALL, (13 * BLOCK,), (2,), seed=6)
     query = queries(arena, 2)
-    assert not torch.equal(attended(arena, sequences, query), attended(arena, sequences, query, num_splits=2))
+    plain, other = attended(arena, sequences, query), attended(arena, sequences, query, **changes)
+    assert not torch.equal(plain, other)
+    torch.testing.assert_close(plain, other)
 
 
 def test_more_query_heads_than_a_tile_has_rows_are_refused() -> None:

@@ -1,0 +1,18 @@
+"""Seconds of a process by what it did at its start."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+SECONDS = Counter[str]()
+
+
+@contextmanager
+def timed(what: str) -> Iterator[None]:
+    """Add the seconds of a block to `SECONDS`."""
+    started = time.perf_counter()
+    yield
+    SECONDS[what] += time.perf_counter() - started  # type: ignore[assignment]
