@@ -23,12 +23,20 @@ SCHEMAS = Path(os.environ.get("SWIFTBATCH_SCHEMAS", ROOT.parent / "shared" / "sc
 CORE = ("v1", "apps/v1", "batch/v1", "networking.k8s.io/v1", "policy/v1")
 RAY = "ray.io/v1"
 OPERATOR = ("monitoring.coreos.com/v1", "monitoring.coreos.com/v1alpha1")
-# their definitions are not at hand: the contents of the two objects that we have
+# their definitions are not at hand: the contents of the objects that we have
 NAMES = {"type": "object", "additionalProperties": {"type": "string"}}
 MONITORS: dict[str, Any] = {
     "PodMonitor": {
         "selector": {"matchLabels": NAMES},
         "podMetricsEndpoints": [{"port": {"type": "string"}, "path": {"type": "string"}, "interval": {}}],
+    },
+    "PrometheusRule": {
+        "groups": [
+            {
+                "name": {"type": "string"},
+                "rules": [{"alert": {"type": "string"}, "expr": {}, "for": {}, "labels": NAMES, "annotations": NAMES}],
+            }
+        ]
     },
     "ScrapeConfig": {"httpSDConfigs": [{"url": {"type": "string"}, "refreshInterval": {}}], "scrapeInterval": {}},
 }

@@ -75,6 +75,20 @@ def test_nights_on_clusters_of_their_own_leave_no_cluster_standing() -> None:
     assert {"RayCluster", "CronJob"} & {each["kind"] for each in objects} == set()
 
 
+def test_no_end_of_the_release_deletes_runs() -> None:
+    objects = rendered(None, "createNamespace=true", "modelCache.type=claim")
+    kept = {
+        each["metadata"]["name"]
+        for each in objects
+        if each["metadata"].get("annotations", {}).get("helm.sh/resource-policy") == "keep"
+    }
+    assert kept == {"swiftbatch", "swiftbatch-store"}  # the namespace with all that is in it, and the claim
+    assert {each["kind"] for each in objects if each["metadata"]["name"] in kept} >= {
+        "Namespace",
+        "PersistentVolumeClaim",
+    }
+
+
 def test_no_name_is_longer_than_kuberay_takes() -> None:
     objects = rendered(None, release="a-release-with-a-name-as-long-as-helm-takes-it-to-be")
     for each in objects:
