@@ -80,7 +80,8 @@ def test_batches_run_on_the_workers_of_the_cluster_that_stands() -> None:
         assert said[name] == night[name], name
     pod = one(objects(), "Deployment")["spec"]["template"]["spec"]
     assert "nvidia.com/gpu" not in str(pod)
-    [node] = pod["initContainers"]  # a driver needs a node of its cluster beside it
+    [node] = pod["initContainers"]  # a driver needs a node of its cluster beside it, whose process it can see
+    assert pod["shareProcessNamespace"] is True
     assert node["restartPolicy"] == "Always"
     assert said["address"] == HEAD
     assert node["args"][0].endswith(
