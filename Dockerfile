@@ -16,7 +16,7 @@ ENV PIP_NO_CACHE_DIR=1 \
 RUN groupadd --gid 1000 swiftbatch && useradd --uid 1000 --gid 1000 --create-home --home-dir "$HOME" swiftbatch
 WORKDIR /build
 COPY pyproject.toml constraints.txt ./
-RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*p['dependencies'], *p['optional-dependencies']['serve'], sep='\n')" \
+RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*p['dependencies'], *(line for extra in ('serve', 'mistral') for line in p['optional-dependencies'][extra]), sep='\n')" \
     > requirements.txt
 RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['gpu'], sep='\n')" \
     > requirements-gpu.txt

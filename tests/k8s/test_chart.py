@@ -75,6 +75,20 @@ def test_nights_on_clusters_of_their_own_leave_no_cluster_standing() -> None:
     assert {"RayCluster", "CronJob"} & {each["kind"] for each in objects} == set()
 
 
+def test_no_end_of_the_release_deletes_runs() -> None:
+    objects = rendered(None, "createNamespace=true", "modelCache.type=claim")
+    kept = {
+        each["metadata"]["name"]
+        for each in objects
+        if each["metadata"].get("annotations", {}).get("helm.sh/resource-policy") == "keep"
+    }
+    assert kept == {"swiftbatch", "swiftbatch-store"}  # the namespace with all that is in it, and the claim
+    assert {each["kind"] for each in objects if each["metadata"]["name"] in kept} >= {
+        "Namespace",
+        "PersistentVolumeClaim",
+    }
+
+
 def test_no_name_is_longer_than_kuberay_takes() -> None:
     objects = rendered(None, release="a-release-with-a-name-as-long-as-helm-takes-it-to-be")
     for each in objects:
@@ -90,6 +104,8 @@ def test_no_name_is_longer_than_kuberay_takes() -> None:
         "workers.home.hostPath=/there",
         "workers.home.type=claim",  # of which name?
         "modelCache.type=hostPath",
+        "modelCache.prefetch=true",  # into which volume?
+        "serve.ingress.hosts=there",
         "networkPolicy.metadata.cidrs[0]=169.254.169.254",
         "networkPolicy.ports[0]=https",
         "image.digest=latest",
@@ -120,9 +136,9 @@ def test_a_head_is_left_where_it_is_and_a_worker_may_be_moved(overlay: str) -> N
     assert not any(keep.keys() & worker["annotations"].keys() for worker in workers)
     objects = render(overlay)
     budget = one(objects, "PodDisruptionBudget")["spec"]
-    selector = budget["selector"]["matchLabels"].items()
-    assert all(selector <= head["labels"].items() for head in heads)
-    assert not any(selector <= worker["labels"].items() for worker in workers)
+    [expression] = budget["selector"]["matchExpressions"]
+    assert all(head["labels"][expression["key"]] in expression["values"] for head in heads)
+    assert not any(worker["labels"][expression["key"]] in expression["values"] for worker in workers)
     # a percentage or maxUnavailable needs a controller with a scale, which Ray's lacks
     assert budget["minAvailable"] > 100
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -203,6 +205,25 @@ def test_models_may_be_kept_on_a_volume_that_is_there(values: str, where: str, v
     assert names == ["swiftbatch-store"]
     enforced = one(objects, "Namespace")["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
     assert enforced == ("privileged" if "hostPath" in volume else "restricted")  # others refuse folders of nodes
+
+
+def test_the_model_may_be_in_the_cache_before_the_first_night() -> None:
+    def job(*values: str) -> Object:
+        return one(rendered(None, "modelCache.type=claim", "modelCache.prefetch=true", "hf.secret=hub", *values), "Job")
+
+    given = job("model=meta-llama/Llama-3.1-8B")
+    validate(given)
+    pod = given["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    program, model = container["command"][2:]
+    assert model == "meta-llama/Llama-3.1-8B"
+    subprocess.run([sys.executable, "-c", program, "embedded"], check=True, timeout=120)
+    assert {"name": "HF_HUB_CACHE", "value": "/models"} in container["env"]
+    assert "HF_TOKEN" in str(container["env"])
+    assert {"name": "models", "mountPath": "/models"} in container["volumeMounts"]
+    assert {"name": "models", "persistentVolumeClaim": {"claimName": "swiftbatch-models"}} in pod["volumes"]
+    names = {job(f"model={name}")["metadata"]["name"] for name in ("a", "b")}
+    assert len(names) == 2  # a Job can't be changed
 
 
 def test_without_a_model_cache_the_hub_s_files_are_in_home() -> None:

@@ -5,8 +5,9 @@ import copy
 import jsonschema
 import kubernetes_validate
 import pytest
+import yaml
 
-from tests.k8s.chart import OVERLAYS
+from tests.k8s.chart import OVERLAYS, rendered
 from tests.k8s.kubernetes_parts import (
     RAY,
     ROOT,
@@ -57,6 +58,7 @@ def test_every_object_has_all_its_fields_and_no_other(objects: list[Object]) -> 
         ("RayCronJob", "spec", "concurrencyPolicy"),
         ("RayCronJob", "spec/jobTemplate/submitterPodTemplate/spec", "restartPolice"),
         ("PodMonitor", "spec", "podMetricEndpoints"),
+        ("PrometheusRule", "spec/groups/0/rules/0", "exp"),
         ("ScrapeConfig", "spec/httpSDConfigs/0", "uri"),
     ],
 )
@@ -79,13 +81,14 @@ def test_a_value_of_the_wrong_type_fails() -> None:
 
 
 def test_the_job_and_the_cron_job_of_ray_have_the_spec_of_the_cluster(objects: list[Object]) -> None:
-    spec = one(objects, "RayCluster")["spec"]
+    spec = dict(one(objects, "RayCluster")["spec"])
     job, nightly = one(objects, "RayJob")["spec"], one(objects, "RayCronJob")["spec"]["jobTemplate"]
+    assert spec.pop("upgradeStrategy") == {"type": "Recreate"}  # KubeRay refuses it for clusters of its own making
     assert job["rayClusterSpec"] == nightly["rayClusterSpec"] == spec
     assert job["submitterPodTemplate"] == nightly["submitterPodTemplate"]
 
 
-def test_dashboards_and_alert_rules_are_those_of_the_repository(objects: list[Object]) -> None:
+def test_dashboards_are_those_of_the_repository(objects: list[Object]) -> None:
     dashboards = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "metrics/grafana").glob("*.json")}
     assert dashboards
     found = one(objects, "ConfigMap", "swiftbatch-dashboards")
@@ -94,8 +97,18 @@ def test_dashboards_and_alert_rules_are_those_of_the_repository(objects: list[Ob
     assert (
         sum(map(len, dashboards.values())) < 250_000
     )  # `kubectl apply` keeps a copy in an annotation of 262,144 bytes
+
+
+def test_prometheus_loads_the_alerts_and_watches_the_nights_of_this_release() -> None:
     rules = (ROOT / "metrics/alerts.yml").read_text(encoding="utf-8")
-    assert one(objects, "ConfigMap", "swiftbatch-alerts")["data"] == {"alerts.yml": rules}
+    assert rules.count('=~"swiftbatch.*-nightly"') == 3
+    expected = yaml.safe_load(rules.replace('=~"swiftbatch.*-nightly"', '="team-a-nightly"'))
+    objects = rendered(None, "alertsConfigMap=true", release="team-a")
+    assert one(objects, "PrometheusRule")["spec"] == expected
+    assert yaml.safe_load(one(objects, "ConfigMap", "team-a-alerts")["data"]["alerts.yml"]) == expected
+    assert one(objects, "CronJob")["metadata"]["name"] == "team-a-nightly"
+    without = rendered(None, "monitoring=false")
+    assert not [each for each in without if "alerts" in str(each["metadata"]) or each["kind"] == "PrometheusRule"]
 
 
 def test_all_that_is_referred_to_is_there(objects: list[Object]) -> None:

@@ -52,9 +52,7 @@ metadata:
   annotations:
     ray.io/overwrite-container-cmd: "true" # see `args`
     {{- if $isHead }}
-    # a head that goes takes all workers along: no autoscaler of nodes moves it, and all may move workers
-    karpenter.sh/do-not-disrupt: "true"
-    cluster-autoscaler.kubernetes.io/safe-to-evict: "false"
+    {{- include "swiftbatch.unmoved" . | nindent 4 }}
     {{- end }}
     {{- with $root.Values.podAnnotations }}
     {{- toYaml . | nindent 4 }}
@@ -106,32 +104,9 @@ spec:
       securityContext:
         {{- include "swiftbatch.confined" . | nindent 8 }}
       volumeMounts:
-        - { name: tmp, mountPath: /tmp }
-        - { name: home, mountPath: /home/swiftbatch }
-        {{- if ne $root.Values.modelCache.type "none" }}
-        - { name: models, mountPath: /models }
-        {{- end }}
-        {{- if not $root.Values.store.bucket }}
-        - { name: store, mountPath: /store }
-        {{- end }}
-        {{- if and $isHead $root.Values.inboxConfigMap }}
-        - { name: inbox, mountPath: /inbox, readOnly: true }
-        {{- end }}
+        {{- include "swiftbatch.mounts" . | nindent 8 }}
   volumes:
-    {{- include "swiftbatch.volume" (dict "name" "tmp" "values" (merge (dict "type" "emptyDir") $root.Values.tmp)) | nindent 4 }}
-    {{- include "swiftbatch.volume" (dict "name" "home" "values" .values.home) | nindent 4 }}
-    {{- if ne $root.Values.modelCache.type "none" }}
-    {{- $own := printf "%s-models" (include "swiftbatch.name" $root) }}
-    {{- include "swiftbatch.volume" (dict "name" "models" "values" $root.Values.modelCache "claim" $own) | nindent 4 }}
-    {{- end }}
-    {{- if not $root.Values.store.bucket }}
-    - { name: store, persistentVolumeClaim: { claimName: {{ include "swiftbatch.name" $root }}-store } }
-    {{- end }}
-    {{- if $isHead }}
-    {{- with $root.Values.inboxConfigMap }}
-    - { name: inbox, configMap: { name: {{ . }} } }
-    {{- end }}
-    {{- end }}
+    {{- include "swiftbatch.volumes" . | nindent 4 }}
 {{- end }}
 
 {{/* Each expression is one cloud's label of spot nodes: a node is one by any of them, and is none by all. */}}

@@ -41,16 +41,18 @@ app.kubernetes.io/component: {{ . }}
 {{- if .Values.inboxConfigMap }}/inbox{{ else }}{{ .Values.store.bucket | default "/store" | trimSuffix "/" }}/inbox{{ end }}
 {{- end }}
 
-{{/*
-What every command is given. Nobody is there to say --takeover at night; a driver that is heard of is never overtaken.
-A GPU worker finds out itself how many jobs fit.
-*/}}
-{{- define "swiftbatch.options" -}}
+{{/* What every command and the server are given. A GPU worker finds out itself how many jobs fit. */}}
+{{- define "swiftbatch.workOptions" -}}
 {{- $hasGpu := gt (int .Values.workers.gpus) 0 -}}
---address 127.0.0.1:6379 --model {{ .Values.model }} --device {{ ternary "cuda" "cpu" $hasGpu }}
+--model {{ .Values.model }} --device {{ ternary "cuda" "cpu" $hasGpu }}
 {{- printf " --threads %v --workers %v" .Values.workers.cpu .Values.workers.max }}
 {{- with .Values.slots | default (ternary nil 4 $hasGpu) }} --slots {{ . }}{{ end }}
-{{- printf " --grace-seconds %v --metrics-port 9400 --takeover" .Values.graceSeconds }}
+{{- printf " --grace-seconds %v" .Values.graceSeconds }}
+{{- end }}
+
+{{/* Nobody is there to say --takeover at night; a driver that is heard of is never overtaken. */}}
+{{- define "swiftbatch.options" -}}
+--address 127.0.0.1:6379 {{ include "swiftbatch.workOptions" . }} --metrics-port 9400 --takeover
 {{- with .Values.deadline }} --deadline {{ . }}{{ end }}
 {{- with .Values.options }} {{ . }}{{ end }}
 {{- end }}

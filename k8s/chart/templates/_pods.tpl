@@ -101,9 +101,12 @@ spec:
     - { name: home, emptyDir: {} }
 {{- end }}
 
-{{/* Variables of a Ray container, the user's last. */}}
+{{/* Variables of a head, worker or server: more as text in `env`, and the user's last. */}}
 {{- define "swiftbatch.environment" -}}
 env:
+  {{- with .env }}
+  {{- . | nindent 2 }}
+  {{- end }}
   - name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
     value: {{ add .root.Values.graceSeconds 10 | quote }}
   - { name: RAY_worker_niceness, value: "0" } # 15 by default: a neighbour would come first
@@ -113,7 +116,7 @@ env:
   {{- with .root.Values.hf.secret }}
   - { name: HF_TOKEN, valueFrom: { secretKeyRef: { name: {{ . }}, key: HF_TOKEN } } }
   {{- end }}
-  {{- if eq .component "head" }}
+  {{- if ne .component "worker" }}
   {{- with .root.Values.webhook.secret }}
   - { name: SWIFTBATCH_WEBHOOK_SECRET, valueFrom: { secretKeyRef: { name: {{ . }}, key: secret } } }
   {{- end }}
@@ -147,6 +150,46 @@ resources:
     {{- toYaml $requests | nindent 4 }}
   limits:
     {{- toYaml $limits | nindent 4 }}
+{{- end }}
+
+{{/* A head that goes takes all workers along, a server its drivers: no autoscaler of nodes moves them. */}}
+{{- define "swiftbatch.unmoved" -}}
+karpenter.sh/do-not-disrupt: "true"
+cluster-autoscaler.kubernetes.io/safe-to-evict: "false"
+{{- end }}
+
+{{/* Where head, worker and server, the `component`, have their volumes. */}}
+{{- define "swiftbatch.mounts" -}}
+- { name: tmp, mountPath: /tmp }
+- { name: home, mountPath: /home/swiftbatch }
+{{- if ne .root.Values.modelCache.type "none" }}
+- { name: models, mountPath: /models }
+{{- end }}
+{{- if not .root.Values.store.bucket }}
+- { name: store, mountPath: /store }
+{{- end }}
+{{- if and (eq .component "head") .root.Values.inboxConfigMap }}
+- { name: inbox, mountPath: /inbox, readOnly: true }
+{{- end }}
+{{- end }}
+
+{{/* These volumes; `values` has the size of home, and `tmp`, where that is not the one of all. */}}
+{{- define "swiftbatch.volumes" -}}
+{{- $name := include "swiftbatch.name" .root }}
+{{- with .root.Values }}
+{{- $tmp := merge (dict "type" "emptyDir") ($.tmp | default .tmp) }}
+{{- include "swiftbatch.volume" (dict "name" "tmp" "values" $tmp) }}
+{{ include "swiftbatch.volume" (dict "name" "home" "values" $.values.home) }}
+{{- if ne .modelCache.type "none" }}
+{{ include "swiftbatch.volume" (dict "name" "models" "values" .modelCache "claim" (printf "%s-models" $name)) }}
+{{- end }}
+{{- if not .store.bucket }}
+- { name: store, persistentVolumeClaim: { claimName: {{ $name }}-store } }
+{{- end }}
+{{- if and (eq $.component "head") .inboxConfigMap }}
+- { name: inbox, configMap: { name: {{ .inboxConfigMap }} } }
+{{- end }}
+{{- end }}
 {{- end }}
 
 {{/* A pod's volume, of the `type` that its `values` say; `claim` is ours where they name none. */}}
