@@ -6,15 +6,21 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run import MANIFEST, Run
 from swiftbatch.jobs.run.run_records import RunManifest, RunState
 from swiftbatch.jobs.storage.folder_uri import local_path
 from swiftbatch.jobs.storage.retries import Retries
-from swiftbatch.jobs.storage.store import StoreError
+from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.metrics.counters import DriverCounters
 from swiftbatch.metrics.exporter import EVERYWHERE
 from swiftbatch.scheduler.cluster.embedded_ray import LOOPBACK
-from swiftbatch.scheduler.cluster.ray_cluster import Cluster, ClusterError, ClusterLostError, connect
+from swiftbatch.scheduler.cluster.ray_cluster import (
+    Cluster,
+    ClusterError,
+    ClusterLostError,
+    connect,
+    refuse_unreachable,
+)
 from swiftbatch.scheduler.cluster.worker_actor import WorkerSpec
 from swiftbatch.scheduler.display.display import Display
 from swiftbatch.scheduler.display.events import FewGpus, LimitReached, LineDamaged, ShardWritten, SlowOnGpu
@@ -32,9 +38,12 @@ from swiftbatch.scheduler.runs.run_manifest import computation_of, with_absolute
 from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.drafters.catalogue import check_parts
+from swiftbatch.worker.forward.hardware import has_cuda
 from swiftbatch.worker.kv.kv_capacity import GB, KVRoomError, bytes_per_position, check_folder
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.model_files import CONFIG_FILES, model_folder, read_config
+
+NO_GPU = "this machine has no GPU; use --address"
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,16 @@ class Outcome:
     @property
     def num_without_result(self) -> int:
         return sum(count for state, count in self.jobs.items() if state != "finished")
+
+
+def refuse_start(run_uri: str, settings: Settings) -> None:
+    """Raise ClusterError if a new run could not start: no cluster answers, or no GPU is here. Raises StoreError."""
+    if Store(run_uri, settings.start_retries).exists(MANIFEST):
+        return
+    if settings.address is not None:
+        refuse_unreachable(settings.address)
+    elif settings.said.get("device") == "cuda" and not has_cuda():
+        raise ClusterError(f"--device cuda: {NO_GPU} or --device cpu")
 
 
 def launch(hold: RunLease, settings: Settings, display: Display) -> Outcome:
@@ -97,7 +116,7 @@ def _drive(
     counters: DriverCounters,
 ) -> tuple[RunState, str | None]:
     if config.device == "cuda" and cluster.is_embedded and cluster.num_gpus == 0:
-        raise ClusterError("the run was made for cuda, and this machine has no GPU; use --address or another run")
+        raise ClusterError(f"the run was made for cuda, and {NO_GPU} or another run")
     if slow := slow_on_gpu(run.manifest.stored_model, cluster.num_gpus_per_worker(config.device)):
         display.note(slow)
     if cluster.is_embedded and cluster.num_gpus_per_worker(config.device) and settings.num_workers > cluster.num_gpus:
