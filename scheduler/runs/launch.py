@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 from swiftbatch.jobs.run.run import MANIFEST, Run
 from swiftbatch.jobs.run.run_records import RunManifest, RunState
 from swiftbatch.jobs.storage.folder_uri import local_path
-from swiftbatch.jobs.storage.retries import Retries
+from swiftbatch.jobs.storage.retries import STORE_BACKOFF_SECONDS, Retries
 from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.metrics.counters import DriverCounters
 from swiftbatch.metrics.exporter import EVERYWHERE
@@ -23,7 +25,7 @@ from swiftbatch.scheduler.cluster.ray_cluster import (
 )
 from swiftbatch.scheduler.cluster.worker_actor import WorkerSpec
 from swiftbatch.scheduler.display.display import Display
-from swiftbatch.scheduler.display.events import FewGpus, LimitReached, LineDamaged, ShardWritten, SlowOnGpu
+from swiftbatch.scheduler.display.events import FewGpus, LimitReached, LineDamaged, ShardWritten, SlowOnGpu, StoreAway
 from swiftbatch.scheduler.driver.attempt_numbers import Attempts
 from swiftbatch.scheduler.driver.driver import Driver, DriverError
 from swiftbatch.scheduler.driver.job_queue import JobQueue
@@ -43,6 +45,8 @@ from swiftbatch.worker.kv.kv_capacity import GB, KVRoomError, bytes_per_position
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.model_files import CONFIG_FILES, model_folder, read_config
 
+AWAY_SECONDS = 2.0  # shorter failures pass unseen
+TOLD_SECONDS = 60.0
 NO_GPU = "this machine has no GPU; use --address"
 
 
@@ -75,10 +79,9 @@ def launch(hold: RunLease, settings: Settings, display: Display) -> Outcome:
 
     Raises ClusterError, DriverError, KVRoomError, MetricsError, ModelError, RunTakenError and StoreError.
     """
-    counters = DriverCounters()
-    run = Run.open(
-        hold.epoch.run.store.uri, Retries(settings.checkpoints.store_retry_seconds, counters.count_store_retry)
-    )
+    counters, seconds = DriverCounters(), settings.checkpoints.store_retry_seconds
+    told = StoreWatch(hold.epoch.run.store.shown_uri, seconds, counters.count_store_retry, display)
+    run = Run.open(hold.epoch.run.store.uri, Retries(seconds, told.note_retry))
     hold.go_on_through(run)
     with _told_how_to_go_on(run):
         attempts = Attempts.read(run.store, hold.epoch.number)
@@ -101,6 +104,25 @@ def launch(hold: RunLease, settings: Settings, display: Display) -> Outcome:
             run.write_output(hold.epoch.check)
             hold.end(state, queue.num_generated_tokens, reached)
         return Outcome(state, count_jobs(run), queue.num_generated_tokens, reached)
+
+
+class StoreWatch:
+    """Counts retries of the run's store, and tells once a minute that it is away."""
+
+    def __init__(self, place: str, seconds: float, count: Callable[[], None], display: Display) -> None:
+        self._event, self._count, self._display = StoreAway(place, seconds), count, display
+        self._first = self._last = self._told = -math.inf  # of these retries, in `time.monotonic()`
+
+    def note_retry(self) -> None:
+        """Count a retry; call it before each pause, from any thread."""
+        self._count()
+        now = time.monotonic()
+        if now - self._last > 2 * STORE_BACKOFF_SECONDS:  # it has answered meanwhile
+            self._first = now
+        self._last = now
+        if now - self._first >= AWAY_SECONDS and now - self._told >= TOLD_SECONDS:
+            self._told = now
+            self._display.note(self._event)
 
 
 def _drive(

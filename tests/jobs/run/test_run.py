@@ -178,7 +178,7 @@ DAMAGED = [
     (b"{}", "found version none, expected version 2"),
     (
         MANIFEST.model_dump_json().replace('"seed"', '"seeed"').encode(),
-        'unknown field "seeed", expected one of: version',
+        'unknown field "seeed" (did you mean seed?), expected one of: version',
     ),
     (
         MANIFEST.model_dump_json().replace('"exact"', '"good"').encode(),
