@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -178,7 +179,10 @@ def _reason(details: ErrorDetails, model: type[BaseModel], prefix: str) -> str:
         return f"field '{name}': found nothing, expected a value"
     if details["type"] == "extra_forbidden":
         # the name comes from the file: as JSON it can't break the line
-        return f"unknown field {shown(name)}{KNOWN}{', '.join(_fields_at(model, details['loc'][:-1]))}"
+        known = _fields_at(model, details["loc"][:-1])
+        near = get_close_matches(str(details["loc"][-1]), known, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        return f"unknown field {shown(name)}{hint}{KNOWN}{', '.join(known)}"
     found = f"field '{name}': found {shown(details['input'])}, expected "
     if details["type"] == "model_type":
         return f"{found}an object with some of: {', '.join(_fields_at(model, details['loc']))}"

@@ -50,6 +50,9 @@ class OneLineErrors(click.Group):
         try:
             code = super().main(*args, **{**extra, "standalone_mode": False})
             sys.stdout.flush()
+        except click.exceptions.NoArgsIsHelpError as error:
+            click.echo(error.ctx.get_help())
+            code = 0
         except click.ClickException as error:
             _fail(_with_dash_hint(error, args[0] if args else extra.get("args") or sys.argv[1:]))
         except (click.Abort, KeyboardInterrupt) as error:

@@ -46,7 +46,8 @@ def test_a_wheel_has_every_module_and_what_goes_with_the_code_and_nothing_else(t
     (wheel,) = tmp_path.glob("*.whl")
     held = {name.partition("/purelib/")[2] for name in zipfile.ZipFile(wheel).namelist()} - {""}
     modules = {f"swiftbatch/{path.relative_to(ROOT)}" for room in ROOMS for path in (ROOT / room).rglob("*.py")}
-    assert {name for name in held if name.endswith(".py")} == {"swiftbatch/__init__.py", *modules}
+    modules |= {"swiftbatch/__init__.py", "swiftbatch/__main__.py"}
+    assert {name for name in held if name.endswith(".py")} == modules
     data = {name for name in held if not name.endswith(".py")}
     data.remove("swiftbatch/py.typed")
     assert {name.split("/")[2] for name in data} == {"embedded", "kernels", "report", "serve"}

@@ -366,6 +366,15 @@ class Run:
             self.damaged[PROGRESS] = "found no heartbeat of a driver"
             return None
 
+    def has_begun(self) -> bool:
+        """Return whether a job has left tokens or an end here, which bind the run to its settings."""
+        return any(self.store.list(folder) for folder in ("tokens", "checkpoints", "results", "errors"))
+
+    def with_other_settings(self, manifest: RunManifest) -> Run:
+        """Replace the manifest; only the run's holder may call this, and only before the run has begun."""
+        self.store.write(MANIFEST, pretty(manifest))
+        return Run(self.store, manifest)
+
     def has_had_a_driver(self) -> bool:
         return self.store.exists(PROGRESS)
 
@@ -409,8 +418,10 @@ class Run:
         self.refuse_other_model(
             manifest.model_fingerprint, manifest.text_fingerprint, manifest.model_files, manifest.model_commit
         )
-        self._refuse_other("dtype", f"dtype {self.manifest.dtype}", manifest.dtype)
-        self._refuse_other("kv_dtype", f"kv_dtype {self.manifest.kv_dtype}", manifest.kv_dtype)
+        for name in ("dtype", "kv_dtype"):
+            here, asked = getattr(self.manifest, name), getattr(manifest, name)
+            if here != asked and (self.manifest.run_id != manifest.run_id or self.has_begun()):
+                self._refuse_other(name, f"{name} {here}", asked)
         return self
 
     def _refuse_other(self, field: str, shown: str, asked: str | None, found: str = "") -> None:

@@ -35,7 +35,10 @@ Result = TypeVar("Result")
 
 STORE_RETRY_SECONDS = 120.0  # the default of --store-retry-seconds
 START_RETRY_SECONDS = 10.0  # before anything runs: a wrong address should show soon
-STORE_BACKOFF = Backoff(first=0.2, longest=10.0).at_random  # random, so that workers do not return together
+STORE_BACKOFF_SECONDS = 10.0  # the longest pause
+STORE_BACKOFF = Backoff(
+    first=0.2, longest=STORE_BACKOFF_SECONDS
+).at_random  # random, so that workers do not return together
 
 FULL_OR_BUSY = {errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EBUSY, errno.EAGAIN}
 CONNECTION = {

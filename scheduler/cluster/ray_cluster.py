@@ -158,7 +158,7 @@ def connect(address: str | None, num_workers: int) -> Iterator[Cluster]:
             embedded = _embedded_ray()
             stack.callback(embedded.end)
         else:
-            _refuse_unreachable(address)
+            refuse_unreachable(address)
         # Ray's listener thread prints lost workers to stdout at any log level.
         stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w", encoding="utf-8"))))
         left = threading.Event()
@@ -310,7 +310,7 @@ def _end_process(code: int) -> None:
     os._exit(code)
 
 
-def _refuse_unreachable(address: str) -> None:
+def refuse_unreachable(address: str) -> None:
     """Check that the address can be reached, because Ray would try for minutes.
 
     Raises ClusterError.

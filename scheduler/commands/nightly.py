@@ -12,7 +12,7 @@ from swiftbatch.scheduler.commands.exit_codes import LIMIT_REACHED, SOME_FAILED
 from swiftbatch.scheduler.commands.options.launch_options import check_engine, runs_options
 from swiftbatch.scheduler.commands.options.option_types import GroupedCommand
 from swiftbatch.scheduler.commands.submit import submit
-from swiftbatch.scheduler.display.progress_line import printable
+from swiftbatch.scheduler.display.progress_line import counted, printable
 from swiftbatch.scheduler.process.signals import INTERRUPTED
 from swiftbatch.scheduler.process.streams import Lines
 
@@ -52,7 +52,7 @@ def nightly(context: click.Context, /, inbox: str, runs_uri: str, if_busy: str, 
         paths, skipped = job_files_in(inbox_store)
         digests = _without_done(inbox_store, runs, paths, skipped)
         Lines(sys.stderr).write(
-            f"{len(paths)} job files in {printable(inbox_store.shown_uri)}, {len(digests)} of them to run"
+            f"{counted(len(paths), 'job file')} in {printable(inbox_store.shown_uri)}, {len(digests)} of them to run"
         )
         for path, reason in sorted(skipped.items()):
             Lines(sys.stderr).write(f"{printable(path)} was not read: {printable(reason)}")
@@ -60,7 +60,7 @@ def nightly(context: click.Context, /, inbox: str, runs_uri: str, if_busy: str, 
         for number, (path, digest) in enumerate(digests.items()):
             held.check()
             if options["deadline"] is not None and options["deadline"].has_passed():
-                Lines(sys.stderr).write(f"the deadline has passed: {len(digests) - number} job files are left")
+                Lines(sys.stderr).write(f"the deadline has passed; job files left: {len(digests) - number}")
                 code = max(code, LIMIT_REACHED)
                 break
             code = max(code, _run_file(context, inbox, runs_uri, path, digest, options))

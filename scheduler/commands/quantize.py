@@ -49,7 +49,7 @@ def quantize(model: str, format_: str, output: Path, text: Path | None) -> None:
     )
     if len(made.left) > 1:
         click.echo(f"as they were: {', '.join(made.left[:5])}{' and others' if len(made.left) > 5 else ''}")
-    click.echo(f"{output}: use it with --model {output}")
+    click.echo(f"wrote {output}; use it with --model {output}")
     if token_ids is not None:
         _score(files, locate_model(str(output)), token_ids)
 

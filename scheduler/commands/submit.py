@@ -231,6 +231,7 @@ def submit(
     """
     from swiftbatch.jobs.input.job_files import run_folder_beside
     from swiftbatch.scheduler.display.events import FieldsWithoutEffect, ModelSamplesBy, RunFolderChosen
+    from swiftbatch.scheduler.runs.launch import refuse_start
     from swiftbatch.scheduler.runs.submission import submission
 
     showing, settings = shown(options), make_settings(**options)
@@ -240,6 +241,7 @@ def submit(
         if run_uri is None:
             display.note(RunFolderChosen(folder))
             stack.enter_context(_told_of_run_option())
+        refuse_start(folder, settings)
         submitted = stack.enter_context(submitting)
         _tell_rejects(display, submitted.rejects)
         if submitted.sampling_defaults:

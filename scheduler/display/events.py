@@ -133,6 +133,16 @@ class SlowOnGpu(Event):
 
 
 @dataclass(frozen=True)
+class StoreAway(Event):
+    """The run's store at `place` fails for a while; the driver retries for at most `seconds`."""
+
+    is_error: ClassVar[bool] = True
+    text: ClassVar[str] = "{place} does not answer; trying again for up to {seconds:g} s, tokens wait in memory"
+    place: str
+    seconds: float
+
+
+@dataclass(frozen=True)
 class FewGpus(Event):
     """More workers are wanted than the machine has GPUs, and each needs one."""
 

@@ -54,6 +54,7 @@ class ProgressCounter:
         self._context = context
         self._num_rejects = len(context.run.rejects())
         self._last: float | None = None
+        self._begun: dict[tuple[str, str], int] = {}  # tokens at first sight, by job and worker
 
     def take(self, now: float) -> dict[str, Any]:
         """Count everything `now` (`time.monotonic()` seconds); return fields of `Progress`."""
@@ -68,7 +69,8 @@ class ProgressCounter:
         self._context.spent.worker_seconds += seconds
         self._last = now
         speed = fleet.speed.tokens_per_second(now)
-        counters.eta_seconds = round(queue.num_tokens_left / speed, 1) if speed > 0 else None
+        is_known = not self._most_replay() and speed > 0
+        counters.eta_seconds = round(queue.num_tokens_left / speed, 1) if is_known else None
         totals = counters.totals(SHOWN)
         return {
             "jobs": counters.jobs,
@@ -89,6 +91,15 @@ class ProgressCounter:
             "num_read_tokens": totals.num_read_tokens,
             "num_copied_tokens": totals.num_copied_tokens,
         }
+
+    def _most_replay(self) -> bool:
+        """Return whether most running jobs have drawn nothing since they were first seen on their workers."""
+        before, running = self._begun, list(self._context.queue.running())
+        keys = [(job.job_id, job.worker_id) for job in running]
+        counts = [job.num_generated_tokens for job in running]
+        self._begun = {key: before.get(key, count) for key, count in zip(keys, counts, strict=True)}
+        num_still = sum(before.get(key) == count for key, count in zip(keys, counts, strict=True))
+        return 2 * num_still > len(running)
 
     def _status(self, worker: Worker, info: WorkerInfo, now: float) -> WorkerStatus:
         counters = self._context.counters.by_worker.get(worker.id)

@@ -36,6 +36,8 @@ class Speed:
         self._samples: deque[tuple[float, int]] = deque([(now, 0)])
 
     def add(self, num_tokens: int, now: float) -> None:
+        if self._samples[0][1] == self._samples[-1][1]:  # starts, prompts and replays so far, which are no sample
+            self._samples = deque([self._samples[-1]])
         self._samples.append((now, self._samples[-1][1] + num_tokens))
         while len(self._samples) > 2 and self._samples[1][0] < now - RATE_SECONDS:
             self._samples.popleft()

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
-from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run import MANIFEST, Run
 from swiftbatch.jobs.run.run_records import RunManifest, RunState
 from swiftbatch.jobs.storage.folder_uri import local_path
-from swiftbatch.jobs.storage.retries import Retries
-from swiftbatch.jobs.storage.store import StoreError
+from swiftbatch.jobs.storage.retries import STORE_BACKOFF_SECONDS, Retries
+from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.metrics.counters import DriverCounters
 from swiftbatch.metrics.exporter import EVERYWHERE
 from swiftbatch.scheduler.cluster.embedded_ray import LOOPBACK
-from swiftbatch.scheduler.cluster.ray_cluster import Cluster, ClusterError, ClusterLostError, connect
+from swiftbatch.scheduler.cluster.ray_cluster import (
+    Cluster,
+    ClusterError,
+    ClusterLostError,
+    connect,
+    refuse_unreachable,
+)
 from swiftbatch.scheduler.cluster.worker_actor import WorkerSpec
 from swiftbatch.scheduler.display.display import Display
-from swiftbatch.scheduler.display.events import FewGpus, LimitReached, LineDamaged, ShardWritten, SlowOnGpu
+from swiftbatch.scheduler.display.events import FewGpus, LimitReached, LineDamaged, ShardWritten, SlowOnGpu, StoreAway
 from swiftbatch.scheduler.driver.attempt_numbers import Attempts
 from swiftbatch.scheduler.driver.driver import Driver, DriverError
 from swiftbatch.scheduler.driver.job_queue import JobQueue
@@ -32,9 +40,14 @@ from swiftbatch.scheduler.runs.run_manifest import computation_of, with_absolute
 from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.drafters.catalogue import check_parts
+from swiftbatch.worker.forward.hardware import has_cuda
 from swiftbatch.worker.kv.kv_capacity import GB, KVRoomError, bytes_per_position, check_folder
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.model_files import CONFIG_FILES, model_folder, read_config
+
+AWAY_SECONDS = 2.0  # shorter failures pass unseen
+TOLD_SECONDS = 60.0
+NO_GPU = "this machine has no GPU; use --address"
 
 
 @dataclass(frozen=True)
@@ -51,15 +64,24 @@ class Outcome:
         return sum(count for state, count in self.jobs.items() if state != "finished")
 
 
+def refuse_start(run_uri: str, settings: Settings) -> None:
+    """Raise ClusterError if a new run could not start: no cluster answers, or no GPU is here. Raises StoreError."""
+    if Store(run_uri, settings.start_retries).exists(MANIFEST):
+        return
+    if settings.address is not None:
+        refuse_unreachable(settings.address)
+    elif settings.said.get("device") == "cuda" and not has_cuda():
+        raise ClusterError(f"--device cuda: {NO_GPU} or --device cpu")
+
+
 def launch(hold: RunLease, settings: Settings, display: Display) -> Outcome:
     """Run the held run's unfinished jobs and write its outputs.
 
     Raises ClusterError, DriverError, KVRoomError, MetricsError, ModelError, RunTakenError and StoreError.
     """
-    counters = DriverCounters()
-    run = Run.open(
-        hold.epoch.run.store.uri, Retries(settings.checkpoints.store_retry_seconds, counters.count_store_retry)
-    )
+    counters, seconds = DriverCounters(), settings.checkpoints.store_retry_seconds
+    told = StoreWatch(hold.epoch.run.store.shown_uri, seconds, counters.count_store_retry, display)
+    run = Run.open(hold.epoch.run.store.uri, Retries(seconds, told.note_retry))
     hold.go_on_through(run)
     with _told_how_to_go_on(run):
         attempts = Attempts.read(run.store, hold.epoch.number)
@@ -84,6 +106,25 @@ def launch(hold: RunLease, settings: Settings, display: Display) -> Outcome:
         return Outcome(state, count_jobs(run), queue.num_generated_tokens, reached)
 
 
+class StoreWatch:
+    """Counts retries of the run's store, and tells once a minute that it is away."""
+
+    def __init__(self, place: str, seconds: float, count: Callable[[], None], display: Display) -> None:
+        self._event, self._count, self._display = StoreAway(place, seconds), count, display
+        self._first = self._last = self._told = -math.inf  # of these retries, in `time.monotonic()`
+
+    def note_retry(self) -> None:
+        """Count a retry; call it before each pause, from any thread."""
+        self._count()
+        now = time.monotonic()
+        if now - self._last > 2 * STORE_BACKOFF_SECONDS:  # it has answered meanwhile
+            self._first = now
+        self._last = now
+        if now - self._first >= AWAY_SECONDS and now - self._told >= TOLD_SECONDS:
+            self._told = now
+            self._display.note(self._event)
+
+
 def _drive(
     run: Run,
     hold: RunLease,
@@ -97,7 +138,7 @@ def _drive(
     counters: DriverCounters,
 ) -> tuple[RunState, str | None]:
     if config.device == "cuda" and cluster.is_embedded and cluster.num_gpus == 0:
-        raise ClusterError("the run was made for cuda, and this machine has no GPU; use --address or another run")
+        raise ClusterError(f"the run was made for cuda, and {NO_GPU} or another run")
     if slow := slow_on_gpu(run.manifest.stored_model, cluster.num_gpus_per_worker(config.device)):
         display.note(slow)
     if cluster.is_embedded and cluster.num_gpus_per_worker(config.device) and settings.num_workers > cluster.num_gpus:

@@ -34,19 +34,35 @@ from swiftbatch.worker.text.tokenizer import TextCodec
 
 DRAFTING = ("engine", "engine_options")
 FOLDERS = ("draft_model", "kv_offload")
+# the settings that no stored job depends on
+CHANGEABLE = ("device", "dtype", "kv_dtype", "attention", "linear", "num_rows", "num_threads")
 
 
 def kept_or_new_manifest(run_uri: str, settings: Settings) -> RunManifest:
-    """Return the run's checked manifest, or a new one. Raises RunError if settings differ."""
+    """Return the run's checked manifest, or a new one.
+
+    Raises RunError if settings differ, unless no job has run and none depends on them.
+    """
     try:
-        manifest = Run.open(run_uri, settings.start_retries).manifest
+        run = Run.open(run_uri, settings.start_retries)
     except RunError:  # absent or unreadable: `Run.planned` tells which
         return _new_manifest(settings)
-    for name, value in settings.said.items():
-        found = _place(value) if name == "model" else value
-        if name not in FOLDERS and found != getattr(manifest, name):
-            raise RunError(_other_setting(name, getattr(manifest, name), found, shown_uri(run_uri)))
-    return manifest
+    said = {name: _place(value) if name == "model" else value for name, value in settings.said.items()}
+    other = [name for name in said if name not in FOLDERS and said[name] != getattr(run.manifest, name)]
+    if not other:
+        return run.manifest
+    if not set(other) <= {*CHANGEABLE} or run.has_begun():
+        raise RunError(_other_setting(other[0], getattr(run.manifest, other[0]), said[other[0]], shown_uri(run_uri)))
+    return _changed_manifest(run.manifest, settings)
+
+
+def _changed_manifest(kept: RunManifest, settings: Settings) -> RunManifest:
+    """Return the manifest of a run that has not begun with these settings. Raises ModelError."""
+    said = {field.name: getattr(kept, field.name) for field in fields(Computation)} | dict(settings.said)
+    if "device" in settings.said and "num_rows" not in settings.said:
+        del said["num_rows"]  # another device has its own
+    new = _new_manifest(replace(settings, said=said))
+    return new.model_copy(update={"run_id": kept.run_id, "created": kept.created})
 
 
 def _other_setting(name: str, kept: Any, found: Any, place: str) -> str:

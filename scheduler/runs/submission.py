@@ -31,6 +31,7 @@ from swiftbatch.jobs.storage.store import spool
 from swiftbatch.scheduler.driver.run_lease import RunLease
 from swiftbatch.scheduler.process.signals import unheard
 from swiftbatch.scheduler.runs.run_manifest import (
+    CHANGEABLE,
     computation_of,
     kept_or_new_manifest,
     with_markers,
@@ -326,11 +327,12 @@ def _in_order(reader: JobReader, notes: LineNotes, changed: Iterable[Reject] = (
 
 
 def _made(planned: Run, manifest: RunManifest) -> Run:
-    """Write the planned run and return it. Raises RunError if another run was made in its folder meanwhile."""
+    """Write the planned run and return it. Raises RunError if another command made or changed it meanwhile."""
     run = planned.made()
-    if run.manifest.run_id != manifest.run_id:
+    has_changed = any(getattr(run.manifest, name) != getattr(manifest, name) for name in CHANGEABLE)
+    if run.manifest.run_id != manifest.run_id or (has_changed and run.has_begun()):
         raise RunError(f"the run at {run.store.shown_uri} was made by another command just now; submit once more")
-    return run
+    return run.with_other_settings(manifest) if has_changed else run
 
 
 def kv_room(manifest: RunManifest, files: ModelFiles, settings: Settings) -> KVRoom | None:

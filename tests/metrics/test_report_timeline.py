@@ -10,6 +10,7 @@ from swiftbatch.jobs.checkpoints.checkpoint_files import MAX_MARKS, Timeline, Ti
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.checkpoint_writer import CheckpointWriter
 from swiftbatch.jobs.storage.store import Store
+from swiftbatch.metrics.report.attempts import job_pace
 from swiftbatch.scheduler.driver.queue_loading import put_logs_in_place
 from swiftbatch.worker.session.work_messages import Orders
 from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, JOB, Cache, claim, output_ids, tokens_at
@@ -117,8 +118,12 @@ def test_a_result_tells_the_marks_of_every_attempt(tmp_path: Path, tiny_model: P
     for kept in (first, second, third):
         assert before < kept.started < time.time()
         assert list(kept.num_tokens) == sorted(kept.num_tokens)
-    outcomes = [attempt.outcome for attempt in facts_of(run).jobs[0].attempts]
-    assert outcomes[1:] == ["released", "finished"]
+    [facts] = facts_of(run).jobs
+    assert [attempt.outcome for attempt in facts.attempts][1:] == ["released", "finished"]
+    seconds = sum(kept.seconds[-1] for kept in (first, second, third))  # without prompts and replays
+    num_tokens = sum(kept.num_tokens[-1] - kept.num_tokens[0] for kept in (first, second, third))
+    assert metrics["ms_per_token"] == pytest.approx(1000 * seconds / num_tokens, abs=0.001)
+    assert job_pace(facts)[1] == pytest.approx(metrics["ms_per_token"], rel=0.05)
     assert job.job_id not in run.store.list("checkpoints")
 
 

@@ -185,7 +185,12 @@ class Agreement:
         )
         if self.agrees:
             kept = "" if self.kept is None else f"\n{self.kept.summary(self.num_rows)}"
-            return f"the forward agrees with that of transformers: {found}{kept}"
+            ties = (
+                ""
+                if self.num_same_choices == self.num_rows
+                else (" (tokens here are random; in the other rows the best two nearly tie, and rounding decides)")
+            )
+            return f"the forward agrees with that of transformers: {found}{ties}{kept}"
         return f"THE FORWARD IS NOT THAT OF TRANSFORMERS: {found}; do not use this model here, and please report it"
 
 

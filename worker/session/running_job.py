@@ -10,7 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from swiftbatch.jobs.checkpoints.checkpoint_files import AttemptRecord, AttemptStart, ResumeRecord, TimelineRecorder
+from swiftbatch.jobs.checkpoints.checkpoint_files import (
+    AttemptRecord,
+    AttemptStart,
+    ResumeRecord,
+    Timeline,
+    TimelineRecorder,
+)
 from swiftbatch.metrics.counters import DRAFT_KINDS
 from swiftbatch.worker.constraints.thinking import Thinking
 from swiftbatch.worker.engine.known_scores import KnownScores
@@ -116,9 +122,7 @@ class RunningJob:
         return num_new >= num_tokens or (num_new > 0 and time.monotonic() - self.logged >= seconds)
 
     def metrics(self, attempts: Sequence[AttemptRecord], exactness: str) -> dict[str, Any]:
-        """Return the metrics of a result line; the counts of drafts and the times are those of the last attempt."""
-        seconds = time.monotonic() - self.started
-        num_new_tokens = sum(self.num_tokens_by_draft.values())
+        """Return the metrics of a result line; the counts of drafts are those of the last attempt."""
         rewinds = self.sequence.rewinds
         resumes = [attempt.resume for attempt in attempts if attempt.resume is not None]
         return {
@@ -128,7 +132,7 @@ class RunningJob:
             "num_accepted_tokens": self.num_accepted_tokens,
             "num_tokens_by_draft": {kind: self.num_tokens_by_draft[kind] for kind in DRAFT_KINDS},
             "mean_acceptance_length": round(1 + self.num_accepted_tokens / max(1, self.num_drafts), 3),
-            "ms_per_token": round(1000 * seconds / max(1, num_new_tokens), 3),
+            "ms_per_token": round(_ms_per_token([each.timeline for each in attempts if each.timeline is not None]), 3),
             **distinct(self.sequence.output_ids),
             "num_attempts": self.assignment.num_attempts,
             "num_resumes": self.assignment.num_attempts - 1,
@@ -145,3 +149,10 @@ class RunningJob:
         resume = next((each.resume for each in found if each.number == number), None)
         known = {**self.start.model_dump(), "number": number, "resume": resume, "timeline": self.recorder.take()}
         return [*(each for each in found if each.number != number), AttemptRecord.model_validate(known)]
+
+
+def _ms_per_token(timelines: Sequence[Timeline]) -> float:
+    """Return decode time over decoded tokens of all attempts, without prompts and replays; 0.0 for a single step."""
+    seconds = sum(each.seconds[-1] for each in timelines)
+    num_tokens = sum(each.num_tokens[-1] - each.num_tokens[0] for each in timelines)
+    return 1000 * seconds / num_tokens if num_tokens else 0.0

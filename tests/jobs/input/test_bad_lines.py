@@ -18,7 +18,10 @@ BAD_LINES: list[tuple[Any, list[str]]] = [
     (b'{"custom_id": "a", "prompt": "x", "prompt": "y", "max_tokens": 1}', ['"prompt"', "twice"]),
     (b'{"custom_id": "a", "prompt": "\xff", "max_tokens": 1}', ["not UTF-8", "0xff", "byte 31"]),
     (b'{"custom_id": "a", "prompt": "\\ud800", "max_tokens": 1}', ["'prompt'", "UTF-8"]),
-    (GOOD | {"temprature": 1}, ['unknown field "temprature"', "temperature", "max_tokens", "prompt"]),
+    (
+        GOOD | {"temprature": 1},
+        ['unknown field "temprature" (did you mean temperature?), expected one of: ', "max_tokens", "prompt"],
+    ),
     (GOOD | {"\x1b[31m": 1}, ['unknown field "\\u001b[31m"']),
     ({"custom_id": "a", "max_tokens": 5}, ["'prompt' and 'messages'", "neither"]),
     (GOOD | CHAT, ["'prompt' and 'messages'", "both"]),

@@ -139,6 +139,7 @@ def test_a_run_is_opened_with_the_manifest_it_was_made_with(run: Run) -> None:
 
 @pytest.mark.parametrize(("field", "value"), [("model_fingerprint", "f2"), ("dtype", "float32"), ("kv_dtype", "int8")])
 def test_a_run_of_another_model_or_dtype_is_refused(run: Run, field: str, value: str) -> None:
+    run.write_error("j1", failed_line("broken"))  # from now on its dtype is fixed
     with pytest.raises(RunError, match=rf"made with .*expected {field} .*, found {value}; use the same"):
         Run.planned(run.store.uri, MANIFEST.model_copy(update={field: value})).made()
 
@@ -177,7 +178,7 @@ DAMAGED = [
     (b"{}", "found version none, expected version 2"),
     (
         MANIFEST.model_dump_json().replace('"seed"', '"seeed"').encode(),
-        'unknown field "seeed", expected one of: version',
+        'unknown field "seeed" (did you mean seed?), expected one of: version',
     ),
     (
         MANIFEST.model_dump_json().replace('"exact"', '"good"').encode(),

@@ -8,6 +8,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+import swiftbatch
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cli import main
 from tests import ROOT
@@ -51,6 +52,17 @@ def test_every_command_has_help_with_an_example(path: tuple[str, ...]) -> None:
         return
     assert tuple(words[: len(path)]) == path
     command.make_parser(click.Context(command)).parse_args(words[len(path) :])  # its options exist
+
+
+@pytest.mark.parametrize("words", [(), ("bench",), ("train",)], ids=" ".join)
+def test_a_group_without_a_command_prints_its_help_as_it_is(words: tuple[str, ...]) -> None:
+    result = invoke(*words)
+    assert (result.exit_code, result.stdout, result.stderr) == (0, invoke(*words, "--help").stdout, "")
+
+
+def test_python_runs_the_package_as_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "swiftbatch", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, f"python -m swiftbatch, version {swiftbatch.__version__}")
 
 
 @pytest.mark.parametrize("command", ["submit", "nightly", "serve", "resume", "extend", "fork"])

@@ -16,7 +16,7 @@ def test_a_model_is_quantized_scored_and_shown_by_inspect(tiny_model: Path, tmp_
     assert ran.exit_code == 0, ran.output
     lines = ran.stdout.splitlines()
     assert lines[0].startswith("14 matrices in int4; weights: ")
-    assert lines[1] == f"{output}: use it with --model {output}"
+    assert lines[1] == f"wrote {output}; use it with --model {output}"
     assert lines[2].startswith("nats per token: ")
     shown = invoke("inspect", output)
     assert shown.exit_code == 0

@@ -9,6 +9,7 @@ import pytest
 from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import RunError
 from swiftbatch.scheduler.driver.attempt_numbers import Attempts
 from swiftbatch.scheduler.driver.queued_job import Strikes
 from swiftbatch.scheduler.driver.run_lease import RunLease
@@ -258,6 +259,7 @@ def test_a_new_run_records_what_doctor_found_here(
 
 def test_what_belongs_to_a_run_cannot_change_under_it(run: Run, jobs_file: str, tiny_model: Path) -> None:
     place, model = run.store.uri, str(tiny_model)
+    finish(run, "a", "text")
     assert "was made with seed 0, found 5" in refusal(
         "submit", jobs_file, "--run", place, "--model", model, "--seed", "5"
     )
@@ -290,6 +292,31 @@ def test_a_model_folder_is_found_by_workers_in_other_folders(
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere", "host:many", "no.such.host.invalid:6379"])
 def test_an_unreachable_cluster_is_refused_in_one_line(address: str, run: Run) -> None:
     assert address in refusal("resume", run.store.uri, "--address", address)
+
+
+@pytest.mark.parametrize("options", [("--address", "127.0.0.1:1"), ("--address", "nowhere"), ("--device", "cuda")])
+def test_a_submit_that_cannot_start_leaves_nothing_behind(
+    tmp_path: Path, jobs_file: str, options: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swiftbatch.scheduler.runs.launch.has_cuda", lambda: False)
+    assert options[-1] in refusal("submit", jobs_file, "--run", str(tmp_path / "run"), *options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_settings_of_a_run_change_until_a_job_has_run(tmp_path: Path, tiny_model: Path, jobs_file: str) -> None:
+    place, model = str(tmp_path / "run"), str(tiny_model)
+    first = submit_file(jobs_file, place, model=model, num_threads=1, dtype="bfloat16", seed=5)
+    changed = submit_file(jobs_file, place, model=model, num_threads=2, dtype="float32")
+    assert Run.open(place).manifest == changed.run.manifest
+    assert (changed.run.manifest.num_threads, changed.run.manifest.dtype) == (2, "float32")
+    kept = {"run_id", "created", "seed", "clock"}
+    assert changed.run.manifest.model_dump(include=kept) == first.run.manifest.model_dump(include=kept)
+    assert changed.run.jobs() == first.run.jobs()
+    with pytest.raises(RunError, match="was made with seed 5, found 6"):  # the stored jobs have it
+        submit_file(jobs_file, place, model=model, seed=6)
+    finish(changed.run, "a", "text")
+    with pytest.raises(RunError, match="was made with num_threads 2, found 1"):
+        submit_file(jobs_file, place, model=model, num_threads=1)
 
 
 def test_resume_finishes_a_run_with_rejected_lines_with_the_exit_code_of_submit(run: Run) -> None:

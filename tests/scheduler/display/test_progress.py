@@ -180,6 +180,15 @@ def test_the_page_about_events_is_as_the_code_says() -> None:
     )
 
 
+def test_starts_and_replays_before_the_first_token_do_not_count_for_the_speed() -> None:
+    speed = Speed(0.0)
+    for second in range(1, 101):
+        speed.add(0, float(second))
+    assert speed.tokens_per_second(100.0) == 0.0
+    speed.add(50, 101.0)
+    assert speed.tokens_per_second(101.0) == pytest.approx(50.0)
+
+
 def test_speed_is_that_of_the_last_stretch_not_of_the_whole_run() -> None:
     speed = Speed(0.0)
     assert speed.tokens_per_second(0.0) == 0.0

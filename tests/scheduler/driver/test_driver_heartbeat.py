@@ -56,6 +56,24 @@ def test_a_beat_says_what_the_queue_holds_and_who_writes_it(tmp_path: Path) -> N
     assert progress.eta_seconds == context.counters.eta_seconds == 1.0  # two of five tokens left
 
 
+def test_while_most_jobs_replay_no_time_left_is_told(tmp_path: Path) -> None:
+    run, queue = make_run(tmp_path / "run", {"a": 300}), JobQueue(5)
+    for name in ("a", "b", "c"):
+        queue.add(JobEntry(f"{name}-1", name, 1, 3, 500), 100)
+        queue.take("w1", 0.0)
+    context = make_context(run, make_fleet(run), queue)
+    context.fleet.speed = Speed(0.0)
+    counter = ProgressCounter(context)
+    assert counter.take(1.0)["eta_seconds"] is None  # no sample
+    context.fleet.speed.add(1, 2.0)
+    queue.progress("a-1", 101)
+    assert counter.take(2.0)["eta_seconds"] is None  # two of three still replay
+    context.fleet.speed.add(60, 3.0)
+    queue.progress("a-1", 130)
+    queue.progress("b-1", 131)
+    assert counter.take(3.0)["eta_seconds"] is not None
+
+
 def test_a_beat_says_what_the_driver_and_all_its_workers_have_counted(tmp_path: Path) -> None:
     run, queue, counters = make_run(tmp_path / "run", {"a": 300}), JobQueue(5), DriverCounters()
     queue.add(JobEntry("a-1", "a", 1, 3, 5))

@@ -26,6 +26,7 @@ from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.kernels.native_library import OVERRIDE, chosen_numerics
 from swiftbatch.worker.model.model_files import locate_model
 from tests import ROOT
+from tests.jobs.run.run_parts import failed_line
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
 from tests.worker.kv.memory.test_plan import LLAMA
 
@@ -72,7 +73,8 @@ def test_a_switch_that_decides_tokens_belongs_to_the_run_and_to_its_fingerprint(
 
 def test_keys_and_values_in_8_bits_belong_to_the_run(tmp_path: Path) -> None:
     uri = str(tmp_path / "run")
-    Run.planned(uri, kept_or_new_manifest(uri, Settings(said={"kv_dtype": "int8", "device": "cpu"}))).made()
+    run = Run.planned(uri, kept_or_new_manifest(uri, Settings(said={"kv_dtype": "int8", "device": "cpu"}))).made()
+    run.write_error("j1", failed_line("broken"))
     kept = kept_or_new_manifest(uri, Settings())
     assert (kept.kv_dtype, computation_of(kept, Settings()).kv_dtype) == ("int8", "int8")
     with pytest.raises(RunError, match=r"was made with kv_dtype int8, found fp8"):
@@ -112,7 +114,7 @@ def test_a_new_run_has_the_rows_that_its_jobs_use_and_goes_on_with_them(
     monkeypatch.setattr(manifests, "own_gpu", lambda: SimpleNamespace(capability=(9, 0), free_bytes=80 * 10**9))
     wide = with_rows(new, files, jobs_of(200, 6000), replace(CLUSTER, address=None))
     assert wide.num_rows == 256
-    Run.planned(uri, wide).made()
+    Run.planned(uri, wide).made().write_error("j1", failed_line("broken"))
     assert computation_of(kept_or_new_manifest(uri, CLUSTER), CLUSTER).cuda_kernels.num_rows == 256
     asked = replace(CLUSTER, said={"num_rows": 128})
     with pytest.raises(RunError, match=r"was made with num_rows 256, found 128; leave the option away"):

@@ -13,7 +13,7 @@ from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.cluster.ray_cluster import Cluster, ClusterLostError
 from swiftbatch.scheduler.commands.options.launch_options import make_settings
-from swiftbatch.scheduler.display.events import FewGpus, SlowOnGpu
+from swiftbatch.scheduler.display.events import Event, FewGpus, SlowOnGpu
 from swiftbatch.scheduler.driver.driver import DriverError
 from swiftbatch.scheduler.runs import launch
 from swiftbatch.scheduler.runs.run_settings import Settings
@@ -49,6 +49,23 @@ def test_the_options_reach_the_workers(run: Run) -> None:
     config = launch._engine_config(run.manifest, settings)
     assert (config.grace_seconds, config.store_retry_seconds) == (4.0, 9.0)
     assert {name: getattr(config, name) for name in names} == names
+
+
+def test_a_store_that_is_away_is_told_within_ten_seconds_and_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Event] = []
+    display = SimpleNamespace(note=told.append)
+    counted: list[None] = []
+    watch = launch.StoreWatch("s3://bucket/run", 120.0, lambda: counted.append(None), display)  # type: ignore[arg-type]
+
+    def retry(moment: float) -> int:
+        monkeypatch.setattr(launch.time, "monotonic", lambda: moment)
+        watch.note_retry()
+        return len(told)
+
+    assert [retry(moment) for moment in (0.0, 30.0, 60.0)] == [0, 0, 0]  # single failures
+    assert [retry(moment) for moment in (100.0, 101.0, 105.0, 110.0, 150.0, 159.0, 166.0)] == [0, 0, 1, 1, 1, 1, 2]
+    assert len(counted) == 10
+    assert str(told[0]) == "s3://bucket/run does not answer; trying again for up to 120 s, tokens wait in memory"
 
 
 def test_a_run_whose_driver_is_silent_goes_on_with_takeover(run: Run) -> None:

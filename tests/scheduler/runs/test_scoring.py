@@ -69,7 +69,7 @@ def test_texts_behind_nothing_have_all_their_tokens(tmp_path: Path, tiny_model: 
     ("line", "problem"),
     [
         ({"custom_id": "a", "prompt": "the"}, "field 'text': found nothing"),
-        ({"custom_id": "a", "txt": "b"}, 'unknown field "txt", expected one of: custom_id, prompt, text, messages'),
+        ({"custom_id": "a", "txt": "b"}, "(did you mean text?), expected one of: custom_id, prompt, text, messages"),
         ({"custom_id": "a", "messages": [{"role": "user", "content": "b"}]}, "expected an assistant's text last"),
         ({"custom_id": "a", "text": "x\ud800"}, "expected a text in UTF-8, or token ids"),
         ({"custom_id": "a", "text": [-1]}, "expected a text in UTF-8, or token ids"),

@@ -62,7 +62,11 @@ def test_options_change_no_token(target: TargetModel, plain: list[int], engine: 
 @pytest.mark.parametrize(
     ("engine", "option", "message"),
     [
-        ("tokenswift", "budgt=3", r'unknown field "budgt", expected one of: cache, budget, chunk_size, stride'),
+        (
+            "tokenswift",
+            "budgt=3",
+            r'"budgt" .did you mean budget.., expected one of: cache, budget, chunk_size, stride',
+        ),
         ("tokenswift", "budget=-1", r"field 'budget': found \"-1\", expected a value greater than or equal to 0"),
         ("tokenswift", "tree=3,x", r"field 'tree\[1\]': found \"x\", expected a valid integer"),
         ("tokenswift", "stride=9", r"stride: an option of cache=retrieval, found cache=summary"),
