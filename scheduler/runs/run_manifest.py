@@ -42,7 +42,7 @@ def kept_or_new_manifest(run_uri: str, settings: Settings) -> RunManifest:
         manifest = Run.open(run_uri, settings.start_retries).manifest
     except RunError:  # absent or unreadable: `Run.planned` tells which
         return _new_manifest(settings)
-    for name, value in settings.said.items():
+    for name, value in {**settings.said, **({} if settings.team is None else {"team": settings.team})}.items():
         found = _place(value) if name == "model" else value
         if name not in FOLDERS and found != getattr(manifest, name):
             raise RunError(_other_setting(name, getattr(manifest, name), found, shown_uri(run_uri)))
@@ -181,6 +181,7 @@ def _new_manifest(settings: Settings) -> RunManifest:
         versions=versions(),
         exactness="not probed",
         cpu_capability=cpu_capability(),
+        team=settings.team,
         **asdict(computation) | resolved,
     )
 
