@@ -314,6 +314,18 @@ class DriverCounters:
         kind="gauge",
         start=lambda: None,
     )
+    last_beat: float | None = exported(  # `time.time()`
+        "driver_heartbeat_seconds",
+        "Time of the driver's newest heartbeat, in seconds since the epoch; it stands still if the driver hangs.",
+        kind="gauge",
+        start=lambda: None,
+    )
+    has_ended: bool = exported(
+        "driver_ended",
+        "1 once the driver has ended as it should: no job is left, a limit is reached, or it was asked to stop.",
+        kind="gauge",
+        start=bool,
+    )
     num_preemptions: Counter[str] = exported(
         "preemptions_total", "Jobs taken back from a worker, by reason.", by="reason", known=PREEMPTION_REASONS
     )
@@ -352,6 +364,7 @@ DRIVER_METRICS = metrics_of(DriverCounters)
 # The counters of `swiftbatch serve` and the names of their metrics.
 
 
+UNAUTHORIZED = 401
 BATCH_STATES = ("waiting", "running", "ending")
 
 
@@ -378,11 +391,28 @@ class ServerCounters:
         by="status",
         known=("2xx", "3xx", "4xx", "5xx"),
     )
+    num_refused_keys: int = exported(
+        "serve_refused_keys_total", "Requests and logins without a key that is known here: status 401."
+    )
+    oldest_waiting_seconds: float = exported(
+        "serve_oldest_waiting_seconds",
+        "Time since the oldest batch was made that waits for others; 0 if none does.",
+        kind="gauge",
+        start=float,
+    )
+    disk: dict[str, int] = exported(
+        "serve_disk_bytes",
+        "The disk of the server's folder: what is used, and what is free for it. Absent for an object store.",
+        kind="gauge",
+        by="state",
+        start=dict,
+    )
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count_request(self, status: int) -> None:
         with self.lock:
             self.num_requests[f"{status // 100}xx"] += 1
+            self.num_refused_keys += status == UNAUTHORIZED
 
     def count_ended(self, state: str) -> None:
         with self.lock:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry, make_wsgi_app, write_to_textfile
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -54,37 +54,28 @@ class Labels(NamedTuple):
     worker: str
 
 
-class GPULabels(NamedTuple):
-    """The labels of a worker's GPU, which has its UUID as a name."""
-
-    model_name: str
-    drafter: str
-    worker: str
-    gpu: str
-
-
-class NoLabels(NamedTuple):
-    """The empty labels of a server's metrics."""
-
-
-AnyLabels = Labels | GPULabels | NoLabels
+NO_LABELS: Mapping[str, str] = {}
 
 
 def engine_families(counters: EngineCounters, labels: Labels, gpu: GPUFigures | None = None) -> Iterator[Family]:
     """Yield the metrics of a worker and of its GPU, if it has one."""
-    yield from _families(PREFIX, WORKER_METRICS, counters, labels)
+    named = labels._asdict()
+    yield from _families(PREFIX, WORKER_METRICS, counters, named)
     if gpu is not None:
-        yield from _families(PREFIX, GPU_METRICS, gpu, GPULabels(*labels, gpu.uuid))
+        yield from _families(PREFIX, GPU_METRICS, gpu, {**named, "gpu": gpu.uuid})
 
 
-def driver_families(counters: DriverCounters, labels: Labels) -> Iterator[Family]:
-    """Yield the driver's own metrics and the totals of all its workers."""
-    yield from _families(PREFIX, DRIVER_METRICS, counters, labels)
-    yield from _families(TOTALS_PREFIX, TOTALS, counters.totals(), labels)
+def driver_families(
+    counters: DriverCounters, labels: Labels, further: Mapping[str, str] = NO_LABELS
+) -> Iterator[Family]:
+    """Yield the driver's own metrics and the totals of all its workers, with `further` labels."""
+    named = {**labels._asdict(), **further}
+    yield from _families(PREFIX, DRIVER_METRICS, counters, named)
+    yield from _families(TOTALS_PREFIX, TOTALS, counters.totals(), named)
 
 
 def server_families(counters: ServerCounters) -> Iterator[Family]:
-    return _families(PREFIX, SERVER_METRICS, counters, NoLabels())
+    return _families(PREFIX, SERVER_METRICS, counters, NO_LABELS)
 
 
 def registry_of(collect: Callable[[], Iterable[Family]]) -> CollectorRegistry:
@@ -99,7 +90,7 @@ def registry_of(collect: Callable[[], Iterable[Family]]) -> CollectorRegistry:
     return registry
 
 
-def _families(prefix: str, metrics: Iterable[Metric], counters: object, labels: AnyLabels) -> Iterator[Family]:
+def _families(prefix: str, metrics: Iterable[Metric], counters: object, labels: Mapping[str, str]) -> Iterator[Family]:
     for metric in metrics:
         value = metric.read(counters)
         if value is None:
@@ -111,11 +102,13 @@ def _families(prefix: str, metrics: Iterable[Metric], counters: object, labels: 
         yield _family(prefix, metric, labels, [((key,), by_label[key]) for key in by_label])
 
 
-def _family(prefix: str, metric: Metric, labels: AnyLabels, values: Iterable[tuple[tuple[str, ...], Value]]) -> Family:
-    names = (*labels._fields, *([metric.label] if metric.label else []))
+def _family(
+    prefix: str, metric: Metric, labels: Mapping[str, str], values: Iterable[tuple[tuple[str, ...], Value]]
+) -> Family:
+    names = (*labels, *([metric.label] if metric.label else []))
     family = FAMILIES[metric.kind](prefix + metric.name, metric.meaning, labels=names)
     for extra, value in values:
-        family.add_metric((*labels, *extra), *_sample(value))
+        family.add_metric((*labels.values(), *extra), *_sample(value))
     return family  # type: ignore[no-any-return]
 
 
@@ -229,6 +222,22 @@ def _app(metrics: WSGIApplication, pages: Mapping[str, Page], own_address: Calla
     return answer
 
 
+def textfile_writer(path: str, registry: CollectorRegistry) -> Callable[[], None]:
+    """Return a function that replaces the file at `path`, and call it once. Raises MetricsError the first time."""
+    try:
+        write_to_textfile(path, registry)
+    except OSError as error:
+        raise MetricsError(
+            f"--metrics-textfile {path}: {error.strerror}; expected a file in a folder that exists"
+        ) from None
+
+    def write() -> None:
+        with contextlib.suppress(OSError):  # the run matters more; the heartbeat in the file tells that it is old
+            write_to_textfile(path, registry)
+
+    return write
+
+
 def own_host() -> str:
     """Return an address that this host and its cluster can reach."""
     with contextlib.suppress(OSError):
@@ -244,7 +253,7 @@ def own_host() -> str:
 DISCOVERY_PATH = "/sd"
 
 
-def discovery_document(addresses: Iterable[str], run: str) -> str:
-    """Return Prometheus' `http_sd_configs` document, labelled with the run."""
+def discovery_document(addresses: Iterable[str], labels: Mapping[str, str]) -> str:
+    """Return Prometheus' `http_sd_configs` document, with the labels of all targets."""
     targets = [urlsplit(address).netloc for address in addresses]
-    return json.dumps([{"targets": targets, "labels": {"run": run}}])
+    return json.dumps([{"targets": targets, "labels": labels}])

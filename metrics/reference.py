@@ -41,9 +41,10 @@ scrape_configs:
         refresh_interval: 15s
 ```
 
-The discovery adds the label `run`, the run's folder. Every metric of drivers and workers has the labels {labels}; the
-drafter is the engine's name, the worker `w1`, `w2`, ... or `driver`. There are no labels by job: a job's figures are in
-its result. `swiftbatch serve` serves `/metrics` and `/sd` on its own port; there the label `run` is the batch's id.
+The discovery adds the label `run`, the run's folder, and `team` if `--team` was given. Every metric of drivers and
+workers has the labels {labels}; the drafter is the engine's name, the worker `w1`, `w2`, ...
+or `driver`. There are no labels by job: a job's figures are in its result. `swiftbatch serve` serves `/metrics` and
+`/sd` on its own port; there `run` is the batch's id and `team` its key's name.
 
 Counters start at 0 with their process. In the totals that the driver serves as `{totals}...`, a lost worker's
 counts stay, so they only grow; they miss what a killed worker did after its last report, half a second of work. Sum

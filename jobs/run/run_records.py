@@ -87,6 +87,7 @@ class RunManifest(Frozen):
     thinking_markers: ThinkingMarkers = None  # () for a model that does not think
     clock: str  # the ISO time given to chat templates
     reads_clock: bool = False  # its chat template uses `clock`
+    team: str | None = None  # a label of its metrics
     versions: dict[str, str]
     exactness: Exactness
     cpu_capability: str

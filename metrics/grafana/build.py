@@ -16,19 +16,13 @@ from grafana_foundation_sdk.models.dashboard import (
     VariableRefresh,
 )
 
-from swiftbatch.metrics.grafana.dashboards import DURABILITY, SPECULATION, THROUGHPUT, Board, Panel, Query
+from swiftbatch.metrics.grafana.dashboards import DURABILITY, SERVE, SPECULATION, THROUGHPUT, Board, Panel, Query
 
-BOARDS = (THROUGHPUT, SPECULATION, DURABILITY)
+BOARDS = (THROUGHPUT, SPECULATION, DURABILITY, SERVE)
 FOLDER = Path(__file__).parent
 TAG = "swiftbatch"
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 HEIGHTS = {"value": 4, "lines": 8, "stack": 8}
-# name and metric with its values; each one narrows the next
-VARIABLES = (
-    ("run", "label_values(swiftbatch_jobs, run)"),
-    ("model", 'label_values(swiftbatch_jobs{run=~"$run"}, model_name)'),
-    ("worker", 'label_values(swiftbatch_generation_tokens_total{run=~"$run", model_name=~"$model"}, worker)'),
-)
 
 AnyPanel = timeseries.Panel | stat.Panel
 
@@ -46,7 +40,7 @@ def render(board: Board) -> str:
         .link(_links())
         .with_variable(dashboard.DatasourceVariable("datasource").label("data source").type("prometheus"))
     )
-    for name, query in VARIABLES:
+    for name, query in board.choices:
         builder.with_variable(_variable(name, query))
     for number, panel in enumerate(board.panels, start=1):
         builder.with_panel(_panel(panel).id(number))

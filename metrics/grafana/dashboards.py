@@ -1,4 +1,4 @@
-"""The panels of the Grafana dashboards Throughput, Speculation and Durability, as data."""
+"""The panels of the Grafana dashboards Throughput, Speculation, Durability and Server, as data."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Literal
 # The driver's series have the run's totals and no worker label.
 DRIVER = 'run=~"$run", model_name=~"$model"'
 WORKER = 'run=~"$run", model_name=~"$model", worker=~"$worker"'
+SERVER = 'instance=~"$instance"'
 RATE = "$__rate_interval"  # long enough for a rate at any zoom
 
 Kind = Literal["lines", "stack", "value"]
@@ -33,6 +34,15 @@ class Panel:
     width: int = 8
 
 
+# names of choices, with the metrics that have their values; each one narrows the next
+RUN_CHOICES = (
+    ("run", "label_values(swiftbatch_jobs, run)"),
+    ("model", 'label_values(swiftbatch_jobs{run=~"$run"}, model_name)'),
+    ("worker", 'label_values(swiftbatch_generation_tokens_total{run=~"$run", model_name=~"$model"}, worker)'),
+)
+SERVER_CHOICES = (("instance", "label_values(swiftbatch_serve_requests_total, instance)"),)
+
+
 @dataclass(frozen=True)
 class Board:
     """One dashboard; its file and address use the lower-case title."""
@@ -40,6 +50,7 @@ class Board:
     title: str
     meaning: str
     panels: tuple[Panel, ...]
+    choices: tuple[tuple[str, str], ...] = RUN_CHOICES
 
     @property
     def name(self) -> str:
@@ -353,3 +364,68 @@ DURABILITY_CHARTS = (
 DURABILITY = Board(
     "Durability", "What would be lost now, and what was resumed.", DURABILITY_NUMBERS + DURABILITY_CHARTS
 )
+
+
+# The Server dashboard: queue, requests and disk of `swiftbatch serve`.
+
+
+FREE = f'sum by (instance) (swiftbatch_serve_disk_bytes{{{SERVER}, state="free"}})'
+
+SERVER_NUMBERS = (
+    value("Batches", "That have not ended.", f"sum(swiftbatch_serve_batches{{{SERVER}}})"),
+    value(
+        "Oldest waiting",
+        "Time since the oldest batch was made that waits for others.",
+        f"max(swiftbatch_serve_oldest_waiting_seconds{{{SERVER}}})",
+        "dtdurations",
+    ),
+    value(
+        "Refused keys",
+        "Requests and logins without a known key, in the time shown.",
+        f"sum(increase(swiftbatch_serve_refused_keys_total{{{SERVER}}}[$__range]))",
+    ),
+    value("Disk left", "Of the server's folder.", f"min({FREE})", "bytes"),
+)
+SERVER_CHARTS = (
+    stack(
+        "Batches by stage",
+        "Those that have not ended; an ending one writes its files.",
+        f"sum by (stage) (swiftbatch_serve_batches{{{SERVER}}})",
+        "{{stage}}",
+    ),
+    lines(
+        "Oldest waiting",
+        "Time since the oldest batch was made that waits for others.",
+        f"max by (instance) (swiftbatch_serve_oldest_waiting_seconds{{{SERVER}}})",
+        "{{instance}}",
+        "dtdurations",
+    ),
+    lines(
+        "Ended batches",
+        "Since the server began, by their state.",
+        f"sum by (state) (swiftbatch_serve_ended_batches_total{{{SERVER}}})",
+        "{{state}}",
+    ),
+    stack(
+        "Requests",
+        "Per second, by the first figure of their status.",
+        f"sum by (status) (rate(swiftbatch_serve_requests_total{{{SERVER}}}[{RATE}]))",
+        "{{status}}",
+        "reqps",
+    ),
+    lines(
+        "Refused keys",
+        "Requests and logins per second without a known key.",
+        f"sum by (instance) (rate(swiftbatch_serve_refused_keys_total{{{SERVER}}}[{RATE}]))",
+        "{{instance}}",
+        "reqps",
+    ),
+    stack(
+        "Disk",
+        "Of the server's folder; an object store has none.",
+        f"sum by (state) (swiftbatch_serve_disk_bytes{{{SERVER}}})",
+        "{{state}}",
+        "bytes",
+    ),
+)
+SERVE = Board("Server", "The batches and requests of swiftbatch serve.", SERVER_NUMBERS + SERVER_CHARTS, SERVER_CHOICES)

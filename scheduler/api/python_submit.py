@@ -42,6 +42,7 @@ class SubmitOptions(TypedDict, total=False):
     column: Mapping[str, str] | None  # fields of a job, each with the column that holds it
     output_shards: str | None
     endpoint: JobUrl | None
+    team: str | None
     strict: bool
     model: str | None
     dtype: Dtype | None
@@ -83,6 +84,7 @@ class SubmitOptions(TypedDict, total=False):
     store_retry_seconds: float
     metrics_port: int | None
     metrics_host: str | None
+    metrics_textfile: str | None
     webhook: str | None
     webhook_jobs: bool
 

@@ -20,6 +20,7 @@ server_option = options_of("The server")
 OF_THE_SERVER = {  # options of `submit` that a batch or the server sets
     *("jobs", "run_uri", "columns", "shards", "strict", "endpoint", "may_take_over"),
     *("deadline", "max_total_tokens", "max_worker_hours", "quiet", "as_json", "webhook", "webhook_jobs"),
+    *("metrics_textfile", "team"),
 }
 NEEDED = ("fastapi", "uvicorn", "multipart")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -65,6 +66,15 @@ def _markers(_ctx: click.Context, _param: click.Parameter, value: tuple[str, str
     return value
 
 
+def _team(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:
+    """Check a team's name. Raises click.BadParameter."""
+    from swiftbatch.scheduler.serve.records.api_keys import NAME
+
+    if value is not None and not re.fullmatch(NAME, value):
+        raise click.BadParameter(f"found {value!a}, expected up to 64 letters, digits, '.', '_' and '-'")
+    return value
+
+
 def _columns(_ctx: click.Context, _param: click.Parameter, value: tuple[str, ...]) -> Columns:
     from swiftbatch.jobs.input.parquet_rows import ColumnError, Columns
 
@@ -124,6 +134,7 @@ token_option = options_of("What decides the tokens; stored in the run")
 @run_option(
     "--endpoint", type=click.Choice(get_args(JobUrl)), metavar="URL", help="Reject lines that are for another endpoint."
 )
+@run_option("--team", metavar="NAME", callback=_team, help="Label of the run's metrics; kept in the run.")
 @run_option("--strict", is_flag=True, help="Refuse all files if one line is bad.")
 @token_option(
     "--model",

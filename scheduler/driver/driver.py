@@ -50,12 +50,12 @@ class Driver:
         self._dispatcher = Dispatcher(context)
         self._census = ProgressCounter(context)
         self._sharding = ShardWriter(context.run, hold.epoch, context.display)
-        self._is_stopping = False
+        self.is_stopping = False  # a signal asked for it
         self.reached_limit: str | None = None  # why the run is unfinished, for people
 
     def request_stop(self) -> None:
         """Ask the loop to end soon; safe in a signal handler."""
-        self._is_stopping = True
+        self.is_stopping = True
 
     def run(self) -> RunState:
         """Run until no job is left, a stop is requested or a limit is reached; then write the output files.
@@ -76,6 +76,7 @@ class Driver:
                 self._context.display.note(LimitReached(self.reached_limit) if self.reached_limit else RunStopping())
                 self._drain_all("driver_stopped")
             self._context.attempts.end()
+            self._context.counters.has_ended = True
             state = self._write_output()
         except ClusterLostError:
             # calls reach workers even without the cluster's head
@@ -95,9 +96,9 @@ class Driver:
         return state
 
     def _is_to_stop(self) -> bool:
-        if not self._is_stopping:
+        if not self.is_stopping:
             self.reached_limit = self._context.limits.reached(self._context.spent)
-        return self._is_stopping or self.reached_limit is not None
+        return self.is_stopping or self.reached_limit is not None
 
     def _step(self) -> None:
         now = self._clock()
@@ -192,3 +193,5 @@ class Driver:
         figures = self._census.take(self._clock())
         limit = None if state == "running" else self.reached_limit
         self._context.display.update(self._hold.beat(state=state, running=at_risk, reached_limit=limit, **figures))
+        self._context.counters.last_beat = time.time()
+        self._context.write_metrics()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import WorkerStatus
@@ -19,7 +20,9 @@ from swiftbatch.scheduler.driver.attempt_numbers import Attempts
 from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.scheduler.driver.run_limits import Limits, Spending, monotonic
 from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker
-from swiftbatch.worker.config import EngineConfig
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric as Family
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class DriverContext:
     spent: Spending
     most_positions: int | None = None  # for a CPU worker's caches; None: most of the free memory
     clock: Callable[[], float] = monotonic
+    write_metrics: Callable[[], None] = lambda: None  # at each heartbeat
 
 
 SHOWN = (  # worker counts in a heartbeat
@@ -117,22 +121,57 @@ class ProgressCounter:
 
 
 @contextmanager
-def served_metrics(context: DriverContext, config: EngineConfig, host: str, port: int) -> Iterator[None]:
+def served_metrics(context: DriverContext, labels: Labels, host: str, port: int) -> Iterator[Scrapes]:
     """Serve the driver's metrics and the discovery of all endpoints. Raises MetricsError."""
-    store, fleet = context.run.store, context.fleet
-    run_uri = store.uri if store.is_local else store.shown_uri  # an object store's URI may hold credentials
+    targets = target_labels(context.run)
     pages = {
         exporter.DISCOVERY_PATH: lambda own_address: exporter.discovery_document(
-            [own_address, *_addresses(fleet)], run_uri
+            [own_address, *_addresses(context.fleet)], targets
         )
     }
-    labels = Labels(model_name=config.model, drafter=config.engine, worker="driver")
-    address, stop = serve(registry_of(lambda: driver_families(context.counters, labels)), port, pages, host)
+    scrapes = Scrapes()
+
+    def scraped() -> Iterator[Family]:
+        scrapes.note()
+        return driver_families(context.counters, labels)
+
+    address, stop = serve(registry_of(scraped), port, pages, host)
     context.display.note(MetricsServed(address, address.removesuffix(METRICS_PATH) + exporter.DISCOVERY_PATH))
     try:
-        yield
+        yield scrapes
     finally:
         stop()
+
+
+def target_labels(run: Run) -> dict[str, str]:
+    """Return the labels of a run's metrics that Prometheus adds, or a textfile has."""
+    store, team = run.store, run.manifest.team
+    labels = {"run": store.uri if store.is_local else store.shown_uri}  # an object store's URI may hold credentials
+    return labels if team is None else labels | {"team": team}
+
+
+LONGEST_STAY_SECONDS = 120.0
+POLL_SECONDS = 0.1
+
+
+class Scrapes:
+    """The scrapes of a driver, which waits for a last one: nobody else tells how its run ended."""
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._last: float | None = None
+        self._longest = 0.0  # seconds between two scrapes
+
+    def note(self) -> None:
+        now = self._clock()
+        self._longest = max(self._longest, now - (now if self._last is None else self._last))
+        self._last = now
+
+    def wait_for_last(self, is_stopping: Callable[[], bool], pause: Callable[[float], None] = time.sleep) -> None:
+        """Wait for a scrape from now on, for at most twice their longest distance, or until `is_stopping`."""
+        before, end = self._last, self._clock() + min(2 * self._longest, LONGEST_STAY_SECONDS)
+        while self._last == before and self._clock() < end and not is_stopping():
+            pause(POLL_SECONDS)
 
 
 def _addresses(fleet: Fleet) -> list[str]:

@@ -14,7 +14,7 @@ from swiftbatch.jobs.storage.folder_uri import local_path
 from swiftbatch.jobs.storage.retries import STORE_BACKOFF_SECONDS, Retries
 from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.metrics.counters import DriverCounters
-from swiftbatch.metrics.exporter import EVERYWHERE
+from swiftbatch.metrics.exporter import EVERYWHERE, Labels, driver_families, registry_of, textfile_writer
 from swiftbatch.scheduler.cluster.embedded_ray import LOOPBACK
 from swiftbatch.scheduler.cluster.ray_cluster import (
     Cluster,
@@ -32,7 +32,7 @@ from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.scheduler.driver.queue_loading import count_jobs, load_queue, put_logs_in_place
 from swiftbatch.scheduler.driver.run_lease import RunLease
 from swiftbatch.scheduler.driver.run_limits import Spending
-from swiftbatch.scheduler.driver.run_progress import DriverContext, served_metrics
+from swiftbatch.scheduler.driver.run_progress import DriverContext, served_metrics, target_labels
 from swiftbatch.scheduler.driver.shard_writing import finish_shards
 from swiftbatch.scheduler.driver.worker_fleet import Fleet
 from swiftbatch.scheduler.process.signals import held
@@ -154,6 +154,7 @@ def _drive(
     most_positions = _most_positions(run.manifest, settings, cluster)
     with contextlib.ExitStack() as stack:
         fleet = Fleet(spec, cluster, settings.patience)
+        labels = Labels(model_name=config.model, drafter=config.engine, worker="driver")
         context = DriverContext(
             run,
             queue,
@@ -167,12 +168,24 @@ def _drive(
             limits=settings.limits,
             spent=spent,
             most_positions=most_positions,
+            write_metrics=_textfile_writer(run, counters, labels, settings.metrics_textfile),
         )
+        scrapes = None
         if settings.metrics_port is not None:
-            stack.enter_context(served_metrics(context, config, metrics_host, settings.metrics_port))
+            scrapes = stack.enter_context(served_metrics(context, labels, metrics_host, settings.metrics_port))
         driver = Driver(context, hold)
         stack.enter_context(held(driver.request_stop))
-        return driver.run(), driver.reached_limit
+        state = driver.run()
+        if scrapes is not None:
+            scrapes.wait_for_last(lambda: driver.is_stopping)
+        return state, driver.reached_limit
+
+
+def _textfile_writer(run: Run, counters: DriverCounters, labels: Labels, path: str | None) -> Callable[[], None]:
+    """Return what writes the driver's metrics, if there is a path. Raises MetricsError."""
+    if path is None:
+        return lambda: None
+    return textfile_writer(path, registry_of(lambda: driver_families(counters, labels, target_labels(run))))
 
 
 def _most_positions(manifest: RunManifest, settings: Settings, cluster: Cluster) -> int | None:

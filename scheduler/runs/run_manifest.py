@@ -48,6 +48,7 @@ def kept_or_new_manifest(run_uri: str, settings: Settings) -> RunManifest:
     except RunError:  # absent or unreadable: `Run.planned` tells which
         return _new_manifest(settings)
     said = {name: _place(value) if name == "model" else value for name, value in settings.said.items()}
+    said |= {} if settings.team is None else {"team": settings.team}
     other = [name for name in said if name not in FOLDERS and said[name] != getattr(run.manifest, name)]
     if not other:
         return run.manifest
@@ -62,7 +63,7 @@ def _changed_manifest(kept: RunManifest, settings: Settings) -> RunManifest:
     if "device" in settings.said and "num_rows" not in settings.said:
         del said["num_rows"]  # another device has its own
     new = _new_manifest(replace(settings, said=said))
-    return new.model_copy(update={"run_id": kept.run_id, "created": kept.created})
+    return new.model_copy(update={"run_id": kept.run_id, "created": kept.created, "team": kept.team})
 
 
 def _other_setting(name: str, kept: Any, found: Any, place: str) -> str:
@@ -197,6 +198,7 @@ def _new_manifest(settings: Settings) -> RunManifest:
         versions=versions(),
         exactness="not probed",
         cpu_capability=cpu_capability(),
+        team=settings.team,
         **asdict(computation) | resolved,
     )
 

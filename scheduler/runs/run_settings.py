@@ -30,9 +30,11 @@ class Settings:
     max_attempts: int = MAX_ATTEMPTS
     worker_timeout: float | None = None  # seconds without a report; None: the default
     metrics_port: int | None = None
+    metrics_textfile: str | None = None  # for node-exporter; None: no file
     metrics_host: str | None = None  # None: this machine if Ray is embedded, else all interfaces
     limits: Limits = field(default_factory=Limits)
     shards: ShardSettings | None = None  # kept in the run; None: as the run has it
+    team: str | None = None  # likewise
 
     @property
     def patience(self) -> float:

@@ -86,7 +86,7 @@ async def readyz(service: Served) -> dict[str, str]:
 
 @server_router.get("/metrics")
 def metrics(service: Served) -> Response:
-    service.count_batches()
+    service.measure()
     return Response(
         generate_latest(registry_of(lambda: server_families(service.counters))), media_type=CONTENT_TYPE_LATEST
     )
@@ -101,7 +101,8 @@ def targets(service: Served) -> list[Any]:
             progress = service.status(batch).progress
             workers = [] if progress is None else [worker.metrics_address for worker in progress.workers]
             addresses = [driver.metrics_address, *(address for address in workers if address is not None)]
-            found += json.loads(exporter.discovery_document(addresses, batch.id))
+            labels = {"run": batch.id, **service.team_labels(batch.owner)}
+            found += json.loads(exporter.discovery_document(addresses, labels))
     return found
 
 

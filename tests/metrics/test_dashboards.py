@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from swiftbatch.metrics import reference
-from swiftbatch.metrics.counters import DriverCounters, EngineCounters, GPUFigures
-from swiftbatch.metrics.exporter import Labels, driver_families, engine_families
+from swiftbatch.metrics.counters import DriverCounters, EngineCounters, GPUFigures, ServerCounters
+from swiftbatch.metrics.exporter import Labels, driver_families, engine_families, server_families
 from swiftbatch.metrics.grafana import build
 from tests.metrics.dashboard_files import BOARDS, METRICS, metric_names, panel_expressions, read_board, variable_queries
 from tests.metrics.prometheus_server import binary
@@ -19,9 +20,10 @@ LABELS = Labels(model_name="embedded", drafter="suffix", worker="w1")
 
 def exported_names() -> set[str]:
     worker = EngineCounters(last_checkpoint=1.0, kv_cache_pages_ratio=0.5)
-    driver = DriverCounters(eta_seconds=1.0)
+    driver = DriverCounters(eta_seconds=1.0, last_beat=1.0, num_gpu_failures=Counter(["GPU-1"]))
+    server = ServerCounters(disk={"free": 1})
     gpu = GPUFigures("GPU-1", 0, {}, 50, 1, 2, 0.5)
-    families = [*engine_families(worker, LABELS, gpu), *driver_families(driver, LABELS)]
+    families = [*engine_families(worker, LABELS, gpu), *driver_families(driver, LABELS), *server_families(server)]
     return {sample.name for family in families for sample in family.samples}
 
 
@@ -41,13 +43,14 @@ def test_there_is_a_file_for_each_dashboard_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("path", BOARDS, ids=lambda path: path.stem)
-def test_a_dashboard_lets_choose_run_model_and_worker(path: Path) -> None:
+def test_a_dashboard_lets_choose_run_model_and_worker_or_a_server(path: Path) -> None:
     board = read_board(path)
-    assert [variable["name"] for variable in board["templating"]["list"]] == ["datasource", "run", "model", "worker"]
+    choices = ["instance"] if path.stem == "server" else ["run", "model", "worker"]
+    assert [variable["name"] for variable in board["templating"]["list"]] == ["datasource", *choices]
     assert [panel["id"] for panel in board["panels"]] == list(range(1, len(board["panels"]) + 1))
     assert all(panel["description"] and panel["fieldConfig"]["defaults"]["unit"] for panel in board["panels"])
     for panel in board["panels"]:
-        assert all("$run" in target["expr"] for target in panel["targets"]), panel["title"]
+        assert all(f"${choices[0]}" in target["expr"] for target in panel["targets"]), panel["title"]
         assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
 
 

@@ -121,7 +121,7 @@ def test_workers_are_counted_by_state_and_by_the_time_they_are_held(num_gpus: in
 
 def test_a_discovery_document_has_hosts_and_ports_and_says_whose_run_it_is() -> None:
     text = exporter.discovery_document(
-        ["http://10.0.0.1:9100/metrics", "http://10.0.0.2:40123/metrics"], "s3://bucket/night"
+        ["http://10.0.0.1:9100/metrics", "http://10.0.0.2:40123/metrics"], {"run": "s3://bucket/night"}
     )
     assert json.loads(text) == [
         {"targets": ["10.0.0.1:9100", "10.0.0.2:40123"], "labels": {"run": "s3://bucket/night"}}
@@ -129,16 +129,17 @@ def test_a_discovery_document_has_hosts_and_ports_and_says_whose_run_it_is() -> 
 
 
 def test_workers_that_come_and_go_appear_in_the_discovery_and_vanish(tmp_path: Path) -> None:
-    run, fleet, display = Run.planned(str(tmp_path / "run"), MANIFEST).made(), make_fleet(), RecordingDisplay()
+    manifest = MANIFEST.model_copy(update={"team": "red"})
+    run, fleet, display = Run.planned(str(tmp_path / "run"), manifest).made(), make_fleet(), RecordingDisplay()
 
     def targets() -> list[str]:
         with urllib.request.urlopen(f"http://{address}/sd", timeout=60) as page:
             assert page.headers["Content-Type"] == "application/json"
             [group] = json.load(page)
-        assert group["labels"] == {"run": str(tmp_path / "run")}
+        assert group["labels"] == {"run": str(tmp_path / "run"), "team": "red"}
         return list(group["targets"])
 
-    with served_metrics(make_context(run, fleet, display=display), EngineConfig(), "127.0.0.1", 0):
+    with served_metrics(make_context(run, fleet, display=display), LABELS, "127.0.0.1", 0):
         address = display.notes[0].split("http://")[1].split("/")[0]
         assert display.notes[0].endswith(f"http://{address}/sd")
         assert targets() == [address]  # the driver's own address is always there
@@ -153,7 +154,7 @@ def test_workers_that_come_and_go_appear_in_the_discovery_and_vanish(tmp_path: P
 def test_the_discovery_names_an_object_store_without_its_credentials(tmp_path: Path) -> None:
     run, display = Run.planned(str(tmp_path / "run"), MANIFEST).made(), RecordingDisplay()
     run.store = Store("s3://KEYID:s3cr%2Ft@bucket/run?region=us-east-1", NO_RETRIES)
-    with served_metrics(make_context(run, make_fleet(), display=display), EngineConfig(), "127.0.0.1", 0):
+    with served_metrics(make_context(run, make_fleet(), display=display), LABELS, "127.0.0.1", 0):
         address = display.notes[0].split("http://")[1].split("/")[0]
         with urllib.request.urlopen(f"http://{address}/sd", timeout=60) as page:
             [group] = json.load(page)

@@ -45,6 +45,13 @@ def receiver_of(_context: click.Context, _parameter: click.Parameter, value: str
         raise click.BadParameter(str(error)) from None
 
 
+def _prom(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
+    """Check the name of a textfile. Raises click.BadParameter."""
+    if value is not None and not value.endswith(".prom"):
+        raise click.BadParameter(f"found {value!a}, expected a name that ends in .prom: node-exporter reads no other")
+    return value
+
+
 output_option = options_of("Output and notifications")
 
 OUTPUT = (
@@ -62,6 +69,12 @@ OUTPUT = (
         "--metrics-host",
         metavar="ADDRESS",
         help="Serve them here. [default: 127.0.0.1; on a cluster 0.0.0.0]",
+    ),
+    output_option(
+        "--metrics-textfile",
+        metavar="FILE",
+        callback=_prom,
+        help="Write the driver's metrics to this .prom, for node-exporter.",
     ),
     output_option(
         "--webhook", metavar="URL", callback=receiver_of, help="Post a message when the run ends: see docs/watching.md."

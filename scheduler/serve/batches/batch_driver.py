@@ -53,7 +53,8 @@ def driver_arguments(batch: Batch, files: StoredFiles, options: DriverOptions) -
     if is_submitted(batch.store):
         return ["resume", run_uri, *start]
     input_uri = files.uri(record.input_file_id)
-    return ["submit", input_uri, "--run", run_uri, "--endpoint", record.endpoint, *options.of_run, *start]
+    team = [] if batch.owner is None else ["--team", batch.owner]
+    return ["submit", input_uri, "--run", run_uri, "--endpoint", record.endpoint, *team, *options.of_run, *start]
 
 
 class DriverProcess:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from html import escape
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.run.run_records import RunError
+from swiftbatch.jobs.storage.folder_uri import local_path
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.metrics.counters import ServerCounters
 from swiftbatch.scheduler.process.streams import Lines
@@ -24,6 +27,7 @@ from swiftbatch.scheduler.serve.records.server_records import FileRecord, NewBat
 from swiftbatch.scheduler.serve.records.stored_objects import Batch, Batches, StoredFiles
 
 RUNS = "the folder of runs"
+MAX_TEAMS, OTHER_TEAMS = 100, "other"
 STAGES: dict[Stage, str] = {"to_settle": "ending", "settling": "ending", "waiting": "waiting", "running": "running"}
 
 
@@ -64,6 +68,8 @@ class Service:
         self.max_file_bytes = options.max_file_bytes
         self.keyring = None if options.api_keys is None else Keyring(options.api_keys, Lines(sys.stderr).write)
         self.counters = ServerCounters()
+        self._folder = local_path(runs.uri)
+        self._teams: set[str] = set()
         self.files = StoredFiles(runs)
         self.takes_webhooks = bool(options.webhook_hosts)  # whether batches may name webhooks
         self._receivers = Receivers(options.webhook, options.webhook_hosts)
@@ -165,9 +171,24 @@ class Service:
                     raise RefusedError(f"{record.id} is the input of {batch.id}, which has not ended", 409, "file_id")
             self.files.delete(record)
 
-    def count_batches(self) -> None:
+    def team_labels(self, owner: str | None) -> dict[str, str]:
+        """Return the label of a key's metrics; Prometheus keeps a series for each."""
+        if owner is None:
+            return {}
+        if len(self._teams) < MAX_TEAMS:
+            self._teams.add(owner)
+        return {"team": owner if owner in self._teams else OTHER_TEAMS}
+
+    def measure(self) -> None:
+        """Update the gauges."""
         counts = dict.fromkeys(STAGES.values(), 0)
-        for stage in (course.stage for course in self.keeper.courses()):
-            if stage in STAGES:
-                counts[STAGES[stage]] += 1
-        self.counters.batches = counts
+        now = oldest = time.time()
+        for course in self.keeper.courses():
+            if course.stage in STAGES:
+                counts[STAGES[course.stage]] += 1
+            if course.stage == "waiting":
+                oldest = min(oldest, course.batch.created)
+        self.counters.batches, self.counters.oldest_waiting_seconds = counts, now - oldest
+        if self._folder is not None:
+            disk = shutil.disk_usage(self._folder)
+            self.counters.disk = {"used": disk.used, "free": disk.free}

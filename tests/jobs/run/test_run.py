@@ -54,6 +54,7 @@ RUN_JSON = """{
   "thinking_markers": null,
   "clock": "2026-11-28T10:00:00+01:00",
   "reads_clock": false,
+  "team": null,
   "versions": {
     "torch": "2.13.0"
   },

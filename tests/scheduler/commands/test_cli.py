@@ -137,6 +137,8 @@ def test_help_and_status_answer_at_once_and_import_nothing_heavy(args: list[str]
         (["doctor", "--device", "cpu", "--attention", "flash"], "--attention flash: a choice of kernels on a GPU"),
         (["submit", "JOBS", "--run", "R", "--colour", "red"], "No such option"),
         (["submit", "JOBS", "--run", "R", "--metrics-port", "70000"], "--metrics-port"),
+        (["submit", "JOBS", "--run", "R", "--team", "a team"], "found 'a team', expected up to 64 letters, digits"),
+        (["resume", "R", "--metrics-textfile", "a.txt"], "found 'a.txt', expected a name that ends in .prom"),
         (["resume", "R", "--deadline", "soon"], "found 'soon', expected a duration as 90m or 1d12h"),
         (["resume", "R", "--max-total-tokens", "0"], "not in the range"),
         (["resume", "R", "--max-worker-hours", "0"], "not in the range"),

@@ -58,6 +58,16 @@ def test_what_log_probabilities_are_of_belongs_to_the_run(tmp_path: Path) -> Non
         kept_or_new_manifest(uri, Settings(said={"logprobs_mode": "raw_logprobs"}))
 
 
+def test_a_team_belongs_to_the_run_and_to_no_fingerprint(tmp_path: Path) -> None:
+    uri = str(tmp_path / "run")
+    manifest = kept_or_new_manifest(uri, Settings(team="red"))
+    Run.planned(uri, manifest).made()
+    assert kept_or_new_manifest(uri, Settings()).team == kept_or_new_manifest(uri, Settings(team="red")).team == "red"
+    assert manifest.fingerprint == manifest.model_copy(update={"team": None}).fingerprint
+    with pytest.raises(RunError, match=r"was made with team red, found blue; leave the option away"):
+        kept_or_new_manifest(uri, Settings(team="blue"))
+
+
 @pytest.mark.parametrize("name", ["lenient_schemas", "plain_content"])
 def test_a_switch_that_decides_tokens_belongs_to_the_run_and_to_its_fingerprint(tmp_path: Path, name: str) -> None:
     without, switched = str(tmp_path / "without"), str(tmp_path / "switched")
