@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,8 +16,9 @@ from typing import Any
 import pytest
 
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.scheduler.chaos.chaos_options import ChaosOptions
 from swiftbatch.scheduler.chaos.disturbed_run import Kill
-from swiftbatch.scheduler.chaos.experiment import ChaosReport, RunOutput, compare
+from swiftbatch.scheduler.chaos.experiment import MOST_TOKENS, ChaosReport, RunOutput, compare, long_enough
 from swiftbatch.scheduler.chaos.faults import KINDS, plan_kills
 from tests.jobs.run.run_parts import MANIFEST
 
@@ -91,6 +93,14 @@ def test_a_plan_has_every_kind_equally_often_and_comes_from_its_seed() -> None:
     assert 0 < due[0] < due[-1] < 36_000
     assert plan == plan_kills(27, KINDS, 36_000, Random(1))
     assert plan != plan_kills(27, KINDS, 36_000, Random(2))
+
+
+def test_jobs_are_made_long_enough_for_all_kills() -> None:
+    options = ChaosOptions(4, 1000, 6, 0, 2, 2, "embedded", 128, "runs")
+    assert long_enough(options, 60.0) == 1000
+    assert long_enough(options, 3.0) == 4000
+    assert long_enough(options, 0.0) == MOST_TOKENS
+    assert long_enough(replace(options, num_kills=0), 0.0) == 1000
 
 
 def write_output(folder: Path, tokens: dict[str, str | None], repeated: int = 1) -> RunOutput:
