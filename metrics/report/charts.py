@@ -78,7 +78,7 @@ class ByLength:
 def throughput(found: Intervals, begin: float, end: float) -> Throughput:
     """Return the run's speed; the tokens of each interval are spread evenly over the interval."""
     num_bins = int(np.clip((end - begin) / MIN_BIN_SECONDS, 1, MAX_TIME_BINS))
-    edges = np.linspace(begin, max(end, begin + MIN_BIN_SECONDS), num_bins + 1)
+    edges = np.linspace(begin, max(end, begin + 1e-3), num_bins + 1)
     seconds = np.maximum(found.end - found.start, 1e-9)
     rates = found.num_tokens / seconds
     starts = found.start - begin

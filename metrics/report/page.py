@@ -71,7 +71,8 @@ def _speed(facts: RunFacts, found: Intervals, begin: float, end: float) -> Figur
         details.append(_counted(facts.num_drivers, "driver"))
     if (idle := end - begin - active) > 1:
         details.append(f"{clock(idle)} without a job not counted")
-    return Figure(f"on average, in {clock(end - begin)}", speed, ", ".join(details), "#speed")
+    took = clock(end - begin) if end - begin >= 10 else f"{end - begin:.1f} s"
+    return Figure(f"on average, in {took}", speed, ", ".join(details), "#speed")
 
 
 def _acceptance(facts: RunFacts, found: Intervals) -> Figure:
@@ -104,7 +105,8 @@ def _preemptions(facts: RunFacts) -> Figure:
 def _problems(facts: RunFacts) -> Figure:
     failed = facts.tally.states["failed"]
     rejected = f"{_counted(len(facts.rejects), 'line')} of the job file rejected"
-    return Figure("dead-letters", f"{failed:,}", rejected, "#problems", "bad" if failed or facts.rejects else "good")
+    tone = "bad" if failed else "" if facts.rejects else "good"
+    return Figure("dead-letters", f"{failed:,}", rejected, "#problems", tone)
 
 
 def _counted(count: int, what: str) -> str:

@@ -53,7 +53,12 @@ class ChaosOptions:
     @property
     def tokens_per_checkpoint(self) -> int:
         """Return the tokens of the whole run between two checkpoints."""
-        return self.checkpoint_tokens * min(self.num_jobs, self.num_workers * self.num_slots)
+        return self.checkpoint_tokens * self.num_at_a_time
+
+    @property
+    def num_at_a_time(self) -> int:
+        """Return how many jobs run at the same time."""
+        return min(self.num_jobs, self.num_workers * self.num_slots)
 
     def submit_args(self, jobs_file: Path, run_uri: str, address: str) -> list[str]:
         args = ["submit", str(jobs_file), "--run", run_uri, "--model", self.model, "--seed", str(self.seed)]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -35,6 +36,9 @@ from swiftbatch.scheduler.chaos.faults import (
 )
 from swiftbatch.scheduler.chaos.local_cluster import local_cluster, namespace_hosts
 from swiftbatch.scheduler.display.progress_line import duration
+
+SECONDS_PER_KILL = 2.0  # of work: a heartbeat shows that a kill is due only after a second
+MOST_TOKENS = 50_000  # that chaos gives to a job by itself
 
 
 class JobComparison(Frozen):
@@ -65,6 +69,11 @@ class RunOutput:
     def num_tokens(self) -> int:
         return sum(body["usage"]["completion_tokens"] for body in self._bodies.values())
 
+    def decode_seconds(self) -> float:
+        """Return the sum of all jobs' decode times."""
+        bodies = self._bodies.values()
+        return sum(body["usage"]["completion_tokens"] * body["metrics"]["ms_per_token"] for body in bodies) / 1000
+
     def num_recomputed_tokens(self) -> int:
         return sum(body["metrics"]["num_recomputed_tokens"] for body in self._bodies.values())
 
@@ -88,6 +97,14 @@ def _compare_job(custom_id: str, undisturbed: RunOutput, disturbed: RunOutput) -
         num_lines=num_lines,
         is_identical=before is not None and before == after and num_lines == 1,
     )
+
+
+def long_enough(options: ChaosOptions, seconds: float) -> int:
+    """Return the tokens per job that let all kills happen, if jobs with `options` keep workers busy for `seconds`."""
+    needed = options.num_kills * SECONDS_PER_KILL
+    if seconds >= needed:
+        return options.num_tokens
+    return max(options.num_tokens, min(MOST_TOKENS, math.ceil(options.num_tokens * needed / max(seconds, 0.01))))
 
 
 class ChaosReport(Frozen):
@@ -216,6 +233,19 @@ class Experiment:
         self.disturbed = f"{options.run_uri.rstrip('/')}/disturbed"
 
     def run_undisturbed(self) -> float:
+        """Run the jobs; if they end too soon for all kills, run longer ones. Return the seconds of the last run."""
+        seconds = self._run_undisturbed()
+        output, options = RunOutput(Run.open(self.undisturbed, STORE_RETRIES)), self._options
+        num_tokens = long_enough(options, output.decode_seconds() / options.num_at_a_time)
+        if num_tokens <= options.num_tokens:
+            return seconds
+        self._show(f"these jobs end too soon for {options.num_kills} kills: now with longer ones")
+        self._options = replace(options, num_tokens=num_tokens)
+        self.custom_ids = write_jobs(self._jobs_file, self._options)
+        self.undisturbed += "-longer"
+        return self._run_undisturbed()
+
+    def _run_undisturbed(self) -> float:
         self._show(f"undisturbed run: {self._options.num_jobs} jobs of {self._options.num_tokens:,} tokens")
         started = time.monotonic()
         driver = self.submit(self.undisturbed)

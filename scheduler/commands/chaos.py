@@ -16,7 +16,7 @@ NOT_PASSED = 1
 
 @click.command()
 @click.option("--jobs", "num_jobs", type=WholeNumber(1), default=4, help="Number of jobs.")
-@click.option("--tokens", "num_tokens", type=WholeNumber(1), default=1000, help="Tokens of each job.")
+@click.option("--tokens", "num_tokens", type=WholeNumber(1), default=1000, help="Tokens of each job, at least.")
 @click.option("--kills", "num_kills", type=WholeNumber(0), default=6, help="Number of kills.")
 @click.option("--kind", "kinds", multiple=True, metavar="KIND", help="A kind of kills. Repeatable. [default: all]")
 @click.option("--seed", type=WholeNumber(0), default=0, help="Seed of the jobs and of the kills.")

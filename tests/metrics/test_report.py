@@ -163,8 +163,20 @@ def test_the_summary_counts_the_whole_run(tmp_path: Path) -> None:
     assert figures["preemptions"].value == "2"
     assert figures["preemptions"].detail == "1 lost, 1 handed back; 860 tokens recovered, 40 drawn again"
     assert (figures["dead-letters"].value, figures["dead-letters"].detail) == ("0", "2 lines of the job file rejected")
+    assert figures["dead-letters"].tone == ""  # no job failed
     page = page_of(run)
     assert all(reason in page for reason in ("unknown field", "not JSON"))
+
+
+def test_a_run_of_less_than_a_second_has_the_same_speed_in_figure_and_chart(tmp_path: Path) -> None:
+    run, job = new_run(str(tmp_path)), record("brief")
+    run.add_jobs([job])
+    finish(run, job, [attempt(1, "w1", BEGIN, timeline(BEGIN, 0.5, 0, 1000))], BEGIN)
+    facts = facts_of(run)
+    found = facts.tally.stretches()
+    [figure] = [each for each in summary(facts, found, BEGIN, BEGIN + 0.5) if each.link == "#speed"]
+    assert (figure.name, figure.value) == ("on average, in 0.5 s", "2,000 tokens/s")
+    assert throughput(found, BEGIN, BEGIN + 0.5).tokens_per_second == pytest.approx([2000.0])
 
 
 def test_hours_in_which_nothing_ran_do_not_count_for_the_speed(tmp_path: Path) -> None:

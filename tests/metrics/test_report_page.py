@@ -134,6 +134,14 @@ def test_every_reference_inside_the_page_has_its_target_once(tmp_path: Path) -> 
     assert set(inside) | set(clips) <= set(ids)
 
 
+def test_the_page_has_one_main_part_and_the_keyboard_reaches_what_scrolls(tmp_path: Path) -> None:
+    page = Elements(page_of(hostile_run(str(tmp_path))))
+    assert [tag for tag, _ in page.elements].count("main") == 1
+    scrolling = [values for _, values in page.elements if values.get("class") in ("wide", "gantt")]
+    assert scrolling
+    assert all(values["tabindex"] == "0" and values["aria-label"] for values in scrolling)
+
+
 def test_links_lead_to_the_files_of_the_run_wherever_the_page_lies(tmp_path: Path) -> None:
     run = hostile_run(str(tmp_path / FOLDER))
     for folder in (tmp_path, tmp_path / FOLDER, tmp_path / "elsewhere" / "deep"):

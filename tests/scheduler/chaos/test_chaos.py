@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,9 +16,16 @@ from typing import Any
 import pytest
 
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.scheduler.chaos.chaos_options import ChaosError
+from swiftbatch.scheduler.chaos.chaos_options import ChaosError, ChaosOptions
 from swiftbatch.scheduler.chaos.disturbed_run import Kill
-from swiftbatch.scheduler.chaos.experiment import ChaosReport, RunOutput, compare, kinds_of
+from swiftbatch.scheduler.chaos.experiment import (
+    MOST_TOKENS,
+    ChaosReport,
+    RunOutput,
+    compare,
+    kinds_of,
+    long_enough,
+)
 from swiftbatch.scheduler.chaos.faults import KINDS, plan_kills
 from tests.jobs.run.run_parts import MANIFEST
 
@@ -100,6 +108,14 @@ def test_kinds_of_kills_are_those_asked_for_or_all_that_the_cluster_allows() -> 
     assert kinds_of(("driver", "worker"), ways) == ["worker", "driver"]
     with pytest.raises(ChaosError, match=r"--kind cut: expected one of: worker, raylet, driver, hangup, rival"):
         kinds_of(("driver", "cut"), ways)
+
+
+def test_jobs_are_made_long_enough_for_all_kills() -> None:
+    options = ChaosOptions(4, 1000, 6, 0, 2, 2, "embedded", 128, "runs")
+    assert long_enough(options, 60.0) == 1000
+    assert long_enough(options, 3.0) == 4000
+    assert long_enough(options, 0.0) == MOST_TOKENS
+    assert long_enough(replace(options, num_kills=0), 0.0) == 1000
 
 
 def write_output(folder: Path, tokens: dict[str, str | None], repeated: int = 1) -> RunOutput:
