@@ -17,8 +17,10 @@ import pytest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 
+from swiftbatch.jobs.run.run import Run
 from swiftbatch.metrics.counters import DriverCounters, EngineCounters, GPUFigures, ServerCounters
 from swiftbatch.metrics.exporter import Labels, driver_families, engine_families, registry_of, serve, server_families
+from swiftbatch.scheduler.commands.exit_codes import LIMIT_REACHED
 from swiftbatch.scheduler.serve.records.api_keys import make_key
 from tests.metrics.prometheus_server import ALERTS, Prometheus, free_port, running_prometheus, until
 from tests.scheduler.driving import Driver, swiftbatch
@@ -114,9 +116,12 @@ def test_a_run_that_hangs_and_one_whose_driver_is_killed_raise_an_alert_until_a_
             driver.process.kill()
             until(lambda: GONE in raised(prometheus), GONE)
             assert (raised(prometheus)[GONE]["run"], raised(prometheus)[GONE]["team"]) == (str(run), "red")
-        with Driver(swiftbatch("resume", str(run), *where), os.environ, run) as driver:
+        progress = Run.open(str(run)).progress()
+        assert progress is not None
+        limit = ["--max-total-tokens", str(progress.num_total_tokens + 100)]
+        with Driver(swiftbatch("resume", str(run), *where, *limit), os.environ, run) as driver:
             until(lambda: GONE not in raised(prometheus), "the end of the alert")
-            assert driver.process.wait(timeout=240) == 0
+            assert driver.process.wait(timeout=240) == LIMIT_REACHED
         ended = prometheus.query("last_over_time(swiftbatch_driver_ended[5m]) == 1")
         assert [sample["metric"]["run"] for sample in ended] == [str(run)]  # the driver waited for this scrape
         time.sleep(15)
