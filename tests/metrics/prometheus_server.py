@@ -9,7 +9,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ rule_files: ["{alerts}"]
 scrape_configs:
   - job_name: swiftbatch
     http_sd_configs: [{{url: "{url}", refresh_interval: 1s}}]
+  - job_name: others
+    static_configs: [{{targets: {targets}}}]
+    authorization: {{credentials: "{key}"}}
 """
 DEADLINE_SECONDS = 240
 
@@ -72,11 +75,14 @@ class Prometheus:
 
 
 @contextmanager
-def running_prometheus(folder: Path, driver_port: int) -> Iterator[Prometheus]:
-    """Run a Prometheus that discovers targets at this driver port every second."""
+def running_prometheus(
+    folder: Path, driver_port: int, targets: Sequence[str] = (), rules: Path = ALERTS, key: str = "none"
+) -> Iterator[Prometheus]:
+    """Run a Prometheus that scrapes `targets` with a `key`, and those that this driver port tells it every second."""
     port = free_port()
     url = f"http://127.0.0.1:{driver_port}{exporter.DISCOVERY_PATH}"
-    (folder / "prometheus.yml").write_text(CONFIG.format(alerts=ALERTS, url=url))
+    config = CONFIG.format(alerts=rules, url=url, targets=list(targets), key=key)
+    (folder / "prometheus.yml").write_text(config)
     options = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
     with (folder / "prometheus.log").open("w") as log:
         command = [binary("prometheus"), *options, f"--web.listen-address=127.0.0.1:{port}"]
