@@ -27,7 +27,6 @@ GPU_FAILED = "gpu_failed"  # its GPU no longer computes; no job is to blame
 NODE_LOST = "node_lost"  # its node is gone, or cut off for too long
 NODE_DRAINED = "node_drained"
 TORCH_OUT_OF_MEMORY = "OutOfMemoryError"  # a GPU's; by name, so that the driver need not import torch
-GPU_FAILED = "gpu_failed"  # the GPU or its driver, not a job
 NO_MEMORY = "no_memory"  # too little memory to start; others may free some
 OTHER_CODE = "other_code"  # other code than the driver's
 NUM_LINES, MAX_CHARACTERS = 3, 400  # limits on a dead worker's log
@@ -117,8 +116,6 @@ def _explain_cause(cause: Exception) -> tuple[str, str]:
         return GPU_FAILED, str(cause)
     if isinstance(cause, ModelError):
         return "model_refused", str(cause)
-    if isinstance(cause, GPUFailedError):
-        return GPU_FAILED, str(cause)
     if isinstance(cause, StoreError):
         return STORE_FAILED, str(cause)
     if isinstance(cause, KVRoomError) or type(cause).__name__ == TORCH_OUT_OF_MEMORY:

@@ -25,6 +25,7 @@ from swiftbatch.scheduler.driver.shard_writing import ShardWriter
 from swiftbatch.scheduler.driver.worker_fleet import (
     MAX_FAILED_STARTS,
     MAX_STARTS_WITHOUT_MEMORY,
+    MAX_VAIN_GPU_FAILURES,
     Event,
     Lost,
     slice_seconds,
@@ -120,7 +121,7 @@ class Driver:
             self._intake.take_in(event)
         self._intake.settle()
         self._refuse_others(events)
-        self._refuse_failed_gpus()
+        self._refuse_failed_gpus(events)
         self._refuse_endless_starts(events)
         if not events and len(self._fleet.idle) == len(self._fleet.workers):
             time.sleep(WAIT_SECONDS)  # every remaining job waits for its next attempt
@@ -146,13 +147,17 @@ class Driver:
                 self._drain_all("driver_stopped")
                 raise DriverError(event.message)
 
-    def _refuse_failed_gpus(self) -> None:
-        """Raise DriverError if no GPU is left for a worker."""
-        if self._fleet.has_no_gpu_left():
-            failed = ", ".join(f"{gpu} ({num} times)" for gpu, num in sorted(self._fleet.gpu_failures.items()))
-            raise DriverError(
-                f"every GPU of this machine has failed: {failed}; nothing is lost: mend them, or resume elsewhere"
-            )
+    def _refuse_failed_gpus(self, events: list[Event]) -> None:
+        """Raise DriverError if GPUs fail again and again and no job gets on."""
+        for event in events:
+            if isinstance(event, Lost) and event.gpu and self._fleet.num_vain_gpu_failures >= MAX_VAIN_GPU_FAILURES:
+                self._drain_all("driver_stopped")
+                self._context.attempts.end()
+                failed = ", ".join(f"{gpu} ({num} times)" for gpu, num in sorted(self._fleet.gpu_failures.items()))
+                raise DriverError(
+                    f"no job gets on, since GPUs fail: {failed}, at last with: {event.message}; nothing is lost: mend "
+                    "them, or resume elsewhere"
+                )
 
     def _refuse_endless_starts(self, events: list[Event]) -> None:
         if any(worker.info for worker in self._fleet.workers):

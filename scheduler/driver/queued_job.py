@@ -80,10 +80,10 @@ class QueuedJob:
         return self.turn
 
     def strike(self, max_attempts: int, num_lost: int) -> None:
-        """Add a strike of a worker that was lost with `num_lost` jobs without progress.
+        """Add a strike of a worker that was lost with `num_lost` jobs, of which those without progress count.
 
         With two strikes, or with one attempt left, a job is struck: it runs among half as many. So few losses find the
-        job that ends its workers, and only this one is lost alone, which further strikes require.
+        job that ends its workers, and only this one is lost as the worker's only job, which further strikes require.
         """
         self.num_strikes = 1 if self.has_progressed else self.num_strikes + 1
         most = max(1, min(2, max_attempts - 1))
@@ -92,10 +92,8 @@ class QueuedJob:
         self.max_group = max(1, num_lost // 2) if self.num_strikes >= most else 0
         self.num_tokens_at_last_loss = max(self.num_tokens_at_last_loss, self.num_generated_tokens)
 
-    def fails_gpus(self, gpu: str | None) -> bool:
+    def fails_gpus(self, gpu: str) -> bool:
         """Note that this GPU failed under the job; return whether another one did so before, without progress since."""
-        if gpu is None:
-            return False
         is_second = self.failed_gpu not in ("", gpu) and not self.has_progressed
         self.failed_gpu = gpu
         self.num_tokens_at_last_loss = max(self.num_tokens_at_last_loss, self.num_generated_tokens)

@@ -187,10 +187,11 @@ class Wanted(NamedTuple):
     def beside(cls, running: Collection[QueuedJob], *, has_reserve: bool) -> Self:
         """Return the jobs for a worker with these jobs.
 
-        Struck jobs run with struck jobs and with jobs that have progressed: a loss then tells who is at fault.
+        Struck jobs run with struck jobs and with jobs that have progressed, but the last of a group alone: a loss then
+        tells who is at fault.
         """
         groups = [job.max_group for job in running if job.max_group]
-        size = len(groups) + 1
+        size = max(len(groups) + 1, min(2, len(running) + 1))
         is_unfit = has_reserve or min(groups, default=size) < size
         is_unfit = is_unfit or not all(job.max_group or job.has_progressed for job in running)
         return cls(0 if is_unfit else size, not groups)

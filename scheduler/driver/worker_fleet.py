@@ -83,7 +83,8 @@ RESTART_BACKOFF = Backoff(first=1.0, longest=30.0)
 MAX_FAILED_STARTS = 3  # in a row, over all workers
 MAX_STARTS_WITHOUT_MEMORY = 6  # about a minute: a killed worker's GPU memory is freed late
 DEATH_REASONS = ("worker_died", "worker_unreachable")  # its own or its node's
-MAX_GPU_FAILURES = 2  # in a run; then the GPU gets no more workers
+MAX_GPU_FAILURES = 2  # in a run; then the GPU gets no more workers, unless it is the last one
+MAX_VAIN_GPU_FAILURES = 16  # in a row without progress of a job; a job that breaks GPUs is found earlier
 SILENCE_CHECK_SECONDS = 1.0  # each check visits all workers
 SLICE_SECONDS = 0.5  # work between two reports
 SECONDS_PER_WORKER = 0.002  # slice per worker: many workers report less often
@@ -141,15 +142,17 @@ class Reported:
 
 @dataclass(frozen=True)
 class Lost:
-    """A lost worker, as in `WorkerLostError`; `gpu` is the UUID of the GPU that failed, for the `num_gpu_failures`th
-    time.
+    """A lost worker, as in `WorkerLostError`; `gpu` is the UUID of the GPU that failed.
+
+    `is_left_out` says that the GPU gets no more workers from now on, `is_last` that no other GPU is left.
     """
 
     worker: Worker
     reason: str
     message: str
     gpu: str | None = None
-    num_gpu_failures: int = 0
+    is_left_out: bool = False
+    is_last: bool = False
 
 
 Event = Started | Reported | Lost
@@ -203,6 +206,9 @@ class Fleet:
         self._num_on_nodes: Counter[str] = Counter()  # started workers
         self._looked = 0.0
         self.gpu_failures: Counter[str] = Counter()  # by UUID
+        self.num_vain_gpu_failures = 0  # since a job has progressed
+        self._gpus: set[str] = set()  # UUIDs of all that had a worker
+        self._failed_gpus: set[str] = set()  # those that get no more workers
         self._placeholders: list[Any] = []  # actors that hold the slots of failed GPUs, so that no worker gets one
 
     def fill(self, num_workers: int, now: float) -> None:
@@ -214,7 +220,7 @@ class Fleet:
             worker_id = f"w{self._num_created}"
             num_cpus, num_gpus = self._cluster.num_cpus_per_worker(), self.num_gpus_per_worker()
             actor = self._calls.create_actor(worker_id, self._spec, self._code, num_cpus=num_cpus, num_gpus=num_gpus)
-            call = actor.start.remote(self.failed_gpus())
+            call = actor.start.remote(frozenset(self._failed_gpus))
             worker = Worker(worker_id, actor, call, speed=Speed(self._now()))
             worker.num_failed_before = self.num_failed_starts
             self.workers.append(worker)
@@ -226,13 +232,6 @@ class Fleet:
         if not self._placeholders or not self._cluster.is_embedded:
             return sys.maxsize
         return self._cluster.num_gpus - len(self._placeholders)
-
-    def failed_gpus(self) -> frozenset[str]:
-        """Return the UUIDs of the GPUs that get no more workers."""
-        return frozenset(gpu for gpu, num in self.gpu_failures.items() if num >= MAX_GPU_FAILURES)
-
-    def has_no_gpu_left(self) -> bool:
-        return self._most_workers() <= 0
 
     def num_sharing(self, node_id: str) -> int:
         """Count the workers that share a node's memory, and all starting ones."""
@@ -335,6 +334,8 @@ class Fleet:
             self.num_failed_starts = 0
             self._num_starting -= 1
             self._num_on_nodes[answer.node_id] += 1
+            if answer.gpu is not None:
+                self._gpus.add(answer.gpu)
             return Started(worker, answer)
         worker.orders = Orders()
         self.pace.add(answer.num_jobs, answer.num_generated_tokens, self._clock.now() - worker.silent_since)
@@ -352,8 +353,19 @@ class Fleet:
         gpu = error.gpu if worker.info is None else worker.info.gpu
         if gpu is None or error.reason != ray_actors.GPU_FAILED:
             return Lost(worker, error.reason, message)
+        return self._lose_gpu(worker, message, gpu)
+
+    def _lose_gpu(self, worker: Worker, message: str, gpu: str) -> Lost:
+        """Count a GPU's failure; behind two it gets no more workers, unless no other GPU is left."""
         self.gpu_failures[gpu] += 1
-        return Lost(worker, error.reason, message, gpu, self.gpu_failures[gpu])
+        self.num_vain_gpu_failures += 1
+        self._gpus.add(gpu)
+        num_unseen = self._cluster.num_gpus - len(self._gpus)
+        is_last = num_unseen <= 0 and self._gpus - self._failed_gpus <= {gpu}
+        is_left_out = self.gpu_failures[gpu] == MAX_GPU_FAILURES and not is_last
+        if is_left_out:
+            self._failed_gpus.add(gpu)
+        return Lost(worker, ray_actors.GPU_FAILED, message, gpu, is_left_out, is_last)
 
     def _blames_the_start(self, worker: Worker, error: ray_actors.WorkerLostError) -> bool:
         """Return whether a loss counts as a failed start.

@@ -12,7 +12,7 @@ from swiftbatch.jobs.run.output_line import error_line, num_completion_tokens
 from swiftbatch.jobs.run.run_records import in_parallel
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.metrics.counters import MEMORY_FULL
-from swiftbatch.scheduler.cluster.ray_actors import GPU_FAILED, NODE_DRAINED, STORE_FAILED
+from swiftbatch.scheduler.cluster.ray_actors import NODE_DRAINED, STORE_FAILED
 from swiftbatch.scheduler.display.events import (
     GpuLeftOut,
     JobCancelled,
@@ -27,14 +27,13 @@ from swiftbatch.scheduler.display.events import (
 from swiftbatch.scheduler.driver.queue_loading import CANCELLED, with_results, write_cancelled
 from swiftbatch.scheduler.driver.queued_job import QueuedJob
 from swiftbatch.scheduler.driver.run_progress import DriverContext
-from swiftbatch.scheduler.driver.worker_fleet import MAX_GPU_FAILURES, Event, Lost, Reported, Started, Worker
+from swiftbatch.scheduler.driver.worker_fleet import Event, Lost, Reported, Started, Worker
 from swiftbatch.worker.session.work_messages import JobOutcome, WorkReport
 
 Result = TypeVar("Result")
 
 NUM_UNPACKED = 8  # lost workers unpacked at a time
 CANCELLED_AT_ONCE = 10_000  # bounds memory when a whole run is cancelled
-UNBLAMED = (NODE_DRAINED, GPU_FAILED)  # losses that no job causes
 
 
 class AttemptSettlement:
@@ -221,10 +220,18 @@ class ReportIntake:
         for outcome in report.outcomes:
             self._take_in_outcome(worker, outcome, reason)
         self._count_fitting(worker, report)
+        if self._fleet.num_vain_gpu_failures and self._gets_on(worker, report):
+            self._fleet.num_vain_gpu_failures = 0
         if report.is_draining:
             self._take_leave(worker, reason)
         else:
             self._settlement.cancel_held(worker)
+
+    def _gets_on(self, worker: Worker, report: WorkReport) -> bool:
+        """Return whether a job of the worker has ended or progressed."""
+        return bool(report.of("finished")) or any(
+            job.has_progressed for job in self._queue.of(worker.id).running.values()
+        )
 
     def _take_in_outcome(self, worker: Worker, outcome: JobOutcome, reason: str) -> None:
         """Settle one outcome; `reason` is that of `Lost` for a released job."""
@@ -267,29 +274,34 @@ class ReportIntake:
         self._fleet.retire(worker)
 
     def _take_in_loss(self, lost: Lost) -> None:
-        """Requeue a lost worker's jobs, without strikes if it was draining or its GPU failed."""
+        """Requeue a lost worker's jobs, without strikes if it was draining or its GPU failed.
+
+        Without its UUID, or if it is the last one, a job may be what makes the GPU fail.
+        """
         worker, reason, message = lost.worker, lost.reason, lost.message
-        is_unblamed = worker.drain_reason is not None or reason in UNBLAMED
+        is_unblamed = worker.drain_reason is not None or reason == NODE_DRAINED
         self._display.note(WorkerLost(worker.id, reason, message))
         self._note_failed_gpu(lost)
         self._settlement.begin_found(worker)
         left = self._left_by(worker)
-        num_lost = sum(not (job.has_ended or job.has_progressed) for job in left)
+        num_lost = sum(not (job.has_ended or job.has_progressed) for job in left) if len(left) > 1 else 1
+        num_lost = max(num_lost, min(2, len(left)))
         for job in left:
             self._lost_ids.add(job.job_id)
-            if job.has_ended or (is_unblamed and not job.fails_gpus(lost.gpu)):
+            is_of_gpu = lost.gpu is not None and not job.fails_gpus(lost.gpu) and not lost.is_last
+            if job.has_ended or is_unblamed or is_of_gpu:
                 self._settlement.release(job.job_id, worker.drain_reason or reason)
             else:
                 self._settlement.put_back(job.job_id, reason, f"worker {worker.id} was lost: {message}", num_lost)
         self._settlement.lose_backlog(worker, is_unblamed=is_unblamed)
 
     def _note_failed_gpu(self, lost: Lost) -> None:
-        """Count a GPU's failure, and tell that it was the last one."""
+        """Count a GPU's failure, and tell that the GPU is left out from now on."""
         if lost.gpu is None:
             return
         self._counters.num_gpu_failures[lost.gpu] += 1
-        if lost.num_gpu_failures == MAX_GPU_FAILURES:
-            self._display.note(GpuLeftOut(lost.gpu, lost.num_gpu_failures, lost.message))
+        if lost.is_left_out:
+            self._display.note(GpuLeftOut(lost.gpu, self._fleet.gpu_failures[lost.gpu], lost.message))
 
     def _left_by(self, worker: Worker) -> list[QueuedJob]:
         own = self._queue.of(worker.id)

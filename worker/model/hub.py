@@ -85,7 +85,8 @@ def hub_headers(model: str, snapshot: Path, names: Collection[str]) -> Path | No
     SHA-256 of whole files. Returns None if the hub has no such safetensors files. Raises ModelError.
     """
     folder = cache_folder(HEADERS) / snapshot.parent.parent.name / SNAPSHOTS / snapshot.name
-    if folder.is_dir() and all(each.exists() for each in folder.iterdir()):
+    weights = [folder / name for name in names or (SINGLE_FILE,)]
+    if folder.is_dir() and all(each.exists() for each in folder.iterdir()) and all(map(_has_header, weights)):
         return folder
     shutil.rmtree(folder, ignore_errors=True)  # the hub's cache was moved or cleared
     digests = _patiently(model, partial(_digests_on_hub, model, snapshot.name))
@@ -101,6 +102,10 @@ def hub_headers(model: str, snapshot: Path, names: Collection[str]) -> Path | No
             (aside / name).symlink_to(f"{BLOBS}/{digest}")
             _patiently(model, partial(_write_header, model, snapshot.name, name, aside / name))
     return folder
+
+
+def _has_header(file: Path) -> bool:
+    return file.is_file() and file.stat().st_size > 8  # a power cut may leave an empty file
 
 
 def are_headers(path: Path) -> bool:

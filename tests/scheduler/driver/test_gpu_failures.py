@@ -120,16 +120,25 @@ def test_a_gpu_that_fails_at_starts_is_left_out_as_well(tmp_path: Path, monkeypa
     assert_all_finished(machine)
 
 
-def test_a_run_whose_gpus_have_all_failed_ends_and_a_resume_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_gpus_all_fail_ends_and_a_resume_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(tmp_path, monkeypatch, ["a", "b"], 20)
     machine.fails = lambda gpu, names: True
-    with pytest.raises(DriverError, match=r"every GPU of this machine has failed: a \(2 times\), b \(2 times\)"):
-        machine.driver(max_attempts=5).run()
+    with pytest.raises(DriverError, match=r"no job gets on, since GPUs fail: .*CUDA error"):
+        machine.driver(max_attempts=20).run()
+    assert sum(machine.failures.values()) == 16
     machine.fails = lambda gpu, names: False
-    assert machine.driver(max_attempts=5).run() == "finished"
+    assert machine.driver(max_attempts=20).run() == "finished"
     assert_all_finished(machine)
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2])
+def test_a_job_that_breaks_the_last_gpu_is_given_up_and_all_others_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: int
+) -> None:
+    machine = Machine(tmp_path, monkeypatch, [f"gpu{number}" for number in range(num_gpus)], 40)
+    machine.fails = lambda gpu, names: "job-7" in names
+    assert machine.driver(max_attempts=3).run() == "finished"
+    assert machine.run.ended()[1] == {job_id(machine.run, "job-7")}
 
 
 def test_a_job_under_which_several_gpus_fail_is_given_up_before_all_gpus_are(

@@ -161,16 +161,17 @@ def test_a_job_lost_twice_by_itself_runs_alone_until_it_moves_on() -> None:
     assert (held(queue, "w1"), held(queue, "w2")) == (["new", "struck"], ["good", "other"])
 
 
-def test_a_struck_job_may_join_jobs_that_have_moved_on() -> None:
+@pytest.mark.parametrize(("num_lost", "joins"), [(1, False), (4, True)])
+def test_a_struck_job_joins_jobs_that_have_moved_on_unless_it_must_run_alone(num_lost: int, joins: bool) -> None:
     queue = JobQueue(max_attempts=5)
     queue.add(entry("struck", 500))
     for now in (0.0, 10.0):
         assert take(queue, "w1", now) == "struck"
-        queue.lose("struck", now)
+        queue.lose("struck", now, num_lost)
     give_other(queue, "w2", 20.0)
     assert take(queue, "w2", 20.0) is None
     queue.progress("other", 10)
-    assert take(queue, "w2", 20.0) == "struck"
+    assert take(queue, "w2", 20.0) == ("struck" if joins else None)
 
 
 def lose_all(queue: JobQueue, job_ids: list[str], now: float) -> list[str]:
