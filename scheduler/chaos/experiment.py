@@ -71,8 +71,10 @@ class RunOutput:
 
     def decode_seconds(self) -> float:
         """Return the sum of all jobs' decode times."""
-        bodies = self._bodies.values()
-        return sum(body["usage"]["completion_tokens"] * body["metrics"]["ms_per_token"] for body in bodies) / 1000
+        paces = [
+            (body["usage"]["completion_tokens"], body["metrics"]["ms_per_token"]) for body in self._bodies.values()
+        ]
+        return float(sum(num_tokens * pace for num_tokens, pace in paces) / 1000)
 
     def num_recomputed_tokens(self) -> int:
         return sum(body["metrics"]["num_recomputed_tokens"] for body in self._bodies.values())

@@ -47,7 +47,6 @@ from swiftbatch.worker.model.model_files import CONFIG_FILES, model_folder, read
 
 AWAY_SECONDS = 2.0  # shorter failures pass unseen
 TOLD_SECONDS = 60.0
-NO_GPU = "this machine has no GPU; use --address"
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def refuse_start(run_uri: str, settings: Settings) -> None:
     if settings.address is not None:
         refuse_unreachable(settings.address)
     elif settings.said.get("device") == "cuda" and not has_cuda():
-        raise ClusterError(f"--device cuda: {NO_GPU} or --device cpu")
+        raise ClusterError("--device cuda: this machine has no GPU; use --address or --device cpu")
 
 
 def launch(hold: RunLease, settings: Settings, display: Display) -> Outcome:
@@ -138,7 +137,7 @@ def _drive(
     counters: DriverCounters,
 ) -> tuple[RunState, str | None]:
     if config.device == "cuda" and cluster.is_embedded and cluster.num_gpus == 0:
-        raise ClusterError(f"the run was made for cuda, and {NO_GPU} or another run")
+        raise ClusterError("the run was made for cuda, and this machine has no GPU; use --address or another run")
     if slow := slow_on_gpu(run.manifest.stored_model, cluster.num_gpus_per_worker(config.device)):
         display.note(slow)
     if cluster.is_embedded and cluster.num_gpus_per_worker(config.device) and settings.num_workers > cluster.num_gpus:

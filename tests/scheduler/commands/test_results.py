@@ -45,3 +45,14 @@ def test_results_come_in_input_order_in_both_formats(run: Run, tmp_path: Path) -
     assert invoke("results", run.store.uri, "--format", "parquet", "--output", str(target)).exit_code == 0
     assert parquet.read_table(target)["text"].to_pylist() == ["text of a", "text of c"]
     assert "/proc/x" in refusal("results", run.store.uri, "--output", "/proc/x")
+
+
+def test_results_shows_the_first_lines_alone(run: Run, tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        finish(run, name, f"text of {name}")
+    lines = invoke("results", run.store.uri, "--head", "2").stdout.splitlines()
+    assert [json.loads(line)["custom_id"] for line in lines] == ["a", "b"]
+    target = tmp_path / "answers.parquet"
+    words = ("--format", "parquet", "--output", str(target))
+    assert invoke("results", run.store.uri, "--head", "1", *words).exit_code == 0
+    assert parquet.read_table(target)["text"].to_pylist() == ["text of a"]
