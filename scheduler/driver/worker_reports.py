@@ -229,9 +229,8 @@ class ReportIntake:
 
     def _gets_on(self, worker: Worker, report: WorkReport) -> bool:
         """Return whether a job of the worker has ended or progressed."""
-        return bool(report.of("finished")) or any(
-            job.has_progressed for job in self._queue.of(worker.id).running.values()
-        )
+        running = self._queue.of(worker.id).running.values()
+        return bool(report.of("finished")) or any(job.has_progressed for job in running)
 
     def _take_in_outcome(self, worker: Worker, outcome: JobOutcome, reason: str) -> None:
         """Settle one outcome; `reason` is that of `Lost` for a released job."""
@@ -284,8 +283,8 @@ class ReportIntake:
         self._note_failed_gpu(lost)
         self._settlement.begin_found(worker)
         left = self._left_by(worker)
-        num_lost = sum(not (job.has_ended or job.has_progressed) for job in left) if len(left) > 1 else 1
-        num_lost = max(num_lost, min(2, len(left)))
+        alive = [job for job in left if not job.has_ended]
+        num_lost = max(sum(not job.has_progressed for job in alive), min(2, len(alive)))  # 1 only if it was alone
         for job in left:
             self._lost_ids.add(job.job_id)
             is_of_gpu = lost.gpu is not None and not job.fails_gpus(lost.gpu) and not lost.is_last
