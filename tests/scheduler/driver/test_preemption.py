@@ -269,7 +269,7 @@ def test_why_a_worker_was_lost_is_said_in_a_line(
 
 def test_a_worker_that_is_to_go_does_not_keep_its_successor_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        ray_actors, "create_actor", lambda *_, **__: SimpleNamespace(start=SimpleNamespace(remote=object))
+        ray_actors, "create_actor", lambda *_, **__: SimpleNamespace(start=SimpleNamespace(remote=lambda *_: object()))
     )
     cluster: Any = SimpleNamespace(
         is_embedded=True, num_cpus_per_worker=lambda: 0, num_gpus_per_worker=lambda device: 0
