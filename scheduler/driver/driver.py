@@ -25,12 +25,11 @@ from swiftbatch.scheduler.driver.shard_writing import ShardWriter
 from swiftbatch.scheduler.driver.worker_fleet import (
     MAX_FAILED_STARTS,
     MAX_STARTS_WITHOUT_MEMORY,
-    MAX_VAIN_GPU_FAILURES,
     Event,
     Lost,
     slice_seconds,
 )
-from swiftbatch.scheduler.driver.worker_reports import AttemptSettlement, ReportIntake
+from swiftbatch.scheduler.driver.worker_reports import MAX_VAIN_GPU_FAILURES, AttemptSettlement, ReportIntake
 
 WAIT_SECONDS = 0.2
 DRAIN_SLACK_SECONDS = 1.0  # wait for a drained worker's report
@@ -150,7 +149,7 @@ class Driver:
     def _refuse_failed_gpus(self, events: list[Event]) -> None:
         """Raise DriverError if GPUs fail again and again and no job gets on."""
         for event in events:
-            if isinstance(event, Lost) and event.gpu and self._fleet.num_vain_gpu_failures >= MAX_VAIN_GPU_FAILURES:
+            if isinstance(event, Lost) and event.gpu and self._intake.num_vain_gpu_failures >= MAX_VAIN_GPU_FAILURES:
                 self._drain_all("driver_stopped")
                 self._context.attempts.end()
                 failed = ", ".join(f"{gpu} ({num} times)" for gpu, num in sorted(self._fleet.gpu_failures.items()))

@@ -84,7 +84,6 @@ MAX_FAILED_STARTS = 3  # in a row, over all workers
 MAX_STARTS_WITHOUT_MEMORY = 6  # about a minute: a killed worker's GPU memory is freed late
 DEATH_REASONS = ("worker_died", "worker_unreachable")  # its own or its node's
 MAX_GPU_FAILURES = 2  # in a run; then the GPU gets no more workers, unless it is the last one
-MAX_VAIN_GPU_FAILURES = 16  # in a row without progress of a job; a job that breaks GPUs is found earlier
 SILENCE_CHECK_SECONDS = 1.0  # each check visits all workers
 SLICE_SECONDS = 0.5  # work between two reports
 SECONDS_PER_WORKER = 0.002  # slice per worker: many workers report less often
@@ -206,7 +205,6 @@ class Fleet:
         self._num_on_nodes: Counter[str] = Counter()  # started workers
         self._looked = 0.0
         self.gpu_failures: Counter[str] = Counter()  # by UUID
-        self.num_vain_gpu_failures = 0  # since a job has progressed
         self._gpus: set[str] = set()  # UUIDs of all that had a worker
         self._failed_gpus: set[str] = set()  # those that get no more workers
         self._placeholders: list[Any] = []  # actors that hold the slots of failed GPUs, so that no worker gets one
@@ -358,7 +356,6 @@ class Fleet:
     def _lose_gpu(self, worker: Worker, message: str, gpu: str) -> Lost:
         """Count a GPU's failure; behind two it gets no more workers, unless no other GPU is left."""
         self.gpu_failures[gpu] += 1
-        self.num_vain_gpu_failures += 1
         self._gpus.add(gpu)
         num_unseen = self._cluster.num_gpus - len(self._gpus)
         is_last = num_unseen <= 0 and self._gpus - self._failed_gpus <= {gpu}

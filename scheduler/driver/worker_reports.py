@@ -33,6 +33,7 @@ from swiftbatch.worker.session.work_messages import JobOutcome, WorkReport
 Result = TypeVar("Result")
 
 NUM_UNPACKED = 8  # lost workers unpacked at a time
+MAX_VAIN_GPU_FAILURES = 16  # in a row without progress of a job; a job that breaks GPUs is found earlier
 CANCELLED_AT_ONCE = 10_000  # bounds memory when a whole run is cancelled
 
 
@@ -168,6 +169,7 @@ class ReportIntake:
         self._spent = context.spent
         self._settlement = settlement
         self._lost_ids: set[str] = set()
+        self.num_vain_gpu_failures = 0  # since a job ended or progressed
         self._logs = PackedLogs.of(context.run)
         self._pool = ThreadPoolExecutor(NUM_UNPACKED, "unpacks")
         self._reading: list[tuple[Future[FoundLogs], Lost]] = []  # logs of lost workers
@@ -183,6 +185,7 @@ class ReportIntake:
             case Lost(worker, reason, message):
                 if reason == STORE_FAILED and worker.drain_reason is None:
                     raise StoreError(message)
+                self.num_vain_gpu_failures += event.gpu is not None
                 if self._left_by(worker) or self._queue.of(worker.id).reserve:
                     self._reading.append((self._pool.submit(self._logs.found, [worker.id]), event))
                 else:
@@ -220,8 +223,8 @@ class ReportIntake:
         for outcome in report.outcomes:
             self._take_in_outcome(worker, outcome, reason)
         self._count_fitting(worker, report)
-        if self._fleet.num_vain_gpu_failures and self._gets_on(worker, report):
-            self._fleet.num_vain_gpu_failures = 0
+        if self.num_vain_gpu_failures and self._gets_on(worker, report):
+            self.num_vain_gpu_failures = 0
         if report.is_draining:
             self._take_leave(worker, reason)
         else:
