@@ -239,7 +239,7 @@ THROTTLE_REASONS = ("hw_slowdown", "hw_thermal", "hw_power_brake", "sw_thermal",
 
 @dataclass
 class GPUFigures:
-    """What the driver's library tells of a GPU at the moment."""
+    """A GPU's present state, as the driver's library tells it."""
 
     uuid: str
     num_ecc_errors: int | None = exported(

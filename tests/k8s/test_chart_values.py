@@ -1,4 +1,4 @@
-"""What each value of the chart changes in its objects."""
+"""Each value of the chart changes its objects."""
 
 from __future__ import annotations
 

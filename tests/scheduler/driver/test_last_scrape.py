@@ -1,4 +1,4 @@
-"""How a run ended is in its driver's metrics: at a last scrape, or in a textfile."""
+"""A driver's metrics tell the end of its run: at a last scrape, or in a textfile."""
 
 from __future__ import annotations
 
