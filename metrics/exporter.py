@@ -25,16 +25,18 @@ from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.metrics.counters import DRIVER_METRICS, GPU_METRICS, SERVER_METRICS, TOTALS, WORKER_METRICS
+from swiftbatch.metrics.counters import DRIVER_METRICS, GPU_METRICS, TOTALS, WORKER_METRICS
 from swiftbatch.metrics.metric import Histogram, Summary
+from swiftbatch.metrics.server_counters import SERVER_METRICS
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
     from prometheus_client.metrics_core import Metric as Family
 
-    from swiftbatch.metrics.counters import DriverCounters, EngineCounters, GPUFigures, ServerCounters
+    from swiftbatch.metrics.counters import DriverCounters, EngineCounters, GPUFigures
     from swiftbatch.metrics.metric import Metric, Value
+    from swiftbatch.metrics.server_counters import ServerCounters
 
 PREFIX = "swiftbatch_"
 TOTALS_PREFIX = "swiftbatch_run_"  # a separate prefix, so that a sum over workers and driver counts nothing twice

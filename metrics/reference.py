@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Any
 from swiftbatch.metrics.counters import (
     DRIVER_METRICS,
     GPU_METRICS,
-    SERVER_METRICS,
     TOTALS,
     WORKER_METRICS,
     DriverCounters,
     EngineCounters,
     GPUFigures,
-    ServerCounters,
 )
 from swiftbatch.metrics.exporter import PREFIX, TOTALS_PREFIX, Labels
 from swiftbatch.metrics.metric import Histogram
+from swiftbatch.metrics.server_counters import SERVER_METRICS, ServerCounters
 
 if TYPE_CHECKING:
     from swiftbatch.metrics.metric import Metric

@@ -18,8 +18,9 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.metrics.counters import DriverCounters, EngineCounters, GPUFigures, ServerCounters
+from swiftbatch.metrics.counters import DriverCounters, EngineCounters, GPUFigures
 from swiftbatch.metrics.exporter import Labels, driver_families, engine_families, registry_of, serve, server_families
+from swiftbatch.metrics.server_counters import ServerCounters
 from swiftbatch.scheduler.commands.exit_codes import LIMIT_REACHED
 from swiftbatch.scheduler.serve.records.api_keys import make_key
 from tests.metrics.prometheus_server import ALERTS, Prometheus, free_port, running_prometheus, until

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from swiftbatch.metrics import reference
-from swiftbatch.metrics.counters import DriverCounters, EngineCounters, GPUFigures, ServerCounters
+from swiftbatch.metrics.counters import DriverCounters, EngineCounters, GPUFigures
 from swiftbatch.metrics.exporter import Labels, driver_families, engine_families, server_families
 from swiftbatch.metrics.grafana import build
+from swiftbatch.metrics.server_counters import ServerCounters
 from tests.metrics.dashboard_files import BOARDS, METRICS, metric_names, panel_expressions, read_board, variable_queries
 from tests.metrics.prometheus_server import binary
 

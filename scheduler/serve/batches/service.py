@@ -14,7 +14,7 @@ from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.run.run_records import RunError
 from swiftbatch.jobs.storage.folder_uri import local_path
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.metrics.counters import ServerCounters
+from swiftbatch.metrics.server_counters import ServerCounters
 from swiftbatch.scheduler.process.streams import Lines
 from swiftbatch.scheduler.runs.run_settings import ServeOptions
 from swiftbatch.scheduler.serve.batches.batch_driver import DriverOptions

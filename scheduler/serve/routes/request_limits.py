@@ -15,7 +15,7 @@ from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from swiftbatch.metrics.counters import ServerCounters
+from swiftbatch.metrics.server_counters import ServerCounters
 from swiftbatch.scheduler.serve.records.server_records import RefusedError
 from swiftbatch.scheduler.serve.routes.responses import error_response, refuse
 
