@@ -229,11 +229,9 @@ def submit(
 ) -> None:
     """Run the jobs of one or more files, and wait. The same files again run the missing jobs.
 
-    JOBS: JSON lines (short or OpenAI Batch) or Parquet: paths, 'a-*.gz', `-`, s3://, gs://, hf://.
-
     \b
-    Exit code: 0 all jobs finished, 1 some failed or were rejected, 130 interrupted, 3 stopped at a limit,
-    2 wrong usage or input, or the run had to stop. After 2, 3 and 130 `swiftbatch resume` continues.
+    JOBS: JSON lines (short or OpenAI Batch) or Parquet: paths, 'a-*.gz', `-`, s3://, gs://, hf://.
+    Exit code: 0 all finished, 1 some failed, 2 wrong input, 3 at a limit, 130 interrupted.
 
     \b
     Example:

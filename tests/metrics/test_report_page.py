@@ -35,11 +35,11 @@ HOSTILE = (
 )
 
 TAGS = re.compile(
-    "html|head|meta|link|title|style|body|header|h1|h2|span|p|nav|a|small|b|section|div|i|table|thead|tbody|tr|th|td|bdi|"
+    "html|head|meta|link|title|style|body|header|main|h1|h2|span|p|nav|a|small|b|section|div|i|table|thead|tbody|tr|th|td|bdi|"
     "details|summary|blockquote|ul|li|code|dl|dt|dd|svg|defs|g|path|use|text|clippath|rect"
 )
 ATTRIBUTES = re.compile(
-    "lang|charset|name|content|http-equiv|rel|href|class|style|id|title|data-name|role|aria-label|"
+    "lang|charset|name|content|http-equiv|rel|href|class|style|id|title|data-name|role|tabindex|aria-label|"
     "xmlns|xmlns:xlink|xlink:href|version|viewbox|width|height|d|x|y|transform|clip-path"
 )
 

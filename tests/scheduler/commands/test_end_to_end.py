@@ -168,8 +168,11 @@ def test_a_killed_driver_and_an_interrupted_one_lose_nothing(
         wait_until(lambda: not any(map(is_alive, pids)))  # they must not outlive their driver
     if is_interrupted:
         interrupt_a_resume(run, pids)
-    process_again = run_command("resume", str(run))
+    process_again = run_command("resume", str(run), "--json")
     assert process_again.returncode == 0, process_again.stdout + process_again.stderr
+    events = [json.loads(line) for line in process_again.stdout.splitlines()]
+    [seconds] = [event["seconds"] for event in events if event["event"] == "worker_ready"]
+    assert seconds["session"] > seconds["weights"] > 0
     assert outputs(run) == undisturbed
     assert max(body["metrics"]["num_recovered_tokens"] for body in bodies(run).values()) > 0
 

@@ -76,7 +76,7 @@ def test_a_night_leaves_what_reaches_a_limit_to_the_next_one(
     result = CliRunner().invoke(main, [*command, *limits])
     assert result.exit_code == 3
     is_over = "--deadline" in limits
-    assert ("the deadline has passed: 2 job files are left" in result.stderr) == is_over
+    assert ("the deadline has passed; job files left: 2" in result.stderr) == is_over
     assert ("stopping at --max-total-tokens 50" in result.stdout) == (not is_over)
     assert (runs / "b.jsonl" / "job-file.json").exists() == (not is_over)  # the limit is per run
     assert not (runs / "a.jsonl" / "job-file.json").exists()

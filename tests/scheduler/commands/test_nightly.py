@@ -69,14 +69,14 @@ def test_the_same_command_again_runs_nothing_again(tmp_path: Path, tiny_model: P
     inbox, runs = put(tmp_path / "inbox", below__a=lines("x", "y")), tmp_path / "runs"
     first = nightly(inbox, runs, tiny_model, "--slots", "2")
     assert first.exit_code == 0, first.output
-    assert "1 job files" in first.stderr
+    assert "1 job file in " in first.stderr
     assert "1 of them to run" in first.stderr
     assert len(Run.open(str(runs / "below/a.jsonl")).ended()[0]) == 2
     assert (runs / "below/a.jsonl/output.jsonl").exists()
     before = traces(runs)
     second = nightly(inbox, runs, tiny_model, "--slots", "2")
     assert second.exit_code == 0
-    assert "1 job files" in second.stderr
+    assert "1 job file in " in second.stderr
     assert "0 of them to run" in second.stderr
     assert traces(runs) == before
 

@@ -119,8 +119,6 @@ def test_json_is_one_documented_object_a_line(written: dict[str, Written], folde
     assert kinds[:2] == ["line_rejected", "run_opened"]
     assert kinds[-2:] == ["progress", "run_ended"]
     assert {"driver_started", "worker_ready", "progress"} <= set(kinds)
-    [seconds] = [event["seconds"] for event in events if event["event"] == "worker_ready"]
-    assert seconds["session"] > seconds["weights"] > 0
     assert sorted(e["custom_id"] for e in events if e["event"] == "job_started") == ["first", HOSTILE]
     finished = {event["custom_id"]: event["num_tokens"] for event in events if event["event"] == "job_finished"}
     assert finished == {"first": 40, HOSTILE: 40}

@@ -120,10 +120,10 @@ def remembered(make: Callable[..., Any]) -> Callable[..., Any]:
     """Call `make` once for arguments that read the same."""
     made: dict[str, Any] = {}
 
-    def once(*arguments: Any) -> Any:
-        key = repr(arguments)
+    def once(*arguments: Any, **named: Any) -> Any:
+        key = repr((arguments, named))
         if key not in made:
-            made[key] = make(*arguments)
+            made[key] = make(*arguments, **named)
         return made[key]
 
     return once

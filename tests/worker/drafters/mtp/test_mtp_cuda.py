@@ -28,7 +28,7 @@ from swiftbatch.worker.forward.cuda.cuda_loading import drafts_of, plan_wanted, 
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.cuda.cuda_graph import Download, Upload
 from swiftbatch.worker.kernels.rope_scaling import Rotary
-from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, SlotsWanted
+from swiftbatch.worker.kv.gpu_memory_plan import SLACK, GPUMemory, SlotsWanted
 from swiftbatch.worker.kv.kv_capacity import KVRoomError
 from swiftbatch.worker.kv.model_sizes import read_sizes
 from swiftbatch.worker.model.model_files import locate_model
@@ -267,7 +267,8 @@ def test_auto_has_the_layer_where_it_has_room(tmp_path: Path) -> None:
     assert with_layer.slot_bytes > without.slot_bytes
     memory = plan_wanted(replace(wanted, num_slots=1), sizes, GPUMemory(10**12, 3))
     assert memory.has_engine
-    least = memory.used_bytes - with_layer.part_bytes
+    needed = memory.used_bytes - int(SLACK * memory.free_bytes) - with_layer.part_bytes // 2
+    least = int(needed / (1 - SLACK))
     tight = plan_wanted(replace(wanted, num_slots=1), sizes, GPUMemory(least, 3))
     assert not tight.has_engine
     assert tight.num_slots == 1

@@ -108,7 +108,7 @@ def test_a_draw_that_finds_no_memory_counts_all_tokens_when_it_is_repeated(monke
     sampler = drawing.sampler(sequence)
     sequence.extend(drawing.walks([sampler], [DraftTree()], [logits])[0].drawn)
 
-    def full(is_filtered: bool) -> SampledRows:
+    def full(*_asked: bool) -> SampledRows:
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patch:

@@ -12,7 +12,7 @@ from torch import Tensor
 from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.kernels.cuda.kv_kernels import average_chunks, gather_entries, gather_range
 from swiftbatch.worker.kernels.cuda.row_kernels import rope_store
-from swiftbatch.worker.kernels.cuda.tree_attention import KeptLayer, Scratch, attend
+from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, KeptLayer, Scratch, attend
 from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES, KV_SCALE_BYTES, NUM_ROWS
 from swiftbatch.worker.kernels.kv_codes import CODES, coded, numbers_of
 from tests.worker.kernels.cuda.arenas import CAPACITY, NUM_SPLITS, Arena, arena_of, padded, random_arena, random_rows
@@ -33,7 +33,9 @@ def attended(arena: Arena, query: Tensor, seed: int) -> Tensor:
     scratch = Scratch.empty(NUM_SPLITS, *query.shape[1:], torch.device("cpu"))
     mixed = padded(query[:0])
     sequences = random_rows(random.Random(seed), arena, (3, 1))
-    attend(padded(query), KeptLayer(*arena.buffer[1]), arena.table(sequences), scratch, mixed, 0.1)
+    heads = arena.shape
+    shape = AttentionShape(heads.num_kv_heads, heads.group, heads.head_dim, NUM_SPLITS, query.dtype)
+    attend(shape, padded(query), KeptLayer(*arena.buffer[1]), arena.table(sequences), scratch, mixed, 0.1)
     return mixed[:4]
 
 
