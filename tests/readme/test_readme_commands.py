@@ -22,6 +22,7 @@ from swiftbatch.scheduler.display.events import WorkerReady
 from swiftbatch.scheduler.display.progress_line import summary_line
 from swiftbatch.worker.decode_bench import DecodeBenchOptions
 from swiftbatch.worker.drafters.catalogue import PAPER_ENGINES
+from swiftbatch.worker.model.model_files import EMBEDDED
 from tests.jobs.run.run_parts import PROGRESS
 from tests.k8s.chart import OVERLAYS
 from tests.k8s.kubernetes_parts import render
@@ -38,7 +39,11 @@ from tests.readme.command_lines import (
     spans,
     table,
 )
+from tests.scheduler.commands.submit_parts import submit_file
+from tests.scheduler.driver.dispatch_parts import idle_workers
 from tests.scheduler.driving import DEADLINE_SECONDS, swiftbatch
+from tests.scheduler.runs.extension_parts import run_all
+from tests.worker.session.session_parts import PLAINLY
 
 pytestmark = pytest.mark.ray
 
@@ -241,3 +246,24 @@ def test_docker_finds_the_targets_that_are_named() -> None:
     named = set(re.findall(r"docker build --target ([\w-]+)", CODE))
     assert named == {"cuda", "cuda12", "cuda-flash"}  # the default is the one for CPUs
     assert named <= set(re.findall(r"^FROM \S+ AS ([\w-]+)$", page("Dockerfile"), re.MULTILINE))
+
+
+def shown_outputs(name: str) -> dict[str, str]:
+    """Return a page's outputs by the command before each."""
+    text = [block.removeprefix("$ swiftbatch ").partition("\n") for block in blocks(page(name)) if block[:2] == "$ "]
+    return {command: output.rstrip("\n") for command, _, output in text}
+
+
+def test_pages_show_what_verify_and_extend_print(folder: Path) -> None:
+    lines = [{"custom_id": name, "prompt": name, "max_tokens": 30, "ignore_eos": True} for name in "abc"]
+    (folder / "jobs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (verify, verified), *_ = shown_outputs("docs/verify.md").items()
+    (extend, extended), *_ = shown_outputs("docs/durability.md").items()
+    run = submit_file("jobs.jsonl", "my-run").run
+    run_all(run, EMBEDDED, **PLAINLY)
+    run.write_output()
+    with idle_workers():
+        for command, shown in ((verify, verified), (extend, extended)):
+            found = CliRunner().invoke(main, shlex.split(command))
+            assert found.exit_code == 0, found.output
+            assert is_shown_as(shown, found.output), found.output
