@@ -18,40 +18,55 @@ UNLIKELY = -9999.0  # stands for -inf, which JSON lacks
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities of consecutive tokens; an impossible token has -inf."""
+    """Log-probabilities of consecutive tokens; an impossible token has -inf. One array is one copy in a step."""
 
-    logprobs: NDArray[np.float32]  # [num_tokens]
-    top_ids: NDArray[np.int32]  # [num_tokens, num_top], likeliest first; NO_TOKEN fills missing places
-    top_logprobs: NDArray[np.float32]  # [num_tokens, num_top]
+    numbers: NDArray[np.int32]  # [num_tokens, 1 + 2 * num_top]: bits of `logprobs`, then ids and bits of the likeliest
 
     @classmethod
     def empty(cls, num_tokens: int, num_top: int) -> TokenLogprobs:
-        ids, values = np.empty((num_tokens, num_top), np.int32), np.empty((num_tokens, num_top), np.float32)
-        return cls(np.empty(num_tokens, np.float32), ids, values)
+        return cls(np.empty((num_tokens, 1 + 2 * num_top), np.int32))
+
+    @classmethod
+    def of(
+        cls, logprobs: NDArray[np.float32], top_ids: NDArray[np.int32], top_logprobs: NDArray[np.float32]
+    ) -> TokenLogprobs:
+        found = cls.empty(*top_ids.shape)
+        found.logprobs[:], found.top_ids[:], found.top_logprobs[:] = logprobs, top_ids, top_logprobs
+        return found
 
     @classmethod
     def joined(cls, parts: Iterable[TokenLogprobs], num_top: int) -> TokenLogprobs:
         """Concatenate consecutive parts."""
-        all_parts = [cls.empty(0, num_top), *parts]
-        return cls(
-            np.concatenate([part.logprobs for part in all_parts]),
-            np.concatenate([part.top_ids for part in all_parts]),
-            np.concatenate([part.top_logprobs for part in all_parts]),
-        )
+        return cls(np.concatenate([cls.empty(0, num_top).numbers, *(part.numbers for part in parts)]))
 
     def __len__(self) -> int:
-        return len(self.logprobs)
+        return len(self.numbers)
 
     @property
     def num_top(self) -> int:
-        return int(self.top_ids.shape[1])
+        return int(self.numbers.shape[1] // 2)
+
+    @property
+    def logprobs(self) -> NDArray[np.float32]:
+        """Return a view `[num_tokens]`."""
+        return self.numbers[:, 0].view(np.float32)
+
+    @property
+    def top_ids(self) -> NDArray[np.int32]:
+        """Return a view `[num_tokens, num_top]`, likeliest first; NO_TOKEN fills missing places."""
+        return self.numbers[:, 1::2]
+
+    @property
+    def top_logprobs(self) -> NDArray[np.float32]:
+        """Return a view `[num_tokens, num_top]`."""
+        return self.numbers[:, 2::2].view(np.float32)
 
     def top(self, num_top: int) -> TokenLogprobs:
         """Return them with fewer of the likeliest tokens."""
-        return TokenLogprobs(self.logprobs, self.top_ids[:, :num_top], self.top_logprobs[:, :num_top])
+        return TokenLogprobs(self.numbers[:, : 1 + 2 * num_top])
 
     def part(self, start: int, end: int) -> TokenLogprobs:
-        return TokenLogprobs(self.logprobs[start:end], self.top_ids[start:end], self.top_logprobs[start:end])
+        return TokenLogprobs(self.numbers[start:end])
 
 
 class PromptLogprobs(NamedTuple):

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,13 +58,15 @@ def random_ids(vocab_size: int, length: int, seed: int) -> list[int]:
     return [rng.randrange(vocab_size) for _ in range(length)]
 
 
-def sequences_of(target: TargetModel, prompts: Many[list[int]], num_tokens: int) -> list[Sequence]:
+def sequences_of(
+    target: TargetModel, prompts: Many[list[int]], num_tokens: int, logprobs: int | None = None
+) -> list[Sequence]:
     """Make one sequence per prompt; the first is greedy."""
     made = []
     for number, prompt in enumerate(prompts):
-        params = SamplingParams(
-            max_tokens=num_tokens, seed=number, temperature=1.0 if number else 0.0, min_p=0.1, ignore_eos=True
-        )
+        temperature = 1.0 if number else 0.0
+        law: dict[str, Any] = {"temperature": temperature, "min_p": 0.1, "logprobs": logprobs}
+        params = SamplingParams(max_tokens=num_tokens, seed=number, ignore_eos=True, **law)
         made.append(Sequence(f"s{number}", prompt, params, target.vocab_size, target.device))
     return made
 

@@ -65,7 +65,7 @@ def decode_span(data: bytes, identity: Identity) -> LogprobSpan:
     numbers = np.frombuffer(payload, dtype="<u4").astype(np.uint32)
     ids, own, top_ids, top = np.split(numbers, np.cumsum([num_tokens, num_tokens, num_tokens * num_top]))
     shape = (num_tokens, num_top)
-    found = TokenLogprobs(
+    found = TokenLogprobs.of(
         own.view(np.float32), top_ids.view(np.int32).reshape(shape), top.view(np.float32).reshape(shape)
     )
     return LogprobSpan(start, before, ids, found)

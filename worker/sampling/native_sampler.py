@@ -308,13 +308,13 @@ def logprobs(
     call, room = sampler.walk_call(tree, logits, mask)
     call.num_drawn = len(walked.drawn)
     room[2, : len(walked.drawn)], room[3, : len(walked.path)] = walked.drawn, walked.path
-    found, vocab_size = TokenLogprobs.empty(len(walked.drawn), num_top), sampler.sequence.vocab_size
-    addresses = (address_of(array) for array in (found.logprobs, found.top_ids, found.top_logprobs))
+    shape, vocab_size = (len(walked.drawn), num_top), sampler.sequence.vocab_size
+    found = np.empty(shape[0], np.float32), np.empty(shape, np.int32), np.empty(shape, np.float32)
     is_processed = mode == "processed_logprobs"
     kernels().sampling_logprobs(
-        ctypes.addressof(call), vocab_size, is_processed, num_top, *addresses, scratch(vocab_size)
+        *(ctypes.addressof(call), vocab_size, is_processed, num_top), *map(address_of, found), scratch(vocab_size)
     )
-    return found
+    return TokenLogprobs.of(*found)
 
 
 def top_candidates(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:

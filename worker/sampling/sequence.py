@@ -38,10 +38,9 @@ class KeptLogprobs:
         return self._room.part(0, self._length)
 
     def extend(self, more: TokenLogprobs) -> None:
-        room, start, end = self._room, self._length, self._length + len(more)
-        room.logprobs[start:end], room.top_ids[start:end] = more.logprobs, more.top_ids
-        room.top_logprobs[start:end] = more.top_logprobs
-        self._length = end
+        start, numbers = self._length, more.numbers
+        self._length = start + len(numbers)
+        self._room.numbers[start : self._length] = numbers
 
     def first(self, num_tokens: int) -> KeptLogprobs:
         """Return a copy of the first `num_tokens` entries, which can grow."""

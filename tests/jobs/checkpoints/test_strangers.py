@@ -48,7 +48,7 @@ STRANGERS = [Identity(job_id=OTHER_JOB, fingerprint=FINGERPRINT), Identity(job_i
 
 def logprobs_of(num_tokens: int) -> TokenLogprobs:
     top = np.arange(num_tokens, dtype=np.int32).reshape(-1, 1)
-    return TokenLogprobs(top[:, 0].astype(np.float32) / -4, top, top.astype(np.float32) / -8)
+    return TokenLogprobs.of(top[:, 0].astype(np.float32) / -4, top, top.astype(np.float32) / -8)
 
 
 @pytest.fixture(params=["disk", pytest.param("bucket", marks=pytest.mark.slow)])

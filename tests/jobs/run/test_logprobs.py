@@ -137,7 +137,7 @@ def test_a_chat_has_a_list_of_tokens_with_their_bytes_and_the_likeliest_alone() 
 
 
 def test_no_number_of_likeliest_gives_those_of_the_tokens_alone() -> None:
-    none = TokenLogprobs(np.array([-1.0], np.float32), np.empty((1, 0), np.int32), np.empty((1, 0), np.float32))
+    none = TokenLogprobs.of(np.array([-1.0], np.float32), np.empty((1, 0), np.int32), np.empty((1, 0), np.float32))
     assert shown(COMPLETION, [0], none)["top_logprobs"] == [{"Hi": -1.0}]
     assert shown(CHAT, [0], none)["content"][0]["top_logprobs"] == []
 

@@ -107,8 +107,8 @@ class Draw:
 # Graphs for rows with filters, for all others, and for log-probabilities.
 
 
-# widths of a row's results: token, highest logit, candidates and their log-probabilities; `TokenLogprobs`
-WIDTHS_OUT = (1, 1, TOP_K, TOP_K, 1, MAX_TOP_LOGPROBS, MAX_TOP_LOGPROBS)
+# widths of a row's results: token, highest logit, candidates and their log-probabilities; `TokenLogprobs.numbers`
+WIDTHS_OUT = (1, 1, TOP_K, TOP_K, 1 + 2 * MAX_TOP_LOGPROBS)
 
 
 class SampledRows(NamedTuple):
@@ -117,12 +117,10 @@ class SampledRows(NamedTuple):
     tokens: NDArray[np.int32]  # [num_rows], -1 if nothing can be drawn
     candidates: NDArray[np.int32]  # [num_rows, TOP_K]
     candidate_logprobs: NDArray[np.float32]  # [num_rows, TOP_K]
-    logprobs: NDArray[np.float32]  # [num_rows]
-    top_ids: NDArray[np.int32]  # [num_rows, MAX_TOP_LOGPROBS]
-    top_logprobs: NDArray[np.float32]  # [num_rows, MAX_TOP_LOGPROBS]
+    logprobs: NDArray[np.int32]  # [num_rows, 1 + 2 * MAX_TOP_LOGPROBS], as `TokenLogprobs.numbers`
 
     def logprobs_of(self, rows: slice | list[int], num_top: int) -> TokenLogprobs:
-        return TokenLogprobs(self.logprobs[rows], self.top_ids[rows, :num_top], self.top_logprobs[rows, :num_top])
+        return TokenLogprobs(self.logprobs[rows, : 1 + 2 * num_top])
 
 
 def parts_out(out: Any) -> list[Any]:
@@ -148,7 +146,7 @@ class SamplingGraphs:
         rows, ancestors, leaving, arriving, gone = layout.parts(self.table)
         self.out = torch.zeros(num_rows * sum(WIDTHS_OUT), dtype=torch.int32, device=device)
         floats = parts_out(self.out.view(torch.float32))
-        tokens, _, ids, _, _, top_ids, _ = parts_out(self.out)
+        tokens, _, ids, _, logprobs = parts_out(self.out)
         self._buffers = SamplingBuffers(
             self.logits, rows, ancestors, self.slots, leaving, tokens[:, 0], floats[1][:, 0]
         )
@@ -160,8 +158,7 @@ class SamplingGraphs:
         works = (in_a_row(counting, launch, candidates.launch) for launch in (draw.launch, filtered))
         self._plain, self._filtered = (capture(work, device) for work in works)
         found = RowLogprobs(self.logits, rows, draw.scores, draw.peaks, draw.cuts.ranks)
-        reporting = functools.partial(found.launch, tokens[:, 0], floats[4][:, 0], top_ids, floats[6])
-        self._logprobs = capture(in_a_row(reporting), device)
+        self._logprobs = capture(in_a_row(functools.partial(found.launch, tokens[:, 0], logprobs)), device)
 
     def replay(self, draws: bool, is_filtered: bool, with_logprobs: bool) -> SampledRows:
         """Run what is asked for and wait for the results; without a draw, the tokens are arbitrary."""
@@ -170,9 +167,8 @@ class SamplingGraphs:
         if with_logprobs:
             self._logprobs.replay()
         out = self._download.wait().copy()
-        tokens, _, ids, _, _, top_ids, _ = parts_out(out)
-        floats = parts_out(out.view(np.float32))
-        return SampledRows(tokens[:, 0], ids, floats[3], floats[4][:, 0], top_ids, floats[6])
+        tokens, _, ids, candidate_logprobs, logprobs = parts_out(out)
+        return SampledRows(tokens[:, 0], ids, candidate_logprobs.view(np.float32), logprobs)
 
 
 def in_a_row(*works: Work) -> Work:
@@ -308,10 +304,8 @@ class CudaBatchSampler:
         for sampler, tree in zip(samplers, trees, strict=True):
             end = start + 1 + len(tree.token_ids)
             candidates = (ids[start:end], found.candidate_logprobs[start:end]) if with_candidates else None
-            walk = _walk(tree, drawn, start, candidates)
-            if rows[start].logprobs:
-                walk = Walk(*walk[:4], _along(walk, found, start, num_top_of(sampler.sequence)))  # `_replace` is slow
-            walks.append(walk)
+            num_top = num_top_of(sampler.sequence) if rows[start].logprobs else None
+            walks.append(_walk(tree, drawn, start, candidates, found, num_top))
             start = end
         return walks
 
@@ -334,7 +328,9 @@ class CudaBatchSampler:
             rows[row] = replace(rows[row], token=token_id)
         draws = mode == "processed_logprobs"
         found = self._draw([sampler] if draws else [], rows, logits, draws)  # only a draw counts the sequence's tokens
-        return _along(walked, found, 0, num_top_of(sampler.sequence))
+        return found.logprobs_of(
+            [0, *(node + 1 for node in walked.path)][: len(walked.drawn)], num_top_of(sampler.sequence)
+        )
 
     def _draw(
         self, samplers: Many[CudaSampler], rows: list[SamplingRow], logits: torch.Tensor, draws: bool = True
@@ -374,27 +370,29 @@ def _joined(parts: Many[np.ndarray]) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _along(walk: Walk, found: SampledRows, root: int, num_top: int) -> TokenLogprobs:
-    """Return the log-probabilities of a walk's tokens from the results of its tree's rows."""
-    if not walk.path:  # the usual case
-        return found.logprobs_of(slice(root, root + len(walk.drawn)), num_top)
-    rows = [root, *(root + 1 + node for node in walk.path)]
-    return found.logprobs_of(rows[: len(walk.drawn)], num_top)
-
-
-def _walk(tree: DraftTree, tokens: list[int], root: int, candidates: Candidates | None) -> Walk:
+def _walk(
+    tree: DraftTree,
+    tokens: list[int],
+    root: int,
+    candidates: Candidates | None,
+    found: SampledRows,
+    num_top: int | None,
+) -> Walk:
     """Walk along the drawn tokens, up to a row from which none was drawn."""
     token, draft_ids = tokens[root], tree.token_ids
     if token >= 0 and token not in draft_ids:  # the usual case
-        return Walk([], [token], None, candidates)
-    parent, path, drawn = ROOT, list[int](), list[int]()
+        own = None if num_top is None else found.logprobs_of(slice(root, root + 1), num_top)
+        return Walk([], [token], None, candidates, own)
+    parent, path, drawn, rows = ROOT, list[int](), list[int](), [root]
     if token >= 0:
         drawn.append(token)
         for node, token_id in enumerate(draft_ids):
             if token_id == token and tree.parents[node] == parent:
                 path.append(node)
+                rows.append(root + 1 + node)
                 token, parent = tokens[root + 1 + node], node
                 if token < 0:
                     break
                 drawn.append(token)
-    return Walk(path, drawn, None if token >= 0 else parent + 1, candidates)
+    own = None if num_top is None else found.logprobs_of(rows[: len(drawn)], num_top)
+    return Walk(path, drawn, None if token >= 0 else parent + 1, candidates, own)

@@ -73,10 +73,10 @@ def logprob_of(score, peak, log_mass):
 @triton.jit
 def logprobs_of_rows(
     rows_ptr, logits_ptr, logits_stride, scores_ptr, peaks_ptr, cuts_ptr, ranks_ptr, tops_ptr, masses_ptr, tokens_ptr,
-    logprobs_ptr, top_ids_ptr, top_logprobs_ptr, vocab, num_blocks,
+    numbers_ptr, vocab, num_blocks,
     NO_TOKEN: tl.constexpr, WIDTH: tl.constexpr, TOP: tl.constexpr, NUM_RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Store the log-probability of each row's token, and ids and log-probabilities `[num_rows, TOP]` of the best.
+    """Store the bits of the log-probability of each row's token, then ids and bits of the `TOP` best.
 
     Impossible tokens have -inf, and no id.
     """
@@ -91,15 +91,16 @@ def logprobs_of_rows(
         rows_ptr, row, logits_ptr, logits_stride, scores_ptr, peaks_ptr, cuts_ptr, token, token >= 0, vocab, num_blocks,
         kind, WIDTH,
     )  # fmt: skip
-    tl.store(logprobs_ptr + row, logprob_of(value, peak, log_mass))
+    numbers_ptr += row * (1 + 2 * TOP)
+    tl.store(numbers_ptr, logprob_of(value, peak, log_mass).to(tl.int32, bitcast=True))
     places = tl.arange(0, NUM_RANKS)
     ranks = tl.load(ranks_ptr + row * num_blocks * TOP + places, mask=places < num_blocks * TOP, other=SMALLEST)
     for place in tl.static_range(TOP):
         best = tl.max(ranks, 0)
         ranks = tl.where(ranks == best, SMALLEST, ranks)
         logprob = logprob_of(number_of((best >> 32).to(tl.int32)), peak, log_mass)
-        tl.store(top_ids_ptr + row * TOP + place, tl.where(logprob > float("-inf"), token_of(best), NO_TOKEN))
-        tl.store(top_logprobs_ptr + row * TOP + place, logprob)
+        tl.store(numbers_ptr + 1 + 2 * place, tl.where(logprob > float("-inf"), token_of(best), NO_TOKEN))
+        tl.store(numbers_ptr + 2 + 2 * place, logprob.to(tl.int32, bitcast=True))
 
 
 class RowLogprobs:
@@ -123,12 +124,10 @@ class RowLogprobs:
             torch.empty(self._grid, dtype=torch.float64, device=device),
         )
 
-    def launch(
-        self, tokens: torch.Tensor, logprobs: torch.Tensor, top_ids: torch.Tensor, top_logprobs: torch.Tensor
-    ) -> None:
-        """Fill `logprobs [num_rows] float32` of drawn `tokens [num_rows] int32`, unless the table has others.
+    def launch(self, tokens: torch.Tensor, numbers: torch.Tensor) -> None:
+        """Fill `numbers [num_rows, 1 + 2 * MAX_TOP_LOGPROBS] int32` as `TokenLogprobs` has them.
 
-        The best go to `top_ids` and `top_logprobs [num_rows, MAX_TOP_LOGPROBS]`.
+        They are of the drawn `tokens [num_rows] int32`, unless the table has others.
         """
         num_rows, num_blocks = self._grid
         width, top = triton.next_power_of_2(num_blocks), MAX_TOP_LOGPROBS
@@ -137,7 +136,7 @@ class RowLogprobs:
             BLOCK=sampling_rows.BLOCK, WIDTH=width, TOP=top, num_warps=NUM_WARPS,
         )  # fmt: skip
         logprobs_of_rows[(num_rows,)](
-            *self._given, *self._found, tokens, logprobs, top_ids, top_logprobs, self._vocab_size, num_blocks,
+            *self._given, *self._found, tokens, numbers, self._vocab_size, num_blocks,
             NO_TOKEN=NO_TOKEN, WIDTH=width, TOP=top, NUM_RANKS=triton.next_power_of_2(num_blocks * top),
             num_warps=ROW_WARPS,
         )  # fmt: skip

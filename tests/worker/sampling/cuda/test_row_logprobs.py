@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from swiftbatch.jobs.logprobs import NO_TOKEN
+from swiftbatch.jobs.logprobs import NO_TOKEN, TokenLogprobs
 from swiftbatch.jobs.run.run_records import LogprobsMode
 from swiftbatch.jobs.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from swiftbatch.worker.sampling.batch_sampler import TorchBatchSampler, row_logprobs
@@ -24,30 +24,24 @@ from tests.worker.forward.cuda.checked_graph import CheckedGraph
 from tests.worker.sampling.cuda.draw_parts import NAN, Branch, any_branch, plain, step_of
 from tests.worker.sampling.native.sampling_parts import INF
 
-Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-
-def reported(branches: list[Branch | None], kinds: list[int], tokens: list[int] | None = None) -> Found:
+def reported(branches: list[Branch | None], kinds: list[int], tokens: list[int] | None = None) -> TokenLogprobs:
     """Draw, and return log-probabilities of drawn tokens or of `tokens`; rows that ask for none keep 12345."""
     buffers, num_rows = step_of(branches), len(branches)
     buffers.rows[:, column_of("logprobs")] = torch.tensor(kinds, dtype=torch.int32)
     buffers.rows[:, column_of("token")] = torch.tensor(tokens or [-1] * num_rows, dtype=torch.int32)
     draw = Draw(buffers)
     draw.launch(is_filtered=FILTERED in kinds)
-    found = (
-        torch.full((num_rows,), 12345.0),
-        torch.full((num_rows, MAX_TOP_LOGPROBS), 12345, dtype=torch.int32),
-        torch.full((num_rows, MAX_TOP_LOGPROBS), 12345.0),
-    )
-    RowLogprobs(buffers.logits, buffers.rows, draw.scores, draw.peaks, draw.cuts.ranks).launch(buffers.tokens, *found)
-    return found
+    found = torch.full((num_rows, 1 + 2 * MAX_TOP_LOGPROBS), 12345, dtype=torch.int32)
+    RowLogprobs(buffers.logits, buffers.rows, draw.scores, draw.peaks, draw.cuts.ranks).launch(buffers.tokens, found)
+    return TokenLogprobs(found.numpy())
 
 
-def assert_equal(found: Found, place: int, scores: torch.Tensor, token_id: int) -> None:
+def assert_equal(found: TokenLogprobs, place: int, scores: torch.Tensor, token_id: int) -> None:
     logprob, ids, top = row_logprobs(scores, token_id, MAX_TOP_LOGPROBS)
-    assert found[1][place].tolist() == ids.tolist()
-    assert float(found[0][place]) == pytest.approx(logprob, rel=2e-7, abs=1e-12)
-    np.testing.assert_allclose(found[2][place].numpy(), top, rtol=2e-7, atol=1e-12)
+    assert found.top_ids[place].tolist() == ids.tolist()
+    assert float(found.logprobs[place]) == pytest.approx(logprob, rel=2e-7, abs=1e-12)
+    np.testing.assert_allclose(found.top_logprobs[place], top, rtol=2e-7, atol=1e-12)
 
 
 @pytest.mark.parametrize("vocab_size", [3, 2 * BLOCK + 37])
@@ -62,8 +56,8 @@ def test_raw_ones_are_those_of_float64_and_of_equals_the_first_comes_first(vocab
     found = reported([*branches, None], [RAW] * 9 + [NO_LOGPROBS], [*tokens, -1])
     for place, row in enumerate(rows):
         assert_equal(found, place, row, tokens[place])
-    assert found[1][2].tolist() == (list(range(20)) if vocab_size > 20 else [0, 1, 2] + [NO_TOKEN] * 17)
-    assert (found[0][-1], found[1][-1, 0]) == (12345.0, 12345)
+    assert found.top_ids[2].tolist() == (list(range(20)) if vocab_size > 20 else [0, 1, 2] + [NO_TOKEN] * 17)
+    assert (found.numbers[-1] == 12345).all()
 
 
 @pytest.mark.parametrize("seed", range(2))
