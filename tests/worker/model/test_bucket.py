@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -66,9 +67,13 @@ def is_weights(path: str) -> bool:
     return path.endswith("/model.safetensors") and "/parts/" not in path
 
 
-def gets(proxy: FaultProxy, name: str = "/model.safetensors") -> int:
+def gets(proxy: FaultProxy, name: str = "/model.safetensors", method: str = "GET") -> int:
     asked = [each for each in proxy.requests if "/parts/" not in each]
-    return sum(each.startswith("GET ") and each.endswith(name) for each in asked)
+    return sum(each.startswith(method) and each.endswith(name) for each in asked)
+
+
+def num_others(proxy: FaultProxy) -> int:
+    return sum(not is_weights(each) for each in proxy.requests)
 
 
 def wait_for_download(cache: Path, proxy: FaultProxy) -> None:
@@ -91,14 +96,19 @@ def test_a_model_is_downloaded_once(model: str, s3_proxy: FaultProxy) -> None:
 
 
 def test_two_workers_of_a_node_download_a_model_once(model: str, s3_proxy: FaultProxy, cache: Path) -> None:
-    s3_proxy.delay = lambda method, path: 3.0 * is_weights(path)  # the other one comes meanwhile
-    first = started(model)
+    released = threading.Event()
+    s3_proxy.delay = lambda method, path: 0.0 * (is_weights(path) and method == "GET" and released.wait())
+    workers = [started(model), started(model)]
     wait_for_download(cache, s3_proxy)
-    second = started(model)
-    paths = {worker.communicate()[0] for worker in (first, second)}
-    assert first.returncode == second.returncode == 0
+    num_seen = -1
+    while num_seen < num_others(s3_proxy):  # until the other one waits, too
+        num_seen = num_others(s3_proxy)
+        time.sleep(3)
+    released.set()
+    paths = {worker.communicate()[0] for worker in workers}
+    assert all(worker.returncode == 0 for worker in workers)
     assert len(paths) == 1
-    assert gets(s3_proxy) == 1
+    assert gets(s3_proxy, method="HEAD") == 1  # a download begins with it; a GET without an answer is repeated
 
 
 def test_a_download_that_is_killed_leaves_nothing_half(
