@@ -23,11 +23,13 @@ from swiftbatch.worker.kv.kv_capacity import (
 )
 from swiftbatch.worker.kv.model_sizes import ModelSizes, sizes_of_stored
 from swiftbatch.worker.model.architectures.catalogue import recurrent_shape
+from swiftbatch.worker.model.bucket import Bucket, is_in_bucket
 from swiftbatch.worker.model.compute_path import ComputePath, path_on
 from swiftbatch.worker.model.config_faults import config_fault, keys_fault
 from swiftbatch.worker.model.config_values import shown
 from swiftbatch.worker.model.digests import has_tekken_alone, weight_files
 from swiftbatch.worker.model.file_checks import (
+    PICKLED,
     PICKLED_FILE,
     PICKLED_INDEX,
     adapter_fault,
@@ -46,6 +48,7 @@ from swiftbatch.worker.model.model_files import (
     gguf_of,
     model_folder,
     read_whole_config,
+    weights_in,
     what_refuses,
 )
 from swiftbatch.worker.model.mtp_layers import NoPredictorError, predictor_of
@@ -62,17 +65,20 @@ class Source:
     name: str
     path: Path
     tensors: tuple[tuple[str, StoredTensor], ...] | None  # has stored names
-    has_files: bool  # False on the hub, where only tensor headers are read
+    has_files: bool  # False on the hub or in an object store, where only tensor headers are read
 
 
 def source_of(model: str) -> Source:
-    """Find `embedded`, a folder or a hub id. Raises ModelError for anything else."""
+    """Find `embedded`, a folder, a folder in an object store, or a hub id. Raises ModelError for anything else."""
     path = EMBEDDED if model == "embedded" else Path(model)
     if gguf_of(model) is not None:
         path = model_folder(model, CONFIG_FILES)
     if path.is_dir():
         stored = _stored_in(path)
         return Source(model, path, stored, has_files=stored is not None or _has_others(path))
+    if is_in_bucket(model):
+        path = model_folder(model, SMALL_FILES)
+        return Source(model, path, _stored_in_bucket(Bucket(model), path), has_files=False)
     path = hub_snapshot(model, SMALL_FILES)
     stored = _stored_on_hub(model)
     files = weight_files(path)  # the hub's cache may have them
@@ -85,6 +91,13 @@ def _stored_in(path: Path) -> tuple[tuple[str, StoredTensor], ...] | None:
         return tuple(pair for file in files for pair in heads_in(file).items()) or None
     except FormatError as error:
         raise ModelError(f"model {path}: {error}") from None
+
+
+def _stored_in_bucket(bucket: Bucket, path: Path) -> tuple[tuple[str, StoredTensor], ...] | None:
+    names = weights_in(bucket, path)
+    if any(name.endswith(PICKLED) for name in names):
+        return None
+    return tuple(pair for name in names for pair in bucket.heads(name).items())
 
 
 def _has_others(path: Path) -> bool:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from io import SEEK_END, UnsupportedOperation
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 from urllib.error import HTTPError
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 from urllib.request import Request, urlopen
@@ -206,6 +206,17 @@ def _told(text: str) -> str:
 # The storage behind a `Store` on an object store.
 
 
+class ObjectVersion(NamedTuple):
+    """Version of an object; `tag` changes with the content."""
+
+    num_bytes: int
+    tag: str
+
+    @classmethod
+    def of(cls, meta: Any) -> ObjectVersion:
+        return cls(meta["size"], meta["e_tag"] or str(meta["last_modified"]))
+
+
 class ObjectReader:
     """Reads one version of one object by ranges."""
 
@@ -213,6 +224,7 @@ class ObjectReader:
         """Raise `FileNotFoundError` if there is no such object."""
         self._store, self._path = store, path
         self._object = _looked_up(store, path)
+        self.version = ObjectVersion.of(self._object)
         self._position = 0
 
     def read(self, size: int) -> bytes:
@@ -310,12 +322,16 @@ class ObjectFolder:
         return [*self.sizes(folder)]
 
     def sizes(self, folder: str) -> dict[str, int | None]:
+        found = self.versions(folder).items()
+        return {path.rpartition("/")[2]: version and version.num_bytes for path, version in found}
+
+    def versions(self, folder: str) -> dict[str, ObjectVersion | None]:
+        """Return the paths in a folder with each object's version, or None for a subfolder."""
         with as_os_error():
             found = obstore.list_with_delimiter(self._store, folder)
-        sizes: dict[str, int | None] = dict.fromkeys(found["common_prefixes"])
+        versions: dict[str, ObjectVersion | None] = dict.fromkeys(found["common_prefixes"])
         # some programs mark an empty folder with an object, which obstore calls by the folder's name
-        sizes |= {each["path"]: each["size"] for each in found["objects"] if each["path"] != folder}
-        return {path.rpartition("/")[2]: size for path, size in sizes.items()}
+        return versions | {each["path"]: ObjectVersion.of(each) for each in found["objects"] if each["path"] != folder}
 
     def move(self, path: str, target: str) -> bool:
         data = self.read(path)

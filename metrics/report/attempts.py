@@ -124,6 +124,7 @@ class JobFacts:
     num_tokens_by_draft: tuple[int, ...] | None = None  # in the order of `DRAFTS`
     attempts: tuple[Attempt, ...] = ()
     file: str | None = None  # the run's file with its result or error
+    line_id: str = ""  # of its result's line in that file, which has more lines
     is_cut_thought: bool = False  # it ran out of room inside its thought
 
 

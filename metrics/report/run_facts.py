@@ -18,7 +18,7 @@ from swiftbatch.jobs.checkpoints.token_log import PackedLogs
 from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.run.job_index import JobEntry, JobIndex
-from swiftbatch.jobs.run.output_line import shown_text
+from swiftbatch.jobs.run.output_line import line_id, shown_text
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import DriverClaim, Progress, RunManifest, in_parallel
 from swiftbatch.metrics.report.attempts import (
@@ -289,6 +289,7 @@ class _Reader:
             num_tokens_by_draft=tuple(by_draft.get(kind, 0) for kind in DRAFTS) if by_draft else None,
             attempts=attempts_of(history, OUTCOMES["finished"], ended, self._driver_starts),
             file=self._run.result_file(entry.job_id),
+            line_id=line_id(entry.job_id),
             is_cut_thought=_may_be_cut(message, reason),
         )
 

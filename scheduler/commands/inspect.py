@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 def inspect(models: tuple[str, ...], as_json: bool) -> None:
     """Show what a model is, whether it runs here, and how fast its layers are computed.
 
-    Reads the config, the index and the headers of the weights alone: a model on the hub costs a few KB. The exit code
-    is 1 if a model does not run.
+    Reads the config, the index and the headers of the weights alone: a model on the hub or in a bucket costs a few
+    KB. The exit code is 1 if a model does not run.
 
     \b
     Example:

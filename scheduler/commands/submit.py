@@ -139,7 +139,7 @@ token_option = options_of("What decides the tokens; stored in the run")
 @token_option(
     "--model",
     callback=filled,
-    help=f"`embedded`, folder, .gguf, hub id[@REV][:FILE]. [default: {Computation.model}]",
+    help=f"Folder, .gguf, s3://, or hub id[@REV][:FILE]. [default: {Computation.model}]",
 )
 @token_option("--dtype", type=DTYPES, help=f"[default: {Computation.dtype}]")
 @token_option("--kv-dtype", type=KV_DTYPES, help=KV_DTYPE_HELP)

@@ -7,7 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from bench.__main__ import main
-from bench.scale import JOBS_FILE, RUN, STAGES, Options, measured, write_jobs
+from bench.scale import FIGURES, JOBS_FILE, RUN, STAGES, UNMEASURED, Options, measured, shown, write_jobs
+from bench.tables import Record, tables
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.driver.attempt_numbers import Attempts
@@ -47,6 +48,16 @@ def test_what_cannot_be_measured_is_told_in_one_line_before_anything_is(
     assert result.exit_code == 2
     assert told in result.output
     assert "Traceback" not in result.output
+
+
+def test_the_table_fits_into_a_terminal_and_shows_every_stage() -> None:
+    stages = [name for name in STAGES if name != UNMEASURED]
+    records: list[Record] = [{"stage": name, "cpu_seconds": 123456.7, "MiB": 98765.4} for name in stages]
+    records[1] |= {"num_requests": 1_234_567, "longest_without_beat_seconds": 0.123456}
+    head, *rows = tables(shown(records, Options())).splitlines()
+    assert all(name in head for name in stages)
+    assert [row.split()[0] for row in rows] == list(FIGURES)
+    assert max(map(len, (head, *rows))) <= 80
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ Object = dict[str, Any]
 SCHEMAS = Path(os.environ.get("SWIFTBATCH_SCHEMAS", ROOT.parent / "shared" / "schemas"))
 CORE = ("v1", "apps/v1", "batch/v1", "networking.k8s.io/v1", "policy/v1")
 RAY = "ray.io/v1"
+VERSIONS = tuple(f"1.{number}.0" for number in (31, 34, 35, 36, 37))  # the chart's oldest, and the newest four
 OPERATOR = ("monitoring.coreos.com/v1", "monitoring.coreos.com/v1alpha1")
 # their definitions are not at hand: the contents of the objects that we have
 NAMES = {"type": "object", "additionalProperties": {"type": "string"}}
@@ -102,10 +103,10 @@ def _texts(value: Any, where: str) -> Iterator[tuple[str, str]]:
             yield from _texts(item, f"{where}/{name}")
 
 
-def validate(each: Object) -> None:
-    """Check an object's fields; skip KubeRay's without their schemas."""
+def validate(each: Object, version: str = VERSIONS[-1]) -> None:
+    """Check an object's fields as Kubernetes of a version does; skip KubeRay's without their schemas."""
     if each["apiVersion"] in CORE:
-        kubernetes_validate.validate(each, kubernetes_validate.latest_version(), strict=True)
+        kubernetes_validate.validate(each, version, strict=True)
         return
     schema = _ray_schema(each["kind"]) if each["apiVersion"] == RAY else _closed_form(MONITORS[each["kind"]])
     assert each["apiVersion"] in (RAY, *OPERATOR)
@@ -113,11 +114,11 @@ def validate(each: Object) -> None:
     jsonschema.Draft202012Validator(schema).validate(content)
 
 
-def validate_pods(objects: list[Object]) -> None:
+def validate_pods(objects: list[Object], version: str = VERSIONS[-1]) -> None:
     """Check the fields of all pods, KubeRay's too."""
     for template in pods(objects).values():
         named = {**template, "metadata": {"name": "pod", **template["metadata"]}}
-        validate({"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": named})
+        validate({"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": named}, version)
 
 
 @functools.cache

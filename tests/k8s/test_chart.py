@@ -120,6 +120,14 @@ def test_a_misspelt_value_is_refused(value: str) -> None:
         rendered(None, value)
 
 
+def test_more_workers_at_least_than_at_most_are_refused_in_a_line() -> None:
+    for nights in ("standing", "own"):
+        with pytest.raises(ValueError, match=r"workers\.min: found 3, expected at most workers\.max = 2\n") as told:
+            rendered(None, "workers.min=3", "workers.max=2", f"nights={nights}")
+        assert str(told.value).count("workers.min") == 1
+    assert rendered(None, "workers.min=2", "workers.max=2")
+
+
 def head_and_workers(overlay: str) -> tuple[list[Object], list[Object]]:
     objects = render(overlay)
     found = pods(objects)

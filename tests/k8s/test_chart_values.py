@@ -13,7 +13,17 @@ import pytest
 import yaml
 
 from tests.k8s.chart import CHART, rendered
-from tests.k8s.kubernetes_parts import Object, commands, one, pods, ray_containers, settings, validate, validate_pods
+from tests.k8s.kubernetes_parts import (
+    VERSIONS,
+    Object,
+    commands,
+    one,
+    pods,
+    ray_containers,
+    settings,
+    validate,
+    validate_pods,
+)
 from tests.readme.command_lines import options, page
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
@@ -155,13 +165,15 @@ def test_a_value_is_where_kubernetes_looks_for_it(place: str, expected: Any) -> 
     assert at(place) == expected
 
 
-def test_objects_with_these_values_are_sound_and_have_the_labels_of_helm() -> None:
-    validate_pods(objects())
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_objects_with_these_values_are_sound_and_have_the_labels_of_helm(version: str) -> None:
+    validate_pods(objects(), version)
     for each in objects():
         labels = each["metadata"]["labels"]
         assert (labels["helm.sh/chart"], labels["app.kubernetes.io/managed-by"]) == ("swiftbatch-0.1.0", "Helm")
         if each["apiVersion"] in ("v1", "networking.k8s.io/v1"):
-            validate(each)
+            validate(each, version)
     head = one(objects(), "NetworkPolicy", "swiftbatch-head")["spec"]
     assert head["egress"] == [{"ports": [{"port": 8443}]}]
     assert head["ingress"][0]["from"] == [namespace("ray")]

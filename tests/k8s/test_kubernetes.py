@@ -7,10 +7,11 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.k8s.chart import OVERLAYS, rendered
+from tests.k8s.chart import CHART, OVERLAYS, rendered
 from tests.k8s.kubernetes_parts import (
     RAY,
     ROOT,
+    VERSIONS,
     Object,
     one,
     pods,
@@ -32,12 +33,22 @@ def objects(request: pytest.FixtureRequest) -> list[Object]:
 
 
 @pytest.mark.sample(2)
-def test_every_object_has_all_its_fields_and_no_other(objects: list[Object]) -> None:
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_object_has_all_its_fields_and_no_other(objects: list[Object], version: str) -> None:
     kinds = "RayCluster RayJob RayCronJob CronJob NetworkPolicy ServiceAccount ConfigMap PodDisruptionBudget"
     assert set(kinds.split()) <= {each["kind"] for each in objects}
-    validate_pods(objects)
+    validate_pods(objects, version)
     for each in sorted(objects, key=lambda each: each["apiVersion"] == RAY):  # sorted last, because it may be skipped
-        validate(each)
+        validate(each, version)
+
+
+def test_the_versions_are_the_chart_s_oldest_and_the_newest_four_at_hand() -> None:
+    newest = int(kubernetes_validate.latest_version().split(".")[1])
+    oldest = yaml.safe_load((CHART / "Chart.yaml").read_text())["kubeVersion"]
+    assert (
+        oldest.removeprefix(">=").removesuffix("-0"),
+        *(f"1.{newest - back}.0" for back in (3, 2, 1, 0)),
+    ) == VERSIONS
 
 
 @pytest.mark.parametrize(

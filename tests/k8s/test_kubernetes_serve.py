@@ -10,7 +10,7 @@ from swiftbatch.scheduler.serve.batches.batch_supervisor import GRACE_SLACK_SECO
 from swiftbatch.scheduler.serve.batches.batch_webhooks import TRY_SECONDS
 from swiftbatch.scheduler.serve.server import END_SECONDS, server_router
 from tests.k8s.chart import rendered
-from tests.k8s.kubernetes_parts import Object, commands, one, pods, validate, validate_pods
+from tests.k8s.kubernetes_parts import VERSIONS, Object, commands, one, pods, validate, validate_pods
 from tests.readme.command_lines import options
 
 HEAD = "swiftbatch-head-svc:6379"
@@ -43,13 +43,15 @@ def given() -> dict[str, object]:
     return dict(options(words))
 
 
-def test_every_object_has_all_its_fields_and_no_other() -> None:
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_object_has_all_its_fields_and_no_other(version: str) -> None:
     ours = [each for each in objects() if each["metadata"]["name"] == "swiftbatch-serve"]
     kinds = "Deployment Service Ingress NetworkPolicy ServiceAccount PodMonitor ScrapeConfig"
     assert sorted(each["kind"] for each in ours) == sorted(kinds.split())
-    validate_pods(objects())
+    validate_pods(objects(), version)
     for each in ours:
-        validate(each)
+        validate(each, version)
     assert not [each for each in rendered() if "serve" in each["metadata"]["name"]]
 
 

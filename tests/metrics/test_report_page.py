@@ -157,6 +157,17 @@ def test_links_lead_to_the_files_of_the_run_wherever_the_page_lies(tmp_path: Pat
         assert {line["custom_id"] for line in files} == {job.job.custom_id for job in run.jobs()}
 
 
+def test_a_job_says_which_line_of_the_file_is_its_result(tmp_path: Path) -> None:
+    run = preempted_run(str(tmp_path / "run"))
+    page = page_of(run)
+    for job in run.jobs():
+        told = re.search(rf"with the id <code>(\S*{job.job_id})</code> in <code>(\S+)</code>", page)
+        assert told is not None
+        lines = (tmp_path / "run" / told[2]).read_text().splitlines()
+        [line] = [line for line in lines if line.startswith(json.dumps({"id": told[1]})[:-1])]
+        assert json.loads(line)["custom_id"] == job.job.custom_id
+
+
 def test_colours_follow_the_readers_choice(tmp_path: Path) -> None:
     page = page_of(preempted_run(str(tmp_path)))
     light, dark = re.findall(r":root \{(.*?)\}", page, re.S)

@@ -22,6 +22,7 @@ class Hub:
     commit: str = COMMIT  # its only, newest commit
     faults: list[tuple[int, dict[str, str]]] = field(default_factory=list)  # the next answers: status and headers
     refusals: dict[str, tuple[int, dict[str, str]]] = field(default_factory=dict)  # by model
+    lost: set[str] = field(default_factory=set)  # files that are listed and not there
     sent: dict[str, int] = field(default_factory=dict)
 
 
@@ -57,7 +58,8 @@ class _Answers(BaseHTTPRequestHandler):
         else:
             folder = self.hub.models.get("/".join(parts[:2]), Path("nowhere"))
             file = folder / "/".join(parts[4:])
-            self._file(file, with_body) if file.is_file() else self._send(b"", {"X-Error-Code": "EntryNotFound"}, 404)
+            is_there = file.is_file() and file.name not in self.hub.lost
+            self._file(file, with_body) if is_there else self._send(b"", {"X-Error-Code": "EntryNotFound"}, 404)
 
     def _list(self, model: str, is_tree: bool) -> None:
         files = sorted(file for file in self.hub.models[model].iterdir() if file.is_file())

@@ -231,7 +231,46 @@ def test_the_driver_of_a_cluster_fetches_no_weights_and_workers_check_theirs(tin
         data = bytearray(blob.read_bytes())
         data[-1] ^= 1
         blob.write_bytes(data)
-        assert f"is damaged: the hub has SHA-256 {blob.name[:12]}" in run_code(hub, tmp_path, WORKER).stderr
+        assert f"is damaged: its source has SHA-256 {blob.name[:12]}" in run_code(hub, tmp_path, WORKER).stderr
+
+
+LOCATE = """
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.model.model_files import locate_model
+for is_whole in (False, True):
+    try:
+        found = locate_model("some/model", is_whole=is_whole)
+        print(sorted(file.name for file in found.path.iterdir()))
+    except ModelError as error:
+        print(error)
+"""
+
+
+def test_an_absent_weight_file_is_named_with_and_without_weights(tiny_model: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    names = dict.fromkeys(tensors, "model-1.safetensors") | {list(tensors)[-1]: "model-2.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with hub_of({"some/model": folder}) as hub:
+        absent = run_code(hub, tmp_path, LOCATE).stdout.splitlines()
+        shutil.copy(folder / "model-1.safetensors", folder / "model-2.safetensors")
+        hub.lost = {"model-2.safetensors"}
+        shutil.rmtree(tmp_path / "cache")
+        lost = run_code(hub, tmp_path, LOCATE).stdout.splitlines()
+    assert len(absent) == len(lost) == 2
+    assert all("its index names 'model-2.safetensors', and no such file is there" in line for line in absent)
+    assert all("it lists model-2.safetensors, and has no such file" in line for line in lost)
+
+
+def test_a_folder_of_headers_gets_the_files_that_a_newer_version_wants(tiny_model: Path, tmp_path: Path) -> None:
+    with hub_of({"some/model": tiny_model}) as hub:
+        headers_alone = LOCATE.replace("(False, True)", "(False,)")
+        before = run_code(hub, tmp_path, headers_alone).stdout
+        assert "tokenizer_config.json" in before
+        [link] = (tmp_path / "own" / "swiftbatch" / "headers").rglob("tokenizer_config.json")
+        link.unlink()
+        assert run_code(hub, tmp_path, headers_alone).stdout == before
 
 
 def run_code(hub: Hub, folder: Path, code: str) -> subprocess.CompletedProcess[str]:

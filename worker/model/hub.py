@@ -9,10 +9,11 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
+from urllib.parse import unquote
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.model.file_checks import SINGLE_FILE
@@ -58,12 +59,12 @@ def hub_snapshot(model: str, wanted: Sequence[str]) -> Path:
     name, revision, _ = HubName.of(model)
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelError(
-            f"model {model}: neither `embedded`, nor a folder or a .gguf file here, nor a name on the hub, as ORG/NAME "
-            "or ORG/NAME@REVISION; correct --model"
+            f"model {model}: neither `embedded`, nor a folder or a .gguf file here, nor one in a bucket (s3://, gs://, "
+            "az://), nor a name on the hub, as ORG/NAME or ORG/NAME@REVISION; correct --model"
         )
     from huggingface_hub import snapshot_download
 
-    with _alone_on_this_machine(name):
+    with alone_on_this_machine(name):
         download = partial(snapshot_download, name, revision=revision, allow_patterns=list(wanted))
         return Path(_patiently(model, download))
 
@@ -85,23 +86,41 @@ def hub_headers(model: str, snapshot: Path, names: Collection[str]) -> Path | No
     SHA-256 of whole files. Returns None if the hub has no such safetensors files. Raises ModelError.
     """
     folder = cache_folder(HEADERS) / snapshot.parent.parent.name / SNAPSHOTS / snapshot.name
-    weights = [folder / name for name in names or (SINGLE_FILE,)]
-    if folder.is_dir() and all(each.exists() for each in folder.iterdir()) and all(map(_has_header, weights)):
+    weights = names or (SINGLE_FILE,)
+    are_there = folder.is_dir() and all(each.exists() for each in folder.iterdir())
+    if are_there and all(_has_header(folder / name) for name in weights):
+        _link_others(snapshot, folder, weights)  # an earlier version may have wanted fewer
         return folder
     shutil.rmtree(folder, ignore_errors=True)  # the hub's cache was moved or cleared
     digests = _patiently(model, partial(_digests_on_hub, model, snapshot.name))
-    wanted = {name: digests.get(name) for name in names or (SINGLE_FILE,)}
+    refuse_absent(model, names, digests)
+    wanted = {name: digests.get(name) for name in weights}
     if not all(digest and name.endswith(".safetensors") for name, digest in wanted.items()):
         return None
     with made_whole(folder) as aside:
-        for file in snapshot.iterdir():
-            if file.name not in wanted:
-                (aside / file.name).symlink_to(os.path.abspath(file))
+        _link_others(snapshot, aside, weights)
         (aside / BLOBS).mkdir()
         for name, digest in wanted.items():
             (aside / name).symlink_to(f"{BLOBS}/{digest}")
             _patiently(model, partial(_write_header, model, snapshot.name, name, aside / name))
     return folder
+
+
+def refuse_absent(model: str, names: Collection[str], there: Collection[str]) -> None:
+    """Raise ModelError if a weight file of the index is not among the files that are there."""
+    if absent := sorted(set(names) - set(there)):
+        raise ModelError(
+            f"model {model}: its index names {absent[0]!a:.80}, and no such file is there; "
+            "complete the upload or the download, or name another revision or model"
+        )
+
+
+def _link_others(snapshot: Path, folder: Path, weights: Collection[str]) -> None:
+    """Link the snapshot's files into a folder, except weights and links that are there."""
+    for file in snapshot.iterdir():
+        if file.name not in weights:
+            with suppress(FileExistsError):
+                (folder / file.name).symlink_to(os.path.abspath(file))
 
 
 def _has_header(file: Path) -> bool:
@@ -113,11 +132,12 @@ def are_headers(path: Path) -> bool:
     return path.is_relative_to(cache_folder(HEADERS))
 
 
-def _digests_on_hub(model: str, commit: str) -> dict[str, str]:
+def _digests_on_hub(model: str, commit: str) -> dict[str, str | None]:
+    """Return the SHA-256 of each file, or None for a small one."""
     from huggingface_hub import HfApi
 
     files = HfApi().model_info(HubName.of(model).name, revision=commit, files_metadata=True).siblings or ()
-    return {file.rfilename: file.lfs.sha256 for file in files if file.lfs is not None}
+    return {file.rfilename: None if file.lfs is None else file.lfs.sha256 for file in files}
 
 
 def _write_header(model: str, commit: str, name: str, place: Path) -> None:
@@ -148,7 +168,7 @@ def gguf_names(model: str, folder: Path) -> list[str]:
 
 
 @contextmanager
-def _alone_on_this_machine(name: str) -> Iterator[None]:
+def alone_on_this_machine(name: str) -> Iterator[None]:
     """Wait until no other process downloads this model."""
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
@@ -204,6 +224,15 @@ def _told_pause(error: BaseException) -> float | None:
     return None if found is None else float(found[1])
 
 
+def _not_found(causes: list[BaseException], kinds: Collection[str]) -> str:
+    """Return what the hub does not have: a file that it lists, or the model."""
+    if "EntryNotFoundError" not in kinds:
+        return "no model has this name; correct the name"
+    url = next(str(error.response.url) for error in causes if _status(error) is not None)  # type: ignore[attr-defined]
+    file = unquote(url.partition("/resolve/")[2].partition("/")[2]).partition("?")[0] or url
+    return f"it lists {file}, and has no such file; name another revision or model"
+
+
 def _problem(model: str, causes: list[BaseException], status: int | None) -> str:
     """Return why a model is not available, and what to do."""
     from huggingface_hub import constants
@@ -223,7 +252,7 @@ def _problem(model: str, causes: list[BaseException], status: int | None) -> str
     if status == 403:
         return f"the hub answers 403: the token may not read it; {TOKEN}"
     if status == 404:
-        return "the hub answers 404: no model has this name; correct the name"
+        return f"the hub answers 404: {_not_found(causes, kinds)}"
     if "HFValidationError" in kinds:
         return "no model of the hub can have this name; expected ORG/NAME or ORG/NAME@REVISION"
     if status is None and kinds & {"ConnectError", "TimeoutException", "NetworkError", "ConnectionError"}:

@@ -8,6 +8,7 @@ import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,17 @@ from swiftbatch.jobs.input.request_fields import LineFields
 from swiftbatch.jobs.json_records import reasons
 from swiftbatch.jobs.run.run_records import at_commit
 from swiftbatch.worker.model.architectures.catalogue import ARCHITECTURES, NESTED, what_it_lacks
+from swiftbatch.worker.model.bucket import Bucket, is_in_bucket
 from swiftbatch.worker.model.compute_path import shifting_rotary
 from swiftbatch.worker.model.config_faults import config_fault, keys_fault, unsaid_fault
 from swiftbatch.worker.model.digests import TEXT_FILES, Digests, digests_of, hub_digest, weight_files
 from swiftbatch.worker.model.file_checks import (
     ADAPTER_FILE,
+    ENTRIES,
     GENERATION_FILE,
+    INDEX_FILE,
     PICKLED,
+    PICKLED_INDEX,
     adapter_fault,
     folder_fault,
     json_object,
@@ -36,6 +41,7 @@ from swiftbatch.worker.model.formats.layout import QUANTIZATION_FILE, Layout, fo
 from swiftbatch.worker.model.gguf.gguf_folder import gguf_folder
 from swiftbatch.worker.model.gguf.gguf_model import SUFFIX
 from swiftbatch.worker.model.hub import (
+    PART,
     HubName,
     are_headers,
     commit_of,
@@ -43,6 +49,7 @@ from swiftbatch.worker.model.hub import (
     hub_file,
     hub_headers,
     hub_snapshot,
+    refuse_absent,
 )
 from swiftbatch.worker.model.text_config import nested_config, text_view
 
@@ -103,7 +110,7 @@ class ModelFiles:
         file = self.path / name
         if expected is not None and expected == hub_digest(file):
             raise OtherModelError(
-                f"model {self.name}: on node {socket.gethostname()} {file} is damaged: the hub has SHA-256 "
+                f"model {self.name}: on node {socket.gethostname()} {file} is damaged: its source has SHA-256 "
                 f"{expected[:12]}, found {found[:12]}; remove {file.resolve()} and give the command again"
             )
         self._refuse(name, found, expected)
@@ -119,7 +126,7 @@ class ModelFiles:
 
 
 def locate_model(model: str, known_weights: Mapping[str, str] | None = None, is_whole: bool = True) -> ModelFiles:
-    """Find `embedded`, a folder, or a hub id's snapshot. Raises ModelError.
+    """Find `embedded`, a folder, or the snapshot of a hub id or of a folder in an object store. Raises ModelError.
 
     Weights whose SHA-256 is in `known_weights` or told by the hub are not hashed now, but checked when they are loaded.
     With `is_whole` false, only the headers of weights are fetched from the hub (see `headers_folder`).
@@ -145,9 +152,9 @@ def locate_model(model: str, known_weights: Mapping[str, str] | None = None, is_
 def headers_folder(model: str) -> Path:
     """Return a model's folder, which has only the headers of weights that would have to be downloaded first.
 
-    GGUF files and pickled weights are downloaded. Raises ModelError.
+    GGUF files, pickled weights and models in object stores are downloaded. Raises ModelError.
     """
-    if model == "embedded" or Path(model).is_dir() or gguf_of(model) is not None:
+    if model == "embedded" or Path(model).is_dir() or is_in_bucket(model) or gguf_of(model) is not None:
         return model_folder(model)
     snapshot = hub_snapshot(model, SMALL_FILES)
     names = weight_names(snapshot)
@@ -166,9 +173,14 @@ def model_folder(model: str, wanted: Sequence[str] = ALL_FILES) -> Path:
         return gguf_folder(model, file, with_tokenizer=wanted == ALL_FILES)
     if path.is_dir():
         return path
+    if is_in_bucket(model):
+        return _bucket_folder(Bucket(model), wanted)
     snapshot = hub_snapshot(model, wanted)
     if wanted == ALL_FILES and not _has_safetensors(snapshot):
         snapshot = hub_snapshot(model, (*wanted, PICKLED_FILES))
+    if wanted == ALL_FILES:
+        weights = weight_names(snapshot)
+        refuse_absent(model, weights, {name for name in weights if (snapshot / name).exists()})
     if not any((snapshot / name).is_file() for name in CONFIG_FILES) and (names := gguf_names(model, snapshot)):
         raise _which(model, names, ":")
     return snapshot
@@ -181,6 +193,8 @@ def _has_safetensors(path: Path) -> bool:
 
 def gguf_of(model: str) -> Path | None:
     """Return the GGUF file that a model's name means; None for another kind of model. Raises ModelError."""
+    if is_in_bucket(model):
+        return _gguf_in(Bucket(model))
     path = Path(model)
     if model == "embedded" or (path.is_dir() and (path / "config.json").exists()):
         return None
@@ -193,6 +207,38 @@ def gguf_of(model: str) -> Path | None:
         return path
     file = HubName.of(model).file
     return None if file is None else hub_file(model, file)
+
+
+def _bucket_folder(bucket: Bucket, wanted: Sequence[str]) -> Path:
+    if not bucket.names(CONFIG_FILES):
+        raise ModelError(f"model {bucket.model}: it has neither a config.json nor a .gguf file; correct --model")
+    folder = bucket.folder(bucket.names(SMALL_FILES if wanted == ALL_FILES else wanted))
+    return bucket.folder(weights_in(bucket, folder)) if wanted == ALL_FILES else folder
+
+
+def weights_in(bucket: Bucket, folder: Path) -> list[str]:
+    """Return the weight files of a model whose small files are in `folder`. Raises ModelError for an absent one."""
+    entry = next((name for name in ENTRIES if name in bucket.objects), None)
+    if entry is None:
+        raise ModelError(
+            f"model {bucket.model}: it has no model.safetensors or pytorch_model.bin, nor an index; other weights are "
+            "not loaded"
+        )
+    names = sorted(weight_names(folder)) if entry in (INDEX_FILE, PICKLED_INDEX) else [entry]
+    refuse_absent(bucket.model, names, bucket.objects)
+    return names
+
+
+def _gguf_in(bucket: Bucket) -> Path | None:
+    parts = [name for name in bucket.names(("*.gguf",)) if "/" not in name and not LATER_PART.search(name)]
+    file = bucket.file
+    if file is None:
+        if not parts or "config.json" in bucket.objects:
+            return None
+        if len(parts) > 1:
+            raise _which(bucket.model.rstrip("/"), parts, "/")
+        [file] = parts
+    return bucket.folder(bucket.names([PART.sub("-*-of-", escape(file))])) / file
 
 
 def _which(model: str, names: Sequence[str], joint: str) -> ModelError:

@@ -4,6 +4,11 @@ stands, and of those that RayJob and RayCronJob make. Kueue admits a cluster as 
 there from the start, since Kueue refuses clusters that Ray's autoscaler makes larger.
 */}}
 {{- define "swiftbatch.cluster" -}}
+{{- with .Values.workers }}
+{{- if gt (int .min) (int .max) }}
+{{- fail (printf "workers.min: found %v, expected at most workers.max = %v" .min .max) }}
+{{- end }}
+{{- end }}
 rayVersion: "2.60.0" # as in constraints.txt
 authOptions:
   mode: token # KubeRay makes the token, and gives it to every container of the cluster

@@ -213,7 +213,7 @@ MODEL = click.option(
     "--model",
     default=Computation.model,
     callback=filled,
-    help="`embedded`, folder, .gguf, or hub id[@REV][:FILE].",
+    help="Folder, .gguf, s3://, or hub id[@REV][:FILE].",
 )
 DRAFT_MODEL = click.option(
     "--draft-model",

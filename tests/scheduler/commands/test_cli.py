@@ -104,6 +104,17 @@ def test_help_and_status_answer_at_once_and_import_nothing_heavy(args: list[str]
     assert len(modules) < 700  # about 320 in 0.3 s; torch alone has 1,100 and takes 5 s
 
 
+def test_shells_complete_commands_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answered(shell: str, *words: str) -> str:
+        said = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1), "_SWIFTBATCH_COMPLETE": shell}
+        return CliRunner().invoke(main, [], prog_name="swiftbatch", env=said).stdout
+
+    assert "complete -o nosort -F _swiftbatch_completion swiftbatch" in answered("bash_source", "")
+    assert "plain,submit" in answered("bash_complete", "swiftbatch", "sub").splitlines()
+    options = answered("bash_complete", "swiftbatch", "submit", "--work").splitlines()
+    assert sorted(options) == ["plain,--worker-timeout", "plain,--workers"]
+
+
 @pytest.mark.parametrize(
     ("args", "problem"),
     [

@@ -350,6 +350,19 @@ machine with AVX-512, attention in torch. The tests compare the attention of the
 """
 GGUF = """\
 
+## Models in a bucket
+
+`--model s3://our-bucket/models/NAME` runs a model's folder in an object store, and `gs://` and `az://` do, too. A name
+that ends with `.gguf` is one file. Endpoint and credentials come from the environment of every node, as for
+[runs](clouds.md); in the name they are refused, because a run keeps and shows it.
+
+- **One download a node**, into the hub's cache (`HF_HUB_CACHE`, or `hub` in `HF_HOME`): only files that the model
+  needs, up to 4 at a time. Other processes of the node wait. After `kill -9`, complete files stay, others begin again.
+- **Versions.** Objects are compared by size and ETag each time. Downloaded files are named by their SHA-256, and
+  workers check it while they load. If an object changed since `submit`, the run is refused and the file is named.
+- **The driver downloads the weights**, also with `--address`, and so do `tail`, `extend` and `fork`: object stores have
+  no SHA-256 of a file that was uploaded in parts. `inspect` reads only headers.
+
 ## GGUF files
 
 `--model path/to/model.gguf` runs a file of llama.cpp; of a model in several files, name the first. `--model

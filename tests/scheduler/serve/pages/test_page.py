@@ -31,6 +31,13 @@ def client(tmp_path: Path) -> TestClient:
     return client_of(app_of(tmp_path))
 
 
+def test_an_empty_list_says_so_below_its_headings(client: TestClient) -> None:
+    page = client.get("/").text
+    assert "<th>batch</th>" in page
+    assert "<th></th>" not in page, "a heading without words tells a screen reader nothing"
+    assert "There is no batch yet: upload a file of jobs." in words_of(page)
+
+
 def test_the_list_has_the_figures_of_each_batch(client: TestClient) -> None:
     service = service_of(client)
     going = in_progress(service)
