@@ -33,7 +33,8 @@ def status(run_uri: str, as_json: bool, is_watching: bool) -> None:
         run = patient(run)
         _watch_status(run, as_json)
     elif as_json:
-        shown = current_progress(run).model_dump(mode="json") | {"clock": run.manifest.clock}
+        progress = current_progress(run)
+        shown = progress.model_dump(mode="json") | {"cost": progress.cost, "clock": run.manifest.clock}
         click.echo(json.dumps(shown, indent=2))
     else:
         _show_status(run, current_progress(run))
@@ -83,10 +84,12 @@ def _show_status(run: Run, progress: Progress) -> None:
 
 
 def _show_what_next(run: Run, progress: Progress) -> None:
-    from swiftbatch.scheduler.display.progress_line import SUBMIT_AGAIN, duration, printable
+    from swiftbatch.scheduler.display.progress_line import SUBMIT_AGAIN, cost_line, duration, printable
     from swiftbatch.scheduler.runs.run_watch import silent_driver
 
     place = printable(run.store.shown_uri)
+    if (cost := cost_line(progress)) is not None:
+        click.echo(cost)
     if progress.state == "interrupted" and progress.reached_limit is not None:
         click.echo(f"stopped at {printable(progress.reached_limit)}")
     if progress.state == "interrupted" and (silence := silent_driver(run)) is not None:

@@ -143,6 +143,8 @@ def test_help_and_status_answer_at_once_and_import_nothing_heavy(args: list[str]
         (["resume", "R", "--max-total-tokens", "0"], "not in the range"),
         (["resume", "R", "--max-worker-hours", "0"], "not in the range"),
         (["resume", "R", "--max-worker-hours", "nan"], "found nan, expected at most 1,000,000,000 hours"),
+        (["resume", "R", "--price-per-worker-hour", "-1"], "not in the range"),
+        (["resume", "R", "--price-per-worker-hour", "nan"], "found nan, expected at most 1,000,000,000 an hour"),
         (["resume", "R", "--webhook", "ftp://host/x"], "does not begin with http:// or https://"),
         (["resume", "R", "--webhook", "http://me:pw@host/"], "found a user or a password in the address"),
         (["resume", "R", "--webhook-jobs"], "--webhook-jobs: expected --webhook with it"),
