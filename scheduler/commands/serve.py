@@ -15,6 +15,7 @@ from swiftbatch.scheduler.commands.resume import resume
 from swiftbatch.scheduler.commands.submit import submit
 from swiftbatch.scheduler.process.signals import INTERRUPTED
 from swiftbatch.scheduler.runs.run_settings import ServeOptions
+from swiftbatch.worker.config import Computation
 
 server_option = options_of("The server")
 OF_THE_SERVER = {  # options of `submit` that a batch or the server sets
@@ -132,7 +133,8 @@ def _driver_options(context: click.Context) -> Any:
     for option in submit.params:
         if option.name not in OF_THE_SERVER and isinstance(option, click.Option):
             words[option.name in of_start] += _words(context, option)
-    return DriverOptions(tuple(words[False]), tuple(words[True]), context.params["grace_seconds"])
+    params, model = context.params, context.params["model"] or Computation.model
+    return DriverOptions(tuple(words[False]), tuple(words[True]), params["grace_seconds"], model)
 
 
 def _words(context: click.Context, option: click.Option) -> list[str]:

@@ -22,7 +22,7 @@ from swiftbatch.scheduler.serve.batches.batch_queue import Stage, Standings
 from swiftbatch.scheduler.serve.batches.batch_supervisor import BatchSupervisor
 from swiftbatch.scheduler.serve.batches.batch_webhooks import BatchWebhooks, Receivers
 from swiftbatch.scheduler.serve.records.api_keys import Keyring, Rights
-from swiftbatch.scheduler.serve.records.batch_status import Status, Watcher, unread_status
+from swiftbatch.scheduler.serve.records.batch_status import Status, Watcher, model_id, unread_status
 from swiftbatch.scheduler.serve.records.server_records import FileRecord, NewBatch, RefusedError
 from swiftbatch.scheduler.serve.records.stored_objects import Batch, Batches, StoredFiles
 
@@ -66,6 +66,7 @@ class Service:
         """Read the folder. Raises StoreError, ApiKeyError, ReceiverError, WebhookHostsError."""
         self.places = PathRedactor(runs, (*driver_options.of_run, *driver_options.of_start))
         self.max_file_bytes = options.max_file_bytes
+        self.model, self.started = model_id(driver_options.model), time.time()
         self.keyring = None if options.api_keys is None else Keyring(options.api_keys, Lines(sys.stderr).write)
         self.counters = ServerCounters()
         self._folder = local_path(runs.uri)

@@ -14,7 +14,6 @@ from typing import Annotated, Any
 from fastapi import Depends, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, RedirectResponse
-from fastapi.routing import APIRoute
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
@@ -30,7 +29,7 @@ from swiftbatch.scheduler.serve.routes.access_control import (
     Sessions,
     new_session_id,
 )
-from swiftbatch.scheduler.serve.routes.responses import Owner, Served, refusal_of
+from swiftbatch.scheduler.serve.routes.responses import HeadRoute, Owner, Served, refusal_of
 
 TOKEN = "form_token"
 STALE_FORM = "this form was not sent by this page, or is older than the session: load the page again, then send it"
@@ -94,7 +93,7 @@ def check_form(request: Request, visitor: Visitor, form: FormData) -> None:
         raise RefusedError(STALE_FORM, 403)
 
 
-class PageRoute(APIRoute):
+class PageRoute(HeadRoute):
     """Answers with strict headers, and with a page for an error."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -274,7 +274,7 @@ def report(service: Served, visitor: KnownVisitor, batch_id: str) -> Response:
     return batch_routes.report(service, visitor.name, batch_id)
 
 
-@router.api_route("/batches/{batch_id}/{delivery}.jsonl", methods=["GET", "HEAD"])
+@router.get("/batches/{batch_id}/{delivery}.jsonl")
 def delivered(request: Request, service: Served, visitor: KnownVisitor, batch_id: str, delivery: Delivery) -> Response:
     batch = service.batches.get(batch_id, visitor.name)
     response = file_routes.content(request, service, visitor.name, delivered_file_id(batch.id, delivery))

@@ -157,7 +157,12 @@ class Ended(Frozen):
     finalizing: Moment
     ended: Moment
     num_total_tokens: int = 0  # lines that were given up included
-    num_generated_tokens: int = 0  # of lines in the output file
+    num_generated_tokens: int = 0  # of lines in the output file, as the next two
+    num_input_tokens: int | None = None  # None in records of earlier versions
+    num_reasoning_tokens: int = 0
+    worker_seconds: float = 0.0
+    price_per_worker_hour: float | None = None
+    model: str | None = None  # None without a run
     output_file_id: str | None = None
     error_file_id: str | None = None
     problems: tuple[LineProblem, ...] = ()

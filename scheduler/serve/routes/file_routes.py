@@ -15,7 +15,7 @@ from starlette.datastructures import FormData, Headers, UploadFile
 from swiftbatch.scheduler.serve.batches.service import Service
 from swiftbatch.scheduler.serve.records.server_records import FileRecord, RefusedError, check_upload
 from swiftbatch.scheduler.serve.records.stored_objects import Order
-from swiftbatch.scheduler.serve.routes.responses import Key, Object, Owner, Served, file_object, page_object
+from swiftbatch.scheduler.serve.routes.responses import HeadRoute, Key, Object, Owner, Served, file_object, page_object
 
 MAX_FILENAME = 255
 MAX_PAGE = 10_000
@@ -24,7 +24,7 @@ MAX_FIELDS, MAX_FIELD_BYTES = 10, 2**12  # of an upload's form, besides the file
 PART = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")  # first and last byte, or only a count of last bytes
 
 PATH = "/v1/files"
-router = APIRouter(prefix=PATH)
+router = APIRouter(prefix=PATH, route_class=HeadRoute)
 
 
 async def form_of(request: Request) -> AsyncIterator[FormData]:
@@ -81,7 +81,7 @@ def delete(service: Served, owner: Owner, file_id: str) -> Object:
     return {"id": file_id, "object": "file", "deleted": True}
 
 
-@router.api_route("/{file_id}/content", methods=["GET", "HEAD"])
+@router.get("/{file_id}/content")
 def content(request: Request, service: Served, owner: Owner, file_id: str) -> Response:
     """Return the bytes of a file or a range, so that downloads can resume.
 

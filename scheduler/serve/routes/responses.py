@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
@@ -20,6 +21,16 @@ from swiftbatch.scheduler.serve.records.server_records import FileRecord, LinePr
 from swiftbatch.scheduler.serve.records.stored_objects import Batch
 
 Object = dict[str, Any]
+
+
+class HeadRoute(APIRoute):
+    """Answers HEAD as GET; the server leaves the body out."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if "GET" in self.methods:
+            self.methods.add("HEAD")
+
 
 MAX_IDEMPOTENCY_KEY = 255
 
@@ -93,6 +104,8 @@ def batch_object(batch: Batch, status: Status) -> Object:
         "request_counts": status.counts.model_dump(),
         "metadata": record.metadata,
         "priority": record.priority,
+        "model": status.model,
+        "usage": _usage(status),
     }
 
 
@@ -103,6 +116,20 @@ def page_object(data: Sequence[Object], has_more: bool) -> Object:
         "first_id": data[0]["id"] if data else None,
         "last_id": data[-1]["id"] if data else None,
         "has_more": has_more,
+    }
+
+
+def _usage(status: Status) -> Object | None:
+    """Return the tokens of the lines in the output file; None until it is written."""
+    num_input, num_output = status.num_input_tokens, status.num_generated_tokens
+    if num_input is None:
+        return None
+    return {
+        "input_tokens": num_input,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": num_output,
+        "output_tokens_details": {"reasoning_tokens": status.num_reasoning_tokens},
+        "total_tokens": num_input + num_output,
     }
 
 

@@ -80,6 +80,21 @@ def test_a_batch_from_upload_to_its_two_files_also_over_a_killed_server(
         ("drawn", 1),
         ("b", 2),
     ]
+    usages = [line["response"]["body"]["usage"] for line in output]
+    num_input, num_output = (sum(usage[f"{kind}_tokens"] for usage in usages) for kind in ("prompt", "completion"))
+    assert ended.usage is not None
+    assert ended.usage.to_dict() == {
+        "input_tokens": num_input,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": num_output,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": num_input + num_output,
+    }
+    [model] = client.models.list()
+    assert model == client.models.retrieve(tiny_model.name)
+    assert (model.id, model.object, ended.model) == (tiny_model.name, "model", tiny_model.name)
+    with pytest.raises(openai.NotFoundError, match="The model 'other/model' does not exist"):
+        client.models.retrieve("other/model")
     errors = server.lines(ended.error_file_id)
     assert [(line["custom_id"], line["error"]["code"], line["error"]["line"]) for line in errors] == [
         (None, "invalid_json_line", 4),
