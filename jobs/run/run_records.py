@@ -171,6 +171,11 @@ class Progress(Frozen):
     def cost(self) -> float | None:
         return cost_of(self.worker_seconds, self.price_per_worker_hour)
 
+    @property
+    def cost_per_token(self) -> float | None:
+        """Return the share of the cost that each generated token has; None without a price or tokens."""
+        return None if self.cost is None or not self.num_generated_tokens else self.cost / self.num_generated_tokens
+
 
 def cost_of(worker_seconds: float, price_per_worker_hour: float | None) -> float | None:
     """Return the cost of worker time in the price's currency; None without a price."""

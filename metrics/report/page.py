@@ -112,12 +112,12 @@ def _problems(facts: RunFacts) -> Figure:
 
 def _cost(facts: RunFacts) -> list[Figure]:
     """Return what the run costs, if it has a price."""
-    cost, price = facts.progress.cost, facts.progress.price_per_worker_hour
-    if cost is None or price is None:
+    cost, per_token = facts.progress.cost, facts.progress.cost_per_token
+    if cost is None:
         return []
-    detail = f"{facts.progress.worker_seconds / 3600:,.4g} worker hours at {amount(price)}"
-    if facts.tally.num_tokens:
-        detail += f"; {amount(cost / facts.tally.num_tokens * 1e6)} per million tokens"
+    detail = f"{facts.progress.worker_seconds / 3600:,.4g} worker hours"
+    if per_token is not None:
+        detail += f"; {amount(per_token * 1e6)} per million tokens"
     return [Figure("cost", amount(cost), detail, "#jobs")]
 
 
@@ -136,7 +136,7 @@ def render(facts: RunFacts, store: Store, folder: str | None) -> str:
     """Render the page as HTML; links are relative to `folder`, and omitted if it is None."""
     found = facts.tally.stretches()
     begin, end = _span(facts, found)
-    per_token = (facts.progress.cost or 0.0) / max(1, facts.tally.num_tokens)
+    per_token = facts.progress.cost_per_token or 0.0
     rows = [_row(job, begin, store, folder) | {"cost": amount(job.num_tokens * per_token)} for job in facts.jobs]
     template = Environment(
         loader=FileSystemLoader(FOLDER),

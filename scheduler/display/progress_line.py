@@ -6,8 +6,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 from unicodedata import category
 
-from swiftbatch.metrics.report.page_text import amount
-
 if TYPE_CHECKING:
     from swiftbatch.jobs.run.run import Run
     from swiftbatch.jobs.run.run_records import Progress, WorkerStatus
@@ -26,16 +24,6 @@ def summary_line(progress: Progress) -> str:
     if progress.eta_seconds is not None:
         line += f", at most {duration(progress.eta_seconds)} left"
     return "; ".join([line, *safety(progress)])
-
-
-def cost_line(progress: Progress) -> str | None:
-    """Return the cost of the run so far; None without a price."""
-    if progress.cost is None or progress.price_per_worker_hour is None:
-        return None
-    hours, num_tokens = progress.worker_seconds / 3600, progress.num_generated_tokens
-    per_token = f"; {amount(progress.cost / num_tokens * 1e6)} per million tokens" if num_tokens else ""
-    each = amount(progress.price_per_worker_hour)
-    return f"cost: {amount(progress.cost)} for {hours:,.4g} worker hours at {each} each{per_token}"
 
 
 def speed_of(progress: Progress) -> str:

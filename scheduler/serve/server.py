@@ -144,7 +144,7 @@ def make_app(service: Service, only_loopback: bool) -> FastAPI:
     app.add_middleware(Polls, service=service)
     app.add_middleware(RequestLimits, upload_paths=UPLOAD_PATHS, max_file_bytes=service.max_file_bytes)
     app.add_middleware(AccessControl, keyring=service.keyring, sessions=app.state.sessions, only_loopback=only_loopback)
-    app.add_middleware(Responses, counters=service.counters)
+    app.add_middleware(Responses, counters=service.counters, audit=service.audit)
     return app
 
 

@@ -140,11 +140,11 @@ def test_the_page_asks_for_nothing_and_runs_nothing(make: type[Run], tmp_path: P
 def test_a_run_with_a_price_says_what_it_and_each_job_cost(tmp_path: Path) -> None:
     run = preempted_run(str(tmp_path))
     assert "cost" not in page_of(run)
-    tally = facts_of(run).tally
-    priced = ENDED.model_copy(update={"worker_seconds": 7200.0, "price_per_worker_hour": 50.0})
+    had = {"worker_seconds": 7200.0, "price_per_worker_hour": 50.0, "num_generated_tokens": 8000}
+    priced = ENDED.model_copy(update=had)
     page, job = page_of(run, priced), facts_of(run).jobs[0]
-    assert "<small>cost</small><b>100.00</b><small>2 worker hours at 50.00; " in page
-    assert f'data-name="cost">{amount(100 * job.num_tokens / tally.num_tokens)}</td>' in page
+    assert "<small>cost</small><b>100.00</b><small>2 worker hours; 12,500.00 per million tokens" in page
+    assert f'data-name="cost">{amount(100 * job.num_tokens / 8000)}</td>' in page
 
 
 def test_every_reference_inside_the_page_has_its_target_once(tmp_path: Path) -> None:

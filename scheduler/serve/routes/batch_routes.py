@@ -20,7 +20,16 @@ from swiftbatch.scheduler.serve.batches.service import Service
 from swiftbatch.scheduler.serve.records.batch_status import Status, is_submitted, partial_texts
 from swiftbatch.scheduler.serve.records.server_records import NewBatch, RefusedError
 from swiftbatch.scheduler.serve.records.stored_objects import Batch
-from swiftbatch.scheduler.serve.routes.responses import HeadRoute, Key, Object, Owner, Served, batch_object, page_object
+from swiftbatch.scheduler.serve.routes.responses import (
+    By,
+    HeadRoute,
+    Key,
+    Object,
+    Owner,
+    Served,
+    batch_object,
+    page_object,
+)
 
 MAX_PAGE = 100
 DEFAULT_PAGE = 20  # batches on a page by default
@@ -52,8 +61,8 @@ router = APIRouter(prefix="/v1/batches", route_class=HeadRoute)
 
 
 @router.post("")
-def create(service: Served, owner: Owner, key: Key, body: Annotated[dict[str, Any], Body()]) -> Object:
-    batch = service.create_batch(NewBatch.parse(body), owner, key)
+def create(service: Served, sender: By, key: Key, body: Annotated[dict[str, Any], Body()]) -> Object:
+    batch = service.create_batch(NewBatch.parse(body), sender, key)
     return batch_object(batch, service.status(batch))
 
 
@@ -75,9 +84,9 @@ def retrieve(service: Served, owner: Owner, batch_id: str) -> Object:
 
 
 @router.post("/{batch_id}/cancel")
-def cancel(service: Served, owner: Owner, batch_id: str) -> Object:
-    batch = service.batches.get(batch_id, owner)
-    service.cancel_batch(batch)
+def cancel(service: Served, sender: By, batch_id: str) -> Object:
+    batch = service.batches.get(batch_id, sender.name)
+    service.cancel_batch(batch, sender)
     return batch_object(batch, service.status(batch))
 
 

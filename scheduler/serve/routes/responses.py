@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.scheduler.serve.batches.service import Service
+from swiftbatch.scheduler.serve.records.audit_log import Sender
 from swiftbatch.scheduler.serve.records.batch_status import Status
 from swiftbatch.scheduler.serve.records.server_records import FileRecord, LineProblem, RefusedError
 from swiftbatch.scheduler.serve.records.stored_objects import Batch
@@ -50,6 +51,15 @@ async def owner_of(request: Request) -> str | None:
     return owner
 
 
+def sender_in(scope: Scope) -> Sender:
+    """Return a request's sender, without a name before access control found one."""
+    return Sender(scope.get("state", {}).get("owner"), (scope["client"] or ("",))[0])
+
+
+async def sender_of(request: Request) -> Sender:
+    return sender_in(request.scope)
+
+
 async def key_of(request: Request) -> str | None:
     """Return a request's idempotency key, if any. Raises RefusedError."""
     key = request.headers.get("idempotency-key")
@@ -63,6 +73,7 @@ async def key_of(request: Request) -> str | None:
 
 Served = Annotated[Service, Depends(served)]
 Owner = Annotated[str | None, Depends(owner_of)]
+By = Annotated[Sender, Depends(sender_of)]
 Key = Annotated[str | None, Depends(key_of)]
 
 
