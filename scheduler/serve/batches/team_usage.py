@@ -27,8 +27,8 @@ class TeamUsage:
 
     def __add__(self, other: TeamUsage) -> TeamUsage:
         costs = [each.cost for each in (self, other) if each.cost is not None]
-        counts = (getattr(self, name) + getattr(other, name) for name in COUNTS)
-        return TeamUsage(*counts, cost=sum(costs) if costs else None)
+        counts = {name: getattr(self, name) + getattr(other, name) for name in COUNTS}
+        return TeamUsage(**counts, cost=sum(costs) if costs else None)
 
 
 COUNTS = tuple(field.name for field in fields(TeamUsage) if field.name != "cost")

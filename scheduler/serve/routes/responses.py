@@ -29,7 +29,7 @@ class HeadRoute(APIRoute):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        if "GET" in self.methods:
+        if self.methods is not None and "GET" in self.methods:
             self.methods.add("HEAD")
 
 
