@@ -12,6 +12,9 @@ UNAUTHORIZED = 401
 BATCH_STATES = ("waiting", "running", "ending")
 
 
+OF_RECORDS = ", by the key's name; summed over the records of all batches, so that a restart changes nothing."
+
+
 @dataclass
 class ServerCounters:
     """The server's figures: requests by status, and batches that have not ended."""
@@ -49,6 +52,30 @@ class ServerCounters:
         "The disk of the server's folder: what is used, and what is free for it. Absent for an object store.",
         kind="gauge",
         by="state",
+        start=dict,
+    )
+    team_input_tokens: dict[str, float] = exported(
+        "serve_input_tokens_total",
+        "Prompt tokens of lines in output files" + OF_RECORDS,
+        by="team",
+        start=dict,
+    )
+    team_output_tokens: dict[str, float] = exported(
+        "serve_output_tokens_total",
+        "Generated tokens of lines in output files" + OF_RECORDS,
+        by="team",
+        start=dict,
+    )
+    team_generated_tokens: dict[str, float] = exported(
+        "serve_generated_tokens_total",
+        "Tokens generated, also by batches that run and for lines that were given up" + OF_RECORDS,
+        by="team",
+        start=dict,
+    )
+    team_worker_seconds: dict[str, float] = exported(
+        "serve_worker_seconds_total",
+        "Time that started workers were held" + OF_RECORDS,
+        by="team",
         start=dict,
     )
     lock: threading.Lock = field(default_factory=threading.Lock)

@@ -134,6 +134,7 @@ class Progress(Frozen):
     running jobs, `num_tokens_left` those of all unfinished jobs.
 
     `num_total_tokens` (all attempts) and `worker_seconds` cover all drivers; `reached_limit` stopped the last one.
+    `price_per_worker_hour` is the newest one given, in the user's currency.
     Other counts are this driver's: `num_preemptions` by reason, `num_resumes` by kind, `num_tokens_by_draft` (none,
     tree, chain), `num_read_tokens` of prompts and replays, `num_copied_tokens` that needed no reading.
     """
@@ -147,6 +148,7 @@ class Progress(Frozen):
     num_generated_tokens: int
     num_total_tokens: int = 0
     worker_seconds: float = 0.0
+    price_per_worker_hour: float | None = None
     reached_limit: str | None = None
     num_tokens_left: int = 0
     tokens_per_second: float
@@ -164,6 +166,20 @@ class Progress(Frozen):
     driver_pid: int
     driver_process: ProcessKey | None = None  # None if the system does not say
     epoch: int = 0
+
+    @property
+    def cost(self) -> float | None:
+        return cost_of(self.worker_seconds, self.price_per_worker_hour)
+
+    @property
+    def cost_per_token(self) -> float | None:
+        """Return the share of the cost that each generated token has; None without a price or tokens."""
+        return None if self.cost is None or not self.num_generated_tokens else self.cost / self.num_generated_tokens
+
+
+def cost_of(worker_seconds: float, price_per_worker_hour: float | None) -> float | None:
+    """Return the cost of worker time in the price's currency; None without a price."""
+    return None if price_per_worker_hour is None else worker_seconds / 3600 * price_per_worker_hour
 
 
 class DriverClaim(Frozen):

@@ -23,7 +23,7 @@ from swiftbatch.metrics.report.charts import (
     throughput,
     throughput_chart,
 )
-from swiftbatch.metrics.report.page_text import clock, date, in_html, ticks
+from swiftbatch.metrics.report.page_text import amount, clock, date, in_html, ticks
 from swiftbatch.metrics.report.run_facts import RunFacts
 
 
@@ -47,6 +47,7 @@ def summary(facts: RunFacts, found: Intervals, begin: float, end: float) -> list
         _acceptance(facts, found),
         _preemptions(facts),
         _problems(facts),
+        *_cost(facts),
     ]
 
 
@@ -109,6 +110,17 @@ def _problems(facts: RunFacts) -> Figure:
     return Figure("dead-letters", f"{failed:,}", rejected, "#problems", tone)
 
 
+def _cost(facts: RunFacts) -> list[Figure]:
+    """Return what the run costs, if it has a price."""
+    cost, per_token = facts.progress.cost, facts.progress.cost_per_token
+    if cost is None:
+        return []
+    detail = f"{facts.progress.worker_seconds / 3600:,.4g} worker hours"
+    if per_token is not None:
+        detail += f"; {amount(per_token * 1e6)} per million tokens"
+    return [Figure("cost", amount(cost), detail, "#jobs")]
+
+
 def _counted(count: int, what: str) -> str:
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
@@ -124,7 +136,8 @@ def render(facts: RunFacts, store: Store, folder: str | None) -> str:
     """Render the page as HTML; links are relative to `folder`, and omitted if it is None."""
     found = facts.tally.stretches()
     begin, end = _span(facts, found)
-    rows = [_row(job, begin, store, folder) for job in facts.jobs]
+    per_token = facts.progress.cost_per_token or 0.0
+    rows = [_row(job, begin, store, folder) | {"cost": amount(job.num_tokens * per_token)} for job in facts.jobs]
     template = Environment(
         loader=FileSystemLoader(FOLDER),
         autoescape=True,

@@ -43,5 +43,10 @@ def clock(seconds: float) -> str:
     return f"{total // MINUTE}:{total % MINUTE:02}"
 
 
+def amount(cost: float) -> str:
+    """Return a sum of money without its currency: two decimals, below 1 up to six."""
+    return f"{cost:,.2f}" if cost >= 1 else f"{cost:.6f}".rstrip("0").rstrip(".")
+
+
 def date(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -73,6 +73,7 @@ class SubmitOptions(TypedDict, total=False):
     address: str | None
     max_attempts: int
     worker_timeout: float | None
+    price_per_worker_hour: float | None
     deadline: str | None
     max_total_tokens: int | None
     max_worker_hours: float | None

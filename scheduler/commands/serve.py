@@ -13,8 +13,10 @@ from swiftbatch.scheduler.commands.options.launch_options import check_engine, r
 from swiftbatch.scheduler.commands.options.option_types import GroupedCommand, WholeNumber, all_of, options_of
 from swiftbatch.scheduler.commands.resume import resume
 from swiftbatch.scheduler.commands.submit import submit
+from swiftbatch.scheduler.commands.usage import usage
 from swiftbatch.scheduler.process.signals import INTERRUPTED
 from swiftbatch.scheduler.runs.run_settings import ServeOptions
+from swiftbatch.worker.config import Computation
 
 server_option = options_of("The server")
 OF_THE_SERVER = {  # options of `submit` that a batch or the server sets
@@ -84,7 +86,18 @@ def said_options(options: dict[str, Any]) -> ServeOptions:
     return ServeOptions(**{field.name: options[field.name] for field in dataclasses.fields(ServeOptions)})
 
 
-@click.command(cls=GroupedCommand)
+class ServeCommand(GroupedCommand, click.Group):
+    """A command with its own options, or with a subcommand that needs none of them."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        is_sub = bool(args) and args[0] in self.commands
+        ctx.resilient_parsing |= is_sub  # asks for no option
+        rest = super().parse_args(ctx, args)
+        ctx.resilient_parsing &= not is_sub
+        return rest
+
+
+@click.command(cls=ServeCommand, invoke_without_command=True, subcommand_metavar="[usage]")
 @runs_options("Folder of the server", "serve")
 @all_of(*OPTIONS)
 @click.pass_context
@@ -103,7 +116,10 @@ def serve(
     \b
     Example:
       swiftbatch serve --runs RUNS --workers 2
+      swiftbatch serve usage --runs RUNS
     """
+    if context.invoked_subcommand is not None:
+        return
     if any(find_spec(name) is None for name in NEEDED):
         raise click.UsageError("serve needs more packages; get them with: pip install 'swiftbatch[serve]'")
     check_engine(context.params)
@@ -121,6 +137,7 @@ def serve(
         context.exit(INTERRUPTED)
 
 
+serve.add_command(usage)
 serve.params += [option for option in submit.params if option.name not in OF_THE_SERVER]
 
 
@@ -132,7 +149,8 @@ def _driver_options(context: click.Context) -> Any:
     for option in submit.params:
         if option.name not in OF_THE_SERVER and isinstance(option, click.Option):
             words[option.name in of_start] += _words(context, option)
-    return DriverOptions(tuple(words[False]), tuple(words[True]), context.params["grace_seconds"])
+    params, model = context.params, context.params["model"] or Computation.model
+    return DriverOptions(tuple(words[False]), tuple(words[True]), params["grace_seconds"], model)
 
 
 def _words(context: click.Context, option: click.Option) -> list[str]:

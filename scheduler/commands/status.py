@@ -33,7 +33,8 @@ def status(run_uri: str, as_json: bool, is_watching: bool) -> None:
         run = patient(run)
         _watch_status(run, as_json)
     elif as_json:
-        shown = current_progress(run).model_dump(mode="json") | {"clock": run.manifest.clock}
+        progress = current_progress(run)
+        shown = progress.model_dump(mode="json") | {"cost": progress.cost, "clock": run.manifest.clock}
         click.echo(json.dumps(shown, indent=2))
     else:
         _show_status(run, current_progress(run))
@@ -87,6 +88,8 @@ def _show_what_next(run: Run, progress: Progress) -> None:
     from swiftbatch.scheduler.runs.run_watch import silent_driver
 
     place = printable(run.store.shown_uri)
+    if (cost := _cost_line(progress)) is not None:
+        click.echo(f"cost: {cost}")
     if progress.state == "interrupted" and progress.reached_limit is not None:
         click.echo(f"stopped at {printable(progress.reached_limit)}")
     if progress.state == "interrupted" and (silence := silent_driver(run)) is not None:
@@ -97,3 +100,14 @@ def _show_what_next(run: Run, progress: Progress) -> None:
         click.echo(f"no driver runs it; go on with: swiftbatch resume {place}")
     elif progress.state != "running" and progress.driver_host:
         click.echo(f"took {duration(progress.updated - progress.started)} since the last start")
+
+
+def _cost_line(progress: Progress) -> str | None:
+    """Return what the run costs so far; None without a price."""
+    from swiftbatch.metrics.report.page_text import amount
+
+    if progress.cost is None or progress.price_per_worker_hour is None:
+        return None
+    hours, per_token = progress.worker_seconds / 3600, progress.cost_per_token
+    line = f"{amount(progress.cost)} for {hours:,.4g} worker hours at {amount(progress.price_per_worker_hour)} each"
+    return line if per_token is None else f"{line}; {amount(per_token * 1e6)} per million tokens"

@@ -53,9 +53,7 @@ if TYPE_CHECKING:
 ENGINE_LINES, PAPER_LINES = (
     [f"  {name:<21} {entry.drafts_from}" for name, entry in group.items()] for group in (ENGINES, PAPER_ENGINES)
 )
-EPILOG = "\n".join(
-    ["\b", "Engines draft from:", *ENGINE_LINES, "", "\b", "Engines as their papers describe them:", *PAPER_LINES]
-)
+EPILOG = "\n".join(["\b", "Engines draft from:", *ENGINE_LINES, "Engines as their papers describe them:", *PAPER_LINES])
 
 
 def _markers(_ctx: click.Context, _param: click.Parameter, value: tuple[str, str] | None) -> tuple[str, str] | None:

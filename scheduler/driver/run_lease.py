@@ -32,7 +32,8 @@ STALE_SECONDS_OBJECT_STORE = 30.0
 AT_REST: dict[str, Any] = {"tokens_per_second": 0.0, "eta_seconds": None, "workers": ()}  # fields of the heartbeat
 KEPT = (  # fields kept from a dead driver's heartbeat
     *("driver_host", "driver_pid", "driver_process", "epoch", "started", "updated"),
-    *("running", "num_generated_tokens", "num_total_tokens", "worker_seconds", "reached_limit", "num_rejects"),
+    *("running", "num_generated_tokens", "num_total_tokens", "worker_seconds", "price_per_worker_hour"),
+    *("reached_limit", "num_rejects"),
 )
 
 Liveness = Literal["alive", "silent", "gone"]
@@ -254,6 +255,7 @@ class RunLease:
         if forgets_cancel:
             run.clear_cancel()  # before others see who is to be asked
         self.before = run.progress()  # nothing is counted yet; what the last driver knew stays known
+        self.price_per_worker_hour = None if self.before is None else self.before.price_per_worker_hour
         known = {} if self.before is None else {name: getattr(self.before, name) for name in KNOWN}
         self.beat(state="running", jobs={}, **{"num_generated_tokens": 0} | known, **AT_REST)
         self._begin_beating()
@@ -290,6 +292,7 @@ class RunLease:
             driver_pid=claim.pid,
             driver_process=claim.process,
             epoch=self.epoch.number,
+            price_per_worker_hour=self.price_per_worker_hour,
             **figures,
         )
         run.write_progress(beat)
@@ -305,7 +308,8 @@ class RunLease:
         self.epoch.check()
         run = self.epoch.run
         changes: dict[str, Any] = {"num_rejects": len(run.rejects()), "reached_limit": reached_limit}
-        changes |= {"updated": time.time()} | ({} if num_tokens is None else {"num_generated_tokens": num_tokens})
+        changes |= {"updated": time.time(), "price_per_worker_hour": self.price_per_worker_hour}
+        changes |= {} if num_tokens is None else {"num_generated_tokens": num_tokens}
         newest = stopped(self._newest.model_copy(update=changes), state, count_jobs(run))
         run.write_progress(newest)
         self._newest = newest

@@ -82,6 +82,8 @@ def launch(hold: RunLease, settings: Settings, display: Display) -> Outcome:
     told = StoreWatch(hold.epoch.run.store.shown_uri, seconds, counters.count_store_retry, display)
     run = Run.open(hold.epoch.run.store.uri, Retries(seconds, told.note_retry))
     hold.go_on_through(run)
+    if settings.price_per_worker_hour is not None:
+        hold.price_per_worker_hour = settings.price_per_worker_hour
     with _told_how_to_go_on(run):
         attempts = Attempts.read(run.store, hold.epoch.number)
         put_logs_in_place(run)

@@ -35,6 +35,7 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     shards: ShardSettings | None = None  # kept in the run; None: as the run has it
     team: str | None = None  # likewise
+    price_per_worker_hour: float | None = None  # in the user's currency; None: the run's
 
     @property
     def patience(self) -> float:

@@ -30,14 +30,22 @@ from swiftbatch.scheduler.serve.routes import batch_routes, file_routes
 from swiftbatch.scheduler.serve.routes.access_control import MAX_HEADER_BYTES, AccessControl, Sessions, is_loopback
 from swiftbatch.scheduler.serve.routes.batch_routes import DEFAULT_PAGE, progress_object
 from swiftbatch.scheduler.serve.routes.request_limits import Connection, RequestLimits, Responses
-from swiftbatch.scheduler.serve.routes.responses import Object, Served, answer_errors, batch_object, page_object
+from swiftbatch.scheduler.serve.routes.responses import (
+    HeadRoute,
+    Object,
+    Served,
+    answer_errors,
+    batch_object,
+    page_object,
+)
 
 LIST = "/v1/batches"
 BATCH = re.compile(rf"{LIST}/([^/]+)(/progress)?")
 
 UPLOAD_PATHS = frozenset({file_routes.PATH, page_routes.UPLOAD_PATH})
 
-server_router = APIRouter()  # for operators: health, readiness, metrics, drivers
+server_router = APIRouter(route_class=HeadRoute)  # for operators: health, readiness, metrics, drivers
+models_router = APIRouter(prefix="/v1/models", route_class=HeadRoute)
 
 
 class Polls:
@@ -70,6 +78,22 @@ class Polls:
         if not names[2]:
             return batch_object(batch, status)
         return None if status.ended else progress_object(self._service, batch, status, status.progress)
+
+
+def _model_object(service: Service) -> Object:
+    return {"id": service.model, "object": "model", "created": int(service.started), "owned_by": "swiftbatch"}
+
+
+@models_router.get("")
+async def models(service: Served) -> Object:
+    return {"object": "list", "data": [_model_object(service)]}
+
+
+@models_router.get("/{model_id:path}")
+async def model(service: Served, model_id: str) -> Object:
+    if model_id != service.model:
+        raise RefusedError(f"The model {model_id[:80]!a} does not exist", 404, "model", "model_not_found")
+    return _model_object(service)
 
 
 @server_router.get("/healthz")
@@ -114,12 +138,13 @@ def make_app(service: Service, only_loopback: bool) -> FastAPI:
     app.state.sessions = Sessions()
     for routes in (file_routes, batch_routes, page_routes):
         app.include_router(routes.router)
-    app.include_router(server_router)
+    for router in (models_router, server_router):
+        app.include_router(router)
     answer_errors(app)
     app.add_middleware(Polls, service=service)
     app.add_middleware(RequestLimits, upload_paths=UPLOAD_PATHS, max_file_bytes=service.max_file_bytes)
     app.add_middleware(AccessControl, keyring=service.keyring, sessions=app.state.sessions, only_loopback=only_loopback)
-    app.add_middleware(Responses, counters=service.counters)
+    app.add_middleware(Responses, counters=service.counters, audit=service.audit)
     return app
 
 

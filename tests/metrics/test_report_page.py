@@ -17,9 +17,21 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.metrics.report.page_text import amount
 from swiftbatch.scheduler.cli import main
 from tests.jobs.checkpoints.checkpoint_parts import claim
-from tests.metrics.report_parts import BEGIN, attempt, finish, new_run, page_of, preempted_run, record, timeline
+from tests.metrics.report_parts import (
+    BEGIN,
+    ENDED,
+    attempt,
+    facts_of,
+    finish,
+    new_run,
+    page_of,
+    preempted_run,
+    record,
+    timeline,
+)
 
 pytestmark = pytest.mark.long
 
@@ -123,6 +135,16 @@ def test_the_page_asks_for_nothing_and_runs_nothing(make: type[Run], tmp_path: P
     )
     assert "@import" not in styles
     assert set(re.findall(r"url\((.)", styles)) <= {"#"}
+
+
+def test_a_run_with_a_price_says_what_it_and_each_job_cost(tmp_path: Path) -> None:
+    run = preempted_run(str(tmp_path))
+    assert "cost" not in page_of(run)
+    had = {"worker_seconds": 7200.0, "price_per_worker_hour": 50.0, "num_generated_tokens": 8000}
+    priced = ENDED.model_copy(update=had)
+    page, job = page_of(run, priced), facts_of(run).jobs[0]
+    assert "<small>cost</small><b>100.00</b><small>2 worker hours; 12,500.00 per million tokens" in page
+    assert f'data-name="cost">{amount(100 * job.num_tokens / 8000)}</td>' in page
 
 
 def test_every_reference_inside_the_page_has_its_target_once(tmp_path: Path) -> None:

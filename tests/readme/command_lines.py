@@ -76,6 +76,8 @@ def options(words: Sequence[str], program: click.Command = main) -> dict[str, An
     command = program
     rest = list(words)
     while isinstance(command, click.Group):
+        if command.invoke_without_command and rest[:1] not in [[name] for name in command.commands]:
+            break
         name = rest.pop(0)
         if name not in command.commands:
             raise click.UsageError(f"no command {name}")

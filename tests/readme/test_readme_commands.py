@@ -84,7 +84,8 @@ def test_commands_are_found_in_all_places_where_they_stand() -> None:
 def leaves(command: click.Command, words: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
     if not isinstance(command, click.Group):
         return {words}
-    return {leaf for name, below in command.commands.items() for leaf in leaves(below, (*words, name))}
+    own = {words} if command.invoke_without_command else set()
+    return own | {leaf for name, below in command.commands.items() for leaf in leaves(below, (*words, name))}
 
 
 def test_every_command_is_shown() -> None:

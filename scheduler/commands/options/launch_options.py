@@ -13,6 +13,7 @@ import click
 from swiftbatch.scheduler.commands.options.option_types import (
     GIGABYTES,
     HOURS,
+    PRICE,
     SECONDS,
     SECONDS_OR_NONE,
     Command,
@@ -226,6 +227,12 @@ WORKERS = (
         type=SECONDS,
         metavar="S",
         help=f"Replace a silent worker. [default: {WORKER_TIMEOUT:g}, or store retries + {STORE_SLACK_SECONDS:g}]",
+    ),
+    worker_option(
+        "--price-per-worker-hour",
+        type=PRICE,
+        metavar="N",
+        help="In your currency, to see costs. [default: the run's, else none]",
     ),
 )
 CHECKPOINTS = (

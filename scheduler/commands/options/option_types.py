@@ -100,7 +100,7 @@ class _AnyNumber(InOurDigits, FloatParamType):
 ANY_WHOLE_NUMBER, ANY_NUMBER = _AnyWholeNumber(), _AnyNumber()
 
 
-MAX_HOURS = MAX_GIGABYTES = 1_000_000_000
+MAX_HOURS = MAX_GIGABYTES = MAX_PRICE = 1_000_000_000
 MAX_SECONDS = 1_000_000_000  # 31 years
 
 
@@ -132,6 +132,7 @@ class Amount(Number):
 
 
 HOURS, GIGABYTES = Amount("hours", MAX_HOURS), Amount("GB", MAX_GIGABYTES)
+PRICE = Amount("an hour", MAX_PRICE, min_open=False)
 SECONDS, SECONDS_OR_NONE = (Amount("seconds", MAX_SECONDS, min_open=is_open) for is_open in (True, False))
 
 

@@ -22,6 +22,7 @@ from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.process.signals import BAD_INPUT, EMPTY_INPUT
 from swiftbatch.scheduler.serve.records.batch_status import is_submitted
 from swiftbatch.scheduler.serve.records.stored_objects import Batch, StoredFiles
+from swiftbatch.worker.config import Computation
 
 MAX_EVENTS = 1000  # events kept for later readers
 MAX_LOG_BYTES = 4 * 2**20  # of each of the two log files
@@ -40,6 +41,7 @@ class DriverOptions:
     of_run: tuple[str, ...] = ()
     of_start: tuple[str, ...] = ()
     grace_seconds: float = GRACE_SECONDS
+    model: str = Computation.model  # of new batches; also among the words of `of_run`
 
 
 def driver_arguments(batch: Batch, files: StoredFiles, options: DriverOptions) -> list[str]:

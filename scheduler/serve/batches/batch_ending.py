@@ -14,15 +14,14 @@ from typing import Any, BinaryIO, Literal
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.json_records import dump_line
-from swiftbatch.jobs.run.output_line import num_completion_tokens
 from swiftbatch.jobs.run.run import MANIFEST, Run
-from swiftbatch.jobs.run.run_records import DamagedError, RunManifest, read_model
+from swiftbatch.jobs.run.run_records import DamagedError, Progress, RunManifest, read_model
 from swiftbatch.jobs.storage.store import spool
 from swiftbatch.scheduler.driver.queue_loading import CANCELLED
 from swiftbatch.scheduler.process.streams import Lines
 from swiftbatch.scheduler.runs.cancellation import EXPIRED, cancel_jobs, expire_jobs
 from swiftbatch.scheduler.serve.batches.batch_driver import DriverProcess
-from swiftbatch.scheduler.serve.records.batch_status import DAMAGED, is_submitted, lines_of, running_status
+from swiftbatch.scheduler.serve.records.batch_status import DAMAGED, is_submitted, lines_of, model_id, running_status
 from swiftbatch.scheduler.serve.records.server_records import (
     BATCHES,
     Counts,
@@ -47,23 +46,38 @@ def deliver(batch: Batch, run: Run, files: StoredFiles) -> dict[str, Any]:
     The output file has the lines with a response, the error file all others. Raises StoreError, RunError.
     """
     counts = Counter[Delivery]()
-    has_expired, num_tokens = False, 0
+    has_expired, tokens = False, Counter[str]()
     with spool() as output, spool() as errors:
         sources: dict[Delivery, BinaryIO] = {"output": output, "errors": errors}
         for line in _lines(batch, run):
             delivery: Delivery = "output" if line["error"] is None else "errors"
             sources[delivery].write(dump_line(line))
             counts[delivery] += 1
-            num_tokens += num_completion_tokens(line) if line["error"] is None else 0
+            tokens.update(_tokens(line) if line["error"] is None else {})
             has_expired = has_expired or any(error["code"] == EXPIRED for error in _errors(line))
         kept = {name: _keep(batch, files, name, source) for name, source in sources.items() if counts[name]}
     return {
         "state": "expired" if has_expired else "completed",
         "counts": Counts(total=counts.total(), completed=counts["output"], failed=counts["errors"]),
-        "num_generated_tokens": num_tokens,
+        **{name: tokens[name] for name in ("num_input_tokens", "num_generated_tokens", "num_reasoning_tokens")},
         "output_file_id": kept.get("output"),
         "error_file_id": kept.get("errors"),
     }
+
+
+def _tokens(line: dict[str, Any]) -> dict[str, int]:
+    usage = line["response"]["body"]["usage"]
+    return {
+        "num_input_tokens": usage["prompt_tokens"],
+        "num_generated_tokens": usage["completion_tokens"],
+        "num_reasoning_tokens": (usage.get("completion_tokens_details") or {}).get("reasoning_tokens", 0),
+    }
+
+
+def _used(progress: Progress | None) -> dict[str, Any]:
+    """Return the fields of `Ended` that a run's last heartbeat knows."""
+    names = ("num_total_tokens", "worker_seconds", "price_per_worker_hour")
+    return {} if progress is None else {name: getattr(progress, name) for name in names}
 
 
 def _keep(batch: Batch, files: StoredFiles, delivery: Delivery, source: BinaryIO) -> str:
@@ -120,7 +134,8 @@ def end_batch(batches: Batches, files: StoredFiles, batch: Batch, reason: Reason
         in_progress=status.in_progress,
         finalizing=status.finalizing or time.time(),
         ended=time.time(),
-        num_total_tokens=0 if status.progress is None else status.progress.num_total_tokens,
+        model=status.model,
+        **_used(status.progress),
         **delivered,
     )
     batches.end(batch, ended)
@@ -180,9 +195,11 @@ def _never_run(batch: Batch, reason: Reason, driver: DriverProcess | None) -> En
 def _damaged(batch: Batch, files: StoredFiles, error: DamagedError) -> Ended:
     """The run stays for repair."""
     message = f"{BATCHES}/{batch.id}/{error.path} is damaged: {error.problem}"
+    run = Run(batch.store, None)
     failed = _at_once("failed", Counts(), LineProblem(code=DAMAGED, message=message))
+    failed = failed.model_copy(update=_used(run.progress()))
     try:
-        delivered = deliver(batch, Run(batch.store, None), files)
+        delivered = deliver(batch, run, files)
     except DamagedError:  # the jobs are damaged, too
         return failed
     return failed.model_copy(update=delivered | {"state": "failed"})
@@ -194,9 +211,18 @@ def _without_good_lines(batch: Batch, run: Run) -> Ended:
         LineProblem(code=each.code, message=each.reason, line=each.line_number) for each in rejects[:MAX_PROBLEMS]
     ]
     state: EndState = "failed" if batch.cancellation is None else "cancelled"
-    return _at_once(state, Counts(total=len(rejects), failed=len(rejects)), *problems)
+    ended = _at_once(state, Counts(total=len(rejects), failed=len(rejects)), *problems)
+    return ended.model_copy(update={"model": model_id(run.manifest.model)})
 
 
 def _at_once(state: EndState, counts: Counts, *problems: LineProblem) -> Ended:
     now = time.time()
-    return Ended(state=state, counts=counts, in_progress=None, finalizing=now, ended=now, problems=problems)
+    return Ended(
+        state=state,
+        counts=counts,
+        in_progress=None,
+        finalizing=now,
+        ended=now,
+        num_input_tokens=0,
+        problems=problems,
+    )

@@ -6,11 +6,12 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp2, log
 from typing import Literal
 
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import RunError
 from swiftbatch.scheduler.serve.batches.batch_driver import DriverProcess
 from swiftbatch.scheduler.serve.records.api_keys import Rights
 from swiftbatch.scheduler.serve.records.batch_status import is_submitted
@@ -74,11 +75,15 @@ def _age(batch: Batch) -> tuple[float, str]:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens generated between two times in seconds since the epoch."""
+    """What a batch used between two times in seconds since the epoch; None is no price."""
 
-    num_tokens: int
+    num_tokens: int  # generated, those of lines that were given up included
     begun: float
     ended: float
+    worker_seconds: float = 0.0
+    cost: float | None = None
+    num_input_tokens: int = 0  # of lines in the output file, like the next
+    num_output_tokens: int = 0
 
     def since(self, moment: float) -> float:
         """Return the tokens after a time."""
@@ -115,14 +120,35 @@ def usage_so_far(batch: Batch) -> Usage | None:
         return None
     run = Run.open(batch.store.uri)
     progress, created = run.progress(), run.manifest.created
-    return None if progress is None else Usage(progress.num_total_tokens, created, max(created, progress.updated))
+    if progress is None:
+        return None
+    last = max(created, progress.updated)
+    return Usage(progress.num_total_tokens, created, last, progress.worker_seconds, progress.cost)
 
 
 def usage_of_ended(batch: Batch) -> Usage | None:
     ended = batch.ended
-    if ended is None or ended.in_progress is None:
+    if ended is None:
         return None
-    return Usage(ended.num_total_tokens, min(ended.in_progress, ended.ended), ended.ended)
+    return Usage(
+        num_tokens=ended.num_total_tokens,
+        begun=min(ended.in_progress or ended.ended, ended.ended),
+        ended=ended.ended,
+        worker_seconds=ended.worker_seconds,
+        cost=ended.cost,
+        num_input_tokens=ended.num_input_tokens or 0,
+        num_output_tokens=ended.num_generated_tokens,
+    )
+
+
+def usage_of(batch: Batch) -> Usage | None:
+    """Return a batch's usage as its folder says; None before it begins or if its run is damaged. Raises StoreError."""
+    if batch.ended is not None:
+        return usage_of_ended(batch)
+    try:
+        return usage_so_far(batch)
+    except RunError:
+        return None
 
 
 Stage = Literal["to_settle", "settling", "waiting", "running", "ended"]
@@ -150,7 +176,8 @@ class Course:
         before = self.usage or Usage(0, now, now)
         if self.driver is None or self.stage == "waiting":
             return before
-        return Usage(max(before.num_tokens, self.driver.num_total_tokens), before.begun, max(before.ended, now))
+        num_tokens = max(before.num_tokens, self.driver.num_total_tokens)
+        return replace(before, num_tokens=num_tokens, ended=max(before.ended, now))
 
     def is_due(self) -> bool:
         return self.stage == "waiting" and time.monotonic() >= self.not_before

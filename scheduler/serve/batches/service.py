@@ -8,21 +8,24 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from html import escape
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.run.run_records import RunError
 from swiftbatch.jobs.storage.folder_uri import local_path
-from swiftbatch.jobs.storage.store import Store
+from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.metrics.server_counters import ServerCounters
 from swiftbatch.scheduler.process.streams import Lines
 from swiftbatch.scheduler.runs.run_settings import ServeOptions
 from swiftbatch.scheduler.serve.batches.batch_driver import DriverOptions
-from swiftbatch.scheduler.serve.batches.batch_queue import Stage, Standings
+from swiftbatch.scheduler.serve.batches.batch_queue import Stage, Standings, Usage, usage_of
 from swiftbatch.scheduler.serve.batches.batch_supervisor import BatchSupervisor
 from swiftbatch.scheduler.serve.batches.batch_webhooks import BatchWebhooks, Receivers
+from swiftbatch.scheduler.serve.batches.team_usage import usage_of_teams
 from swiftbatch.scheduler.serve.records.api_keys import Keyring, Rights
-from swiftbatch.scheduler.serve.records.batch_status import Status, Watcher, unread_status
+from swiftbatch.scheduler.serve.records.audit_log import AuditLog, Sender
+from swiftbatch.scheduler.serve.records.batch_status import Status, Watcher, model_id, unread_status
 from swiftbatch.scheduler.serve.records.server_records import FileRecord, NewBatch, RefusedError
 from swiftbatch.scheduler.serve.records.stored_objects import Batch, Batches, StoredFiles
 
@@ -66,7 +69,9 @@ class Service:
         """Read the folder. Raises StoreError, ApiKeyError, ReceiverError, WebhookHostsError."""
         self.places = PathRedactor(runs, (*driver_options.of_run, *driver_options.of_start))
         self.max_file_bytes = options.max_file_bytes
+        self.model, self.started = model_id(driver_options.model), time.time()
         self.keyring = None if options.api_keys is None else Keyring(options.api_keys, Lines(sys.stderr).write)
+        self.audit = AuditLog(runs, has_keys=self.keyring is not None)
         self.counters = ServerCounters()
         self._folder = local_path(runs.uri)
         self._teams: set[str] = set()
@@ -76,6 +81,8 @@ class Service:
         self.hooks = BatchWebhooks(runs, self._receivers)
         self.batches = Batches(runs, self._note_end, self.hooks.prepare)
         self.hooks.take_up(self.batches)
+        for batch in self.batches.all():  # in an order that each start repeats
+            self.team_labels(batch.owner)
         standings = Standings(self.batches.all(), self._rights)
         self.keeper = BatchSupervisor(
             self.batches, self.files, driver_options, options.max_running, standings, check_hold, fail
@@ -138,9 +145,9 @@ class Service:
             return RefusedError(told, 409, code="damaged_run")
         return RefusedError(told, 503, code="not_available")
 
-    def create_batch(self, new: NewBatch, owner: str | None, key: str | None = None) -> Batch:
+    def create_batch(self, new: NewBatch, sender: Sender, key: str | None = None) -> Batch:
         """Create and run a batch, or return an earlier request's. Raises RefusedError, StoreError."""
-        seconds = new.seconds
+        seconds, owner = new.seconds, sender.name
         self._receivers.check(new.webhook)
         with self._input_lock:
             if key is None or self.batches.with_key(owner, key) is None:
@@ -149,6 +156,7 @@ class Service:
             batch = self.batches.create(new, seconds, owner, key)
             if self.keeper.course(batch.id) is None and batch.ended is None:
                 self.keeper.take(batch)
+                self.audit.write(sender, "created", batch.id)
         return batch
 
     def _check_input(self, file_id: str, owner: str | None) -> None:
@@ -158,18 +166,20 @@ class Service:
         if file.purpose != "batch":
             raise RefusedError(f"input_file_id: {file_id} has another purpose than batch", param="input_file_id")
 
-    def cancel_batch(self, batch: Batch) -> None:
+    def cancel_batch(self, batch: Batch, sender: Sender) -> None:
         """Request a batch's cancellation. Raises StoreError."""
-        self.batches.request_cancel(batch)
-        self.keeper.look_again()
+        if self.batches.request_cancel(batch, sender.name):
+            self.keeper.look_again()
+            self.audit.write(sender, "cancelled", batch.id)
 
-    def delete_file(self, record: FileRecord) -> None:
+    def delete_file(self, record: FileRecord, sender: Sender) -> None:
         """Delete a file. Raises RefusedError for the input of an unfinished batch."""
         with self._input_lock:
             for batch in self.batches.unfinished():
                 if batch.record.input_file_id == record.id:
                     raise RefusedError(f"{record.id} is the input of {batch.id}, which has not ended", 409, "file_id")
             self.files.delete(record)
+        self.audit.write(sender, "deleted", record.id)
 
     def team_labels(self, owner: str | None) -> dict[str, str]:
         """Return the label of a key's metrics; Prometheus keeps a series for each."""
@@ -178,6 +188,25 @@ class Service:
         if len(self._teams) < MAX_TEAMS:
             self._teams.add(owner)
         return {"team": owner if owner in self._teams else OTHER_TEAMS}
+
+    def _usage(self, batch: Batch) -> Usage | None:
+        """Return what a batch has used; only waiting ones need no look, so that a restart counts the same."""
+        course = self.keeper.course(batch.id)
+        if batch.ended is None and course is not None:
+            if course.stage != "waiting":
+                with suppress(StoreError):
+                    course.usage = usage_of(batch) or course.usage
+            return course.usage
+        return usage_of(batch)
+
+    def _measure_teams(self) -> None:
+        batches = self.batches.all()
+        labels = (self.team_labels(batch.owner).get("team", "") for batch in batches)
+        sums = usage_of_teams(zip(labels, map(self._usage, batches), strict=True)).items()
+        self.counters.team_input_tokens = {team: used.num_input_tokens for team, used in sums}
+        self.counters.team_output_tokens = {team: used.num_output_tokens for team, used in sums}
+        self.counters.team_generated_tokens = {team: used.num_generated_tokens for team, used in sums}
+        self.counters.team_worker_seconds = {team: used.worker_seconds for team, used in sums}
 
     def measure(self) -> None:
         """Update the gauges."""
@@ -189,6 +218,7 @@ class Service:
             if course.stage == "waiting":
                 oldest = min(oldest, course.batch.created)
         self.counters.batches, self.counters.oldest_waiting_seconds = counts, now - oldest
+        self._measure_teams()
         if self._folder is not None:
             disk = shutil.disk_usage(self._folder)
             self.counters.disk = {"used": disk.used, "free": disk.free}

@@ -14,14 +14,14 @@ from typing import Annotated, Any
 from fastapi import Depends, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, RedirectResponse
-from fastapi.routing import APIRoute
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.metrics.report.page_text import date, in_html
+from swiftbatch.metrics.report.page_text import amount, date, in_html
 from swiftbatch.scheduler.display.progress_line import counted, duration, printable
+from swiftbatch.scheduler.serve.records.audit_log import Sender
 from swiftbatch.scheduler.serve.records.server_records import RefusedError
 from swiftbatch.scheduler.serve.routes.access_control import (
     COOKIE,
@@ -30,7 +30,7 @@ from swiftbatch.scheduler.serve.routes.access_control import (
     Sessions,
     new_session_id,
 )
-from swiftbatch.scheduler.serve.routes.responses import Owner, Served, refusal_of
+from swiftbatch.scheduler.serve.routes.responses import By, HeadRoute, Served, refusal_of
 
 TOKEN = "form_token"
 STALE_FORM = "this form was not sent by this page, or is older than the session: load the page again, then send it"
@@ -57,8 +57,12 @@ class Visitor:
     """A visitor; `session_id` names the browser even before a login."""
 
     session_id: str
-    name: str | None
+    sender: Sender
     form_token: str
+
+    @property
+    def name(self) -> str | None:
+        return self.sender.name
 
 
 def sessions_of(request: Request) -> Sessions:
@@ -66,12 +70,12 @@ def sessions_of(request: Request) -> Sessions:
     return sessions
 
 
-async def visitor_of(request: Request, owner: Owner) -> Visitor:
+async def visitor_of(request: Request, sender: By) -> Visitor:
     """Return the visitor, perhaps with a new session."""
     session_id = request.cookies.get(COOKIE, "")
     if SESSION_ID.fullmatch(session_id) is None:
         session_id = request.state.new_session_id = new_session_id()
-    return Visitor(session_id, owner, sessions_of(request).form_token(session_id))
+    return Visitor(session_id, sender, sessions_of(request).form_token(session_id))
 
 
 AnyVisitor = Annotated[Visitor, Depends(visitor_of)]
@@ -94,7 +98,7 @@ def check_form(request: Request, visitor: Visitor, form: FormData) -> None:
         raise RefusedError(STALE_FORM, 403)
 
 
-class PageRoute(APIRoute):
+class PageRoute(HeadRoute):
     """Answers with strict headers, and with a page for an error."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -161,7 +165,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         auto_reload=False,
     )
-    filters = (number, ago, short, date, duration, counted)
+    filters = (number, ago, short, date, duration, counted, amount)
     environment.filters |= {each.__name__: each for each in filters} | {"plain": printable}
     return environment
 

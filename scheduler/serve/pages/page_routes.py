@@ -119,6 +119,7 @@ def _figures(service: Service, batch: Batch) -> Values:
         "most_tokens": num_tokens + (0 if progress is None else progress.num_tokens_left),  # so far and to come
         "tokens_per_second": _speed(batch, progress),
         "eta_seconds": None if progress is None else progress.eta_seconds,
+        "cost": batch.ended.cost if batch.ended is not None else None if progress is None else progress.cost,
         "created": batch.created,
         "problem": service.problem(batch, status),
         "progress": progress,
@@ -147,15 +148,17 @@ def _speed(batch: Batch, progress: Progress | None) -> float | None:
 def _run_view(service: Service, batch: Batch, number: int) -> Values:
     """Return jobs, problems and texts of a batch's run; `unread` says what can't be read."""
     view: Values = {"jobs": None, "problems": (), "texts": (), "num_running": 0, "has_report": False, "unread": ""}
+    view["cost_per_token"] = None
     try:
         if not is_submitted(batch.store):
             return view | {"problems": _problems(service, batch, None)}
         run = Run.open(batch.store.uri)
-        progress = None if batch.ended else service.status(batch).progress
-        running = {} if progress is None else progress.running
+        progress = run.progress() if batch.ended else service.status(batch).progress
+        running = {} if batch.ended or progress is None else progress.running
         longest = sorted(running, key=lambda name: -running[name])[:NUM_TEXTS]
         return view | {
             "jobs": _jobs(run, running, number),
+            "cost_per_token": None if progress is None else progress.cost_per_token,
             "problems": _problems(service, batch, run),
             "texts": partial_texts(run, longest, LAST_TOKENS) if longest else (),
             "num_running": len(running),
@@ -265,7 +268,7 @@ def batch(
 async def cancel(request: Request, service: Served, visitor: KnownVisitor, batch_id: str) -> Response:
     async with request.form(max_files=0, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES) as form:
         check_form(request, visitor, form)
-    await run_in_threadpool(batch_routes.cancel, service, visitor.name, batch_id)
+    await run_in_threadpool(batch_routes.cancel, service, visitor.sender, batch_id)
     return RedirectResponse(f"/batches/{batch_id}", 303)
 
 
@@ -274,10 +277,10 @@ def report(service: Served, visitor: KnownVisitor, batch_id: str) -> Response:
     return batch_routes.report(service, visitor.name, batch_id)
 
 
-@router.api_route("/batches/{batch_id}/{delivery}.jsonl", methods=["GET", "HEAD"])
+@router.get("/batches/{batch_id}/{delivery}.jsonl")
 def delivered(request: Request, service: Served, visitor: KnownVisitor, batch_id: str, delivery: Delivery) -> Response:
     batch = service.batches.get(batch_id, visitor.name)
-    response = file_routes.content(request, service, visitor.name, delivered_file_id(batch.id, delivery))
+    response = file_routes.content(request, service, visitor.sender, delivered_file_id(batch.id, delivery))
     response.headers["Content-Disposition"] = f'attachment; filename="{batch.id}_{delivery}.jsonl"'
     return response
 
@@ -301,7 +304,7 @@ def _new_batch(service: Service, visitor: Visitor, file: object, said: dict[str,
         raise RefusedError(f"priority: found {priority[:40]!a}, expected a whole number")
     if not isinstance(file, UploadFile) or not file.filename:
         raise RefusedError("no file was chosen: expected one with a job on each line")
-    record = file_routes.keep_upload(service, visitor.name, file)
+    record = file_routes.keep_upload(service, visitor.sender, file)
     body = {
         "input_file_id": record.id,
         "endpoint": said["endpoint"],
@@ -311,10 +314,10 @@ def _new_batch(service: Service, visitor: Visitor, file: object, said: dict[str,
         "webhook": said["webhook"].strip() or None,
     }
     try:
-        return str(batch_routes.create(service, visitor.name, None, body)["id"])
+        return str(batch_routes.create(service, visitor.sender, None, body)["id"])
     except UserError:
         with suppress(StoreError):  # if the store is away now, the file stays in the list
-            service.delete_file(record)
+            service.delete_file(record, visitor.sender)
         raise
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Container
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
@@ -41,6 +42,10 @@ class Status:
     problems: tuple[LineProblem, ...] = ()
     ended: float | None = None
     progress: Progress | None = None
+    model: str | None = None
+    num_input_tokens: int | None = None  # None until the end, as the next two
+    num_generated_tokens: int = 0
+    num_reasoning_tokens: int = 0
 
     def shown(self, hidden: Callable[[str], str]) -> Status:
         """Hide paths in problems of the whole batch."""
@@ -121,11 +126,18 @@ def running_status(store: Store, lines: BatchLines) -> Status:
         in_progress=run.manifest.created,
         finalizing=progress.updated if is_over else None,
         progress=progress,
+        model=model_id(run.manifest.model),
     )
 
 
+def model_id(model: str) -> str:
+    """Return a model's name for clients: of a file or folder, the last part of its path."""
+    is_path = os.path.isabs(model) or os.path.exists(model)
+    return os.path.basename(model.rstrip("/")) if is_path else model
+
+
 def _ended_status(ended: Ended) -> Status:
-    same = ("state", "counts", "in_progress", "finalizing", "output_file_id", "error_file_id", "problems", "ended")
+    same = {field.name for field in fields(Status)} & Ended.model_fields.keys()
     return Status(**{name: getattr(ended, name) for name in same})
 
 

@@ -4,9 +4,10 @@ files/<file_id>/content        the bytes
 files/<file_id>/file.json      written last: without it the file does not exist
 batches/<batch_id>/            a run, and beside it
 batches/<batch_id>/batch.json  the request, written once: without it the batch does not exist
-batches/<batch_id>/cancel.json the time of a cancellation
+batches/<batch_id>/cancel.json when and by whom it was cancelled
 batches/<batch_id>/ended.json  the outcome, written last: then nothing else of the batch is read
 webhooks/<batch_id>.json       to whom the batch's end is yet to be posted
+audit/                         who did what: see `audit_log.py`
 
 Ids are random letters and digits; no other name becomes part of a path.
 """
@@ -29,7 +30,7 @@ from swiftbatch.jobs.input.request_fields import MAX_PRIORITY, Endpoint
 from swiftbatch.jobs.job import JobUrl
 from swiftbatch.jobs.json_records import FieldError, Frozen, Strict, is_utf8, reasons, shown, whole
 from swiftbatch.jobs.run.error_files import NO_FILE
-from swiftbatch.jobs.run.run_records import DamagedError, Model, read_model
+from swiftbatch.jobs.run.run_records import DamagedError, Model, cost_of, read_model
 from swiftbatch.jobs.storage.store import Store
 
 FILE_ID = re.compile(r"file-[0-9a-f]{24}")
@@ -129,6 +130,7 @@ class BatchRecord(Frozen):
 class Cancellation(Frozen):
     version: Literal[1] = 1
     requested: Moment
+    requested_by: str | None = None  # the key's name; None without keys
 
 
 class Counts(Frozen):
@@ -157,10 +159,19 @@ class Ended(Frozen):
     finalizing: Moment
     ended: Moment
     num_total_tokens: int = 0  # lines that were given up included
-    num_generated_tokens: int = 0  # of lines in the output file
+    num_generated_tokens: int = 0  # of lines in the output file, as the next two
+    num_input_tokens: int | None = None  # None in records of earlier versions
+    num_reasoning_tokens: int = 0
+    worker_seconds: float = 0.0
+    price_per_worker_hour: float | None = None
+    model: str | None = None  # None without a run
     output_file_id: str | None = None
     error_file_id: str | None = None
     problems: tuple[LineProblem, ...] = ()
+
+    @property
+    def cost(self) -> float | None:
+        return cost_of(self.worker_seconds, self.price_per_worker_hour)
 
 
 class PendingMessage(Frozen):

@@ -168,17 +168,20 @@ class StoredFiles(Catalogue[FileRecord]):
         self.enter(record)
         return record
 
-    def add_once(self, source: BinaryIO, filename: str, owner: str | None, key: str) -> FileRecord:
-        """Store a job file, or return an earlier request's. Raises RefusedError for another file."""
+    def add_once(self, source: BinaryIO, filename: str, owner: str | None, key: str) -> tuple[FileRecord, bool]:
+        """Store a job file, or find an earlier request's; return it, and whether it is new.
+
+        Raises RefusedError for another file.
+        """
         file_id = id_of_key("file-", owner, key)
         with self._adding:
             known = self.find(file_id, owner)
             if known is None:
-                return self.add(source, filename, "batch", owner, file_id)
+                return self.add(source, filename, "batch", owner, file_id), True
         pieces = self.content(known)
         if known.filename != filename or any(source.read(len(piece)) != piece for piece in pieces) or source.read(1):
             raise _other_request(key)
-        return known
+        return known, False
 
     def get(self, file_id: str, owner: str | None, param: str = "id") -> FileRecord:
         """Return the owner's file. Raises RefusedError if there is none."""
@@ -326,13 +329,15 @@ class Batches(Catalogue[Batch]):
     def unfinished(self) -> list[Batch]:
         return [batch for batch in self.all() if batch.ended is None]
 
-    def request_cancel(self, batch: Batch) -> None:
-        """Record a cancellation, unless the batch has ended."""
+    def request_cancel(self, batch: Batch, requested_by: str | None = None) -> bool:
+        """Record a cancellation; return False if the batch has ended or has one."""
         with batch.lock:
-            if batch.ended is None and batch.cancellation is None:
-                cancellation = Cancellation(requested=time.time())
-                batch.store.write(CANCEL, pretty(cancellation))
-                batch.cancellation = cancellation
+            if batch.ended is not None or batch.cancellation is not None:
+                return False
+            cancellation = Cancellation(requested=time.time(), requested_by=requested_by)
+            batch.store.write(CANCEL, pretty(cancellation))
+            batch.cancellation = cancellation
+            return True
 
     def end(self, batch: Batch, ended: Ended) -> None:
         with batch.lock:

@@ -79,7 +79,8 @@ class AccessControl:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                scope.setdefault("state", {})["owner"] = self._owner(scope)
+                scope.setdefault("state", {})["owner"] = None
+                scope["state"]["owner"] = self._owner(scope)
             except RefusedError as error:
                 await refuse(error, scope, receive, send)
                 return
@@ -101,6 +102,7 @@ class AccessControl:
         if _is_of_page(scope["path"]):  # the page asks for a login itself
             return self._sessions.owner(HTTPConnection(scope).cookies, self._keyring)
         key = _key(self._keyring, headers)
+        scope["state"]["owner"] = key.name  # of a refused request, too
         if scope["path"] in METRICS_PATHS and not key.rights.metrics:
             raise RefusedError(NO_METRICS, 403, code="insufficient_permissions")
         return key.name

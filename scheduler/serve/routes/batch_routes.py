@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Query
+from fastapi import APIRouter, Body, Query, Request, Response
 from fastapi.responses import HTMLResponse, StreamingResponse
 
 from swiftbatch.jobs.run.run import Run
@@ -20,7 +20,16 @@ from swiftbatch.scheduler.serve.batches.service import Service
 from swiftbatch.scheduler.serve.records.batch_status import Status, is_submitted, partial_texts
 from swiftbatch.scheduler.serve.records.server_records import NewBatch, RefusedError
 from swiftbatch.scheduler.serve.records.stored_objects import Batch
-from swiftbatch.scheduler.serve.routes.responses import Key, Object, Owner, Served, batch_object, page_object
+from swiftbatch.scheduler.serve.routes.responses import (
+    By,
+    HeadRoute,
+    Key,
+    Object,
+    Owner,
+    Served,
+    batch_object,
+    page_object,
+)
 
 MAX_PAGE = 100
 DEFAULT_PAGE = 20  # batches on a page by default
@@ -28,7 +37,15 @@ EVENT_SECONDS = 0.5  # between two looks for events
 SIGN_SECONDS = 15.0  # between two keep-alive signs
 SHOWN = {  # heartbeat fields about the batch, not the machines
     *("updated", "started", "jobs", "running", "max_tokens", "num_generated_tokens", "num_total_tokens"),
-    *("worker_seconds", "num_tokens_left", "tokens_per_second", "eta_seconds", "num_preemptions", "num_resumes"),
+    *(
+        "worker_seconds",
+        "price_per_worker_hour",
+        "num_tokens_left",
+        "tokens_per_second",
+        "eta_seconds",
+        "num_preemptions",
+        "num_resumes",
+    ),
     *("mean_acceptance_length", "num_tokens_by_draft", "num_read_tokens", "num_copied_tokens"),
 }
 
@@ -40,12 +57,12 @@ REPORT_HEADERS = {
     "Cache-Control": "no-store",
 }
 
-router = APIRouter(prefix="/v1/batches")
+router = APIRouter(prefix="/v1/batches", route_class=HeadRoute)
 
 
 @router.post("")
-def create(service: Served, owner: Owner, key: Key, body: Annotated[dict[str, Any], Body()]) -> Object:
-    batch = service.create_batch(NewBatch.parse(body), owner, key)
+def create(service: Served, sender: By, key: Key, body: Annotated[dict[str, Any], Body()]) -> Object:
+    batch = service.create_batch(NewBatch.parse(body), sender, key)
     return batch_object(batch, service.status(batch))
 
 
@@ -67,9 +84,9 @@ def retrieve(service: Served, owner: Owner, batch_id: str) -> Object:
 
 
 @router.post("/{batch_id}/cancel")
-def cancel(service: Served, owner: Owner, batch_id: str) -> Object:
-    batch = service.batches.get(batch_id, owner)
-    service.cancel_batch(batch)
+def cancel(service: Served, sender: By, batch_id: str) -> Object:
+    batch = service.batches.get(batch_id, sender.name)
+    service.cancel_batch(batch, sender)
     return batch_object(batch, service.status(batch))
 
 
@@ -119,10 +136,12 @@ def report(service: Served, owner: Owner, batch_id: str) -> HTMLResponse:
 
 
 @router.get("/{batch_id}/events")
-async def events(service: Served, owner: Owner, batch_id: str) -> StreamingResponse:
+async def events(request: Request, service: Served, owner: Owner, batch_id: str) -> Response:
     """Stream kept and new events; `batch` ends the stream."""
     batch = service.batches.get(batch_id, owner)
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    if request.method == "HEAD":  # without waiting for the end
+        return Response(media_type="text/event-stream", headers=headers)
     return StreamingResponse(_events(service, batch), media_type="text/event-stream", headers=headers)
 
 

@@ -13,9 +13,19 @@ from starlette.concurrency import iterate_in_threadpool
 from starlette.datastructures import FormData, Headers, UploadFile
 
 from swiftbatch.scheduler.serve.batches.service import Service
+from swiftbatch.scheduler.serve.records.audit_log import Sender
 from swiftbatch.scheduler.serve.records.server_records import FileRecord, RefusedError, check_upload
 from swiftbatch.scheduler.serve.records.stored_objects import Order
-from swiftbatch.scheduler.serve.routes.responses import Key, Object, Owner, Served, file_object, page_object
+from swiftbatch.scheduler.serve.routes.responses import (
+    By,
+    HeadRoute,
+    Key,
+    Object,
+    Owner,
+    Served,
+    file_object,
+    page_object,
+)
 
 MAX_FILENAME = 255
 MAX_PAGE = 10_000
@@ -24,7 +34,7 @@ MAX_FIELDS, MAX_FIELD_BYTES = 10, 2**12  # of an upload's form, besides the file
 PART = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")  # first and last byte, or only a count of last bytes
 
 PATH = "/v1/files"
-router = APIRouter(prefix=PATH)
+router = APIRouter(prefix=PATH, route_class=HeadRoute)
 
 
 async def form_of(request: Request) -> AsyncIterator[FormData]:
@@ -36,25 +46,29 @@ async def form_of(request: Request) -> AsyncIterator[FormData]:
 
 
 @router.post("")
-def upload(service: Served, owner: Owner, key: Key, form: Annotated[FormData, Depends(form_of)]) -> Object:
+def upload(service: Served, sender: By, key: Key, form: Annotated[FormData, Depends(form_of)]) -> Object:
     file, purpose = form.get("file"), form.get("purpose")
     if not isinstance(file, UploadFile):
         raise RefusedError("file: found none, expected a file", param="file")
     if purpose != "batch":
         raise RefusedError(f"purpose: found {str(purpose)[:40]!a}, expected batch", param="purpose")
     check_upload({name: value for name, value in form.items() if name not in ("file", "purpose")})
-    return file_object(keep_upload(service, owner, file, key))
+    return file_object(keep_upload(service, sender, file, key))
 
 
-def keep_upload(service: Service, owner: str | None, file: UploadFile, key: str | None = None) -> FileRecord:
+def keep_upload(service: Service, sender: Sender, file: UploadFile, key: str | None = None) -> FileRecord:
     """Store a job file, or return an earlier request's. Raises RefusedError, StoreError."""
     max_bytes = service.max_file_bytes
     if (file.size or 0) > max_bytes:
         raise RefusedError(f"file: expected at most {max_bytes:,} bytes", 413, "file")
     filename = (file.filename or "file")[-MAX_FILENAME:]
-    if key is not None:
-        return service.files.add_once(file.file, filename, owner, key)
-    return service.files.add(file.file, filename, "batch", owner)
+    if key is None:
+        record, is_new = service.files.add(file.file, filename, "batch", sender.name), True
+    else:
+        record, is_new = service.files.add_once(file.file, filename, sender.name, key)
+    if is_new:
+        service.audit.write(sender, "uploaded", record.id)
+    return record
 
 
 @router.get("")
@@ -76,18 +90,18 @@ def retrieve(service: Served, owner: Owner, file_id: str) -> Object:
 
 
 @router.delete("/{file_id}")
-def delete(service: Served, owner: Owner, file_id: str) -> Object:
-    service.delete_file(service.files.get(file_id, owner))
+def delete(service: Served, sender: By, file_id: str) -> Object:
+    service.delete_file(service.files.get(file_id, sender.name), sender)
     return {"id": file_id, "object": "file", "deleted": True}
 
 
-@router.api_route("/{file_id}/content", methods=["GET", "HEAD"])
-def content(request: Request, service: Served, owner: Owner, file_id: str) -> Response:
+@router.get("/{file_id}/content")
+def content(request: Request, service: Served, sender: By, file_id: str) -> Response:
     """Return the bytes of a file or a range, so that downloads can resume.
 
     starlette's own range response needs a local path.
     """
-    record = service.files.get(file_id, owner)
+    record = service.files.get(file_id, sender.name)
     tag, size, kind = f'"{record.created}-{record.num_bytes}"', record.num_bytes, "application/octet-stream"
     headers = {"ETag": tag, "Accept-Ranges": "bytes", "X-Content-Type-Options": "nosniff"}
     if request.method == "HEAD":
@@ -100,6 +114,7 @@ def content(request: Request, service: Served, owner: Owner, file_id: str) -> Re
         headers["Content-Range"] = f"bytes {part.start}-{part.stop - 1}/{size}"
     headers["Content-Length"] = str(size if part is None else len(part))
     pieces = _closed(service.files.content(record, part))
+    service.audit.write(sender, "downloaded", file_id, num_bytes=int(headers["Content-Length"]))
     return StreamingResponse(pieces, 200 if part is None else 206, headers=headers, media_type=kind)
 
 

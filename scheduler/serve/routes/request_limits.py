@@ -12,12 +12,14 @@ from collections.abc import Set
 from typing import Any
 
 from fastapi import HTTPException
+from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from swiftbatch.metrics.server_counters import ServerCounters
+from swiftbatch.scheduler.serve.records.audit_log import AuditLog
 from swiftbatch.scheduler.serve.records.server_records import RefusedError
-from swiftbatch.scheduler.serve.routes.responses import error_response, refuse
+from swiftbatch.scheduler.serve.routes.responses import error_response, refuse, sender_in
 
 MAX_REQUESTS = 250  # per key
 MAX_UPLOADS = 8  # per key
@@ -105,6 +107,7 @@ class LimitedBody:
         return message
 
 
+BAD_REQUEST = 400  # the first status of refusals
 HEAD_SECONDS = 60.0  # from the connection or last answer to the end of the next headers
 READ_SECONDS = 60.0  # to read part of an answer that fills the buffers
 ENDING = "the server ended before this request was done: look what became of it once it is there again"
@@ -158,11 +161,11 @@ class Connection(H11Protocol):
 
 
 class Responses:
-    """Counts responses when they begin, and answers with status 503 when the server ends."""
+    """Counts responses when they begin, notes refusals, and answers with status 503 when the server ends."""
 
-    def __init__(self, app: ASGIApp, counters: ServerCounters) -> None:
+    def __init__(self, app: ASGIApp, counters: ServerCounters, audit: AuditLog) -> None:
         self._app = app
-        self._counters = counters
+        self._counters, self._audit = counters, audit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: list[tuple[bytes, bytes]] | None = None
@@ -172,6 +175,9 @@ class Responses:
             if message["type"] == "http.response.start":
                 headers = message.get("headers", [])
                 self._counters.count_request(message["status"])
+                if message["status"] >= BAD_REQUEST:
+                    request = f"{scope['method']} {scope['path']}"
+                    await run_in_threadpool(self._audit.refuse, sender_in(scope), request, message["status"])
             await send(message)
 
         try:

@@ -10,16 +10,28 @@ from typing import Annotated, Any
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.scheduler.serve.batches.service import Service
+from swiftbatch.scheduler.serve.records.audit_log import Sender
 from swiftbatch.scheduler.serve.records.batch_status import Status
 from swiftbatch.scheduler.serve.records.server_records import FileRecord, LineProblem, RefusedError
 from swiftbatch.scheduler.serve.records.stored_objects import Batch
 
 Object = dict[str, Any]
+
+
+class HeadRoute(APIRoute):
+    """Answers HEAD as GET; the server leaves the body out."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if self.methods is not None and "GET" in self.methods:
+            self.methods.add("HEAD")
+
 
 MAX_IDEMPOTENCY_KEY = 255
 
@@ -39,6 +51,15 @@ async def owner_of(request: Request) -> str | None:
     return owner
 
 
+def sender_in(scope: Scope) -> Sender:
+    """Return a request's sender, without a name before access control found one."""
+    return Sender(scope.get("state", {}).get("owner"), (scope["client"] or ("",))[0])
+
+
+async def sender_of(request: Request) -> Sender:
+    return sender_in(request.scope)
+
+
 async def key_of(request: Request) -> str | None:
     """Return a request's idempotency key, if any. Raises RefusedError."""
     key = request.headers.get("idempotency-key")
@@ -52,6 +73,7 @@ async def key_of(request: Request) -> str | None:
 
 Served = Annotated[Service, Depends(served)]
 Owner = Annotated[str | None, Depends(owner_of)]
+By = Annotated[Sender, Depends(sender_of)]
 Key = Annotated[str | None, Depends(key_of)]
 
 
@@ -93,6 +115,8 @@ def batch_object(batch: Batch, status: Status) -> Object:
         "request_counts": status.counts.model_dump(),
         "metadata": record.metadata,
         "priority": record.priority,
+        "model": status.model,
+        "usage": _usage(status),
     }
 
 
@@ -103,6 +127,20 @@ def page_object(data: Sequence[Object], has_more: bool) -> Object:
         "first_id": data[0]["id"] if data else None,
         "last_id": data[-1]["id"] if data else None,
         "has_more": has_more,
+    }
+
+
+def _usage(status: Status) -> Object | None:
+    """Return the tokens of the lines in the output file; None until it is written."""
+    num_input, num_output = status.num_input_tokens, status.num_generated_tokens
+    if num_input is None:
+        return None
+    return {
+        "input_tokens": num_input,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": num_output,
+        "output_tokens_details": {"reasoning_tokens": status.num_reasoning_tokens},
+        "total_tokens": num_input + num_output,
     }
 
 

@@ -75,6 +75,7 @@ PROGRESS_JSON = """{
   "num_generated_tokens": 10,
   "num_total_tokens": 0,
   "worker_seconds": 0.0,
+  "price_per_worker_hour": null,
   "reached_limit": null,
   "num_tokens_left": 0,
   "tokens_per_second": 2.5,

@@ -62,3 +62,8 @@ def walk(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[tuple[
 
 
 COMMANDS = dict(walk(main, ("swiftbatch",)))
+LEAVES = {
+    " ".join(path[1:]): command
+    for path, command in COMMANDS.items()
+    if not isinstance(command, click.Group) or command.invoke_without_command
+}

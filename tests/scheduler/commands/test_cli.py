@@ -12,17 +12,17 @@ import swiftbatch
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cli import main
 from tests import ROOT
-from tests.scheduler.commands.command_parts import COMMANDS, finish, invoke, refusal
+from tests.scheduler.commands.command_parts import COMMANDS, LEAVES, finish, invoke, refusal
 
 pytestmark = pytest.mark.ray
 
 
 def test_all_commands_are_there() -> None:
-    names = {" ".join(path[1:]) for path, command in COMMANDS.items() if not isinstance(command, click.Group)}
     runs = {
         "submit",
         "nightly",
         "serve",
+        "serve usage",
         "status",
         "tail",
         "results",
@@ -37,7 +37,15 @@ def test_all_commands_are_there() -> None:
         *("train all", "train draft", "train griffin", "train import", "train mtp", "train target"),
         "train tokenswift",
     }
-    assert names == runs | trainings | {"bench decode", "inspect", "quantize", "doctor", "chaos", "verify", "score"}
+    assert LEAVES.keys() == runs | trainings | {
+        "bench decode",
+        "inspect",
+        "quantize",
+        "doctor",
+        "chaos",
+        "verify",
+        "score",
+    }
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
@@ -48,7 +56,7 @@ def test_every_command_has_help_with_an_example(path: tuple[str, ...]) -> None:
     words = example.split()
     assert words[0] == "swiftbatch"
     command = COMMANDS[path]
-    if isinstance(command, click.Group):
+    if " ".join(path[1:]) not in LEAVES:
         return
     assert tuple(words[: len(path)]) == path
     command.make_parser(click.Context(command)).parse_args(words[len(path) :])  # its options exist
@@ -154,6 +162,8 @@ def test_shells_complete_commands_and_options(monkeypatch: pytest.MonkeyPatch) -
         (["resume", "R", "--max-total-tokens", "0"], "not in the range"),
         (["resume", "R", "--max-worker-hours", "0"], "not in the range"),
         (["resume", "R", "--max-worker-hours", "nan"], "found nan, expected at most 1,000,000,000 hours"),
+        (["resume", "R", "--price-per-worker-hour", "-1"], "not in the range"),
+        (["resume", "R", "--price-per-worker-hour", "nan"], "found nan, expected at most 1,000,000,000 an hour"),
         (["resume", "R", "--webhook", "ftp://host/x"], "does not begin with http:// or https://"),
         (["resume", "R", "--webhook", "http://me:pw@host/"], "found a user or a password in the address"),
         (["resume", "R", "--webhook-jobs"], "--webhook-jobs: expected --webhook with it"),

@@ -17,7 +17,7 @@ from swiftbatch.worker.decode_bench import DecodeBenchOptions
 from swiftbatch.worker.drafters import triforce
 from swiftbatch.worker.drafters.griffin import draft_input
 from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE, DraftRecipe, GriffinRecipe, HeadRecipe, MTPRecipe
-from tests.scheduler.commands.command_parts import COMMANDS
+from tests.scheduler.commands.command_parts import LEAVES
 
 
 def defaults(*models: type) -> dict[str, Any]:
@@ -61,9 +61,8 @@ WITHOUT = {
     "train all",
     "train import",
     "train target",
+    "serve usage",
 }  # they set no field
-
-LEAVES = {" ".join(path[1:]): command for path, command in COMMANDS.items() if not isinstance(command, click.Group)}
 
 
 def test_every_command_is_looked_at() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
+from swiftbatch.scheduler.driver.run_lease import current_progress
 from swiftbatch.scheduler.serve.records.server_records import CANCEL, Cancellation, NewBatch
 from swiftbatch.scheduler.serve.records.stored_objects import Batch, Batches, StoredFiles
 from tests.scheduler.commands.command_parts import finish
@@ -23,10 +24,10 @@ class Folder:
     def again(self) -> Folder:
         return Folder(self.store.uri)
 
-    def create(self, seconds: float = 3600) -> Batch:
-        file = self.files.add(io.BytesIO(b"{}\n"), "jobs.jsonl", "batch", None)
+    def create(self, seconds: float = 3600, owner: str | None = None) -> Batch:
+        file = self.files.add(io.BytesIO(b"{}\n"), "jobs.jsonl", "batch", owner)
         new = NewBatch(input_file_id=file.id, endpoint="/v1/completions", completion_window="1h")
-        return self.batches.create(new, seconds, None)
+        return self.batches.create(new, seconds, owner)
 
     def found(self, batch: Batch) -> Batch:
         """Read the batch as the next server does."""
@@ -49,3 +50,9 @@ def submit_two(batch: Batch, model: Path, tmp_path: Path, num_finished: int) -> 
 
 def cancel(batch: Batch) -> None:
     batch.store.write(CANCEL, Cancellation(requested=time.time()).model_dump_json().encode())
+
+
+def worked(run: Run, num_tokens: int, seconds: float, **fields: object) -> None:
+    """Write the last heartbeat of a driver that was killed."""
+    figures = {"state": "running", "num_total_tokens": num_tokens, "worker_seconds": seconds, "driver_pid": 2**22 + 1}
+    run.write_progress(current_progress(run).model_copy(update=figures | fields))

@@ -44,12 +44,12 @@ class Server:
         return self.client.files.create(file=(name, data), purpose="batch").id
 
     def create(self, *lines: object, window: str = "24h") -> str:
-        return self._batch(self.upload(*lines), window)
+        return self.create_from(self.upload(*lines), window)
 
     def create_of(self, data: bytes) -> str:
-        return self._batch(self.upload_of(data), "24h")
+        return self.create_from(self.upload_of(data))
 
-    def _batch(self, input_file_id: str, window: str) -> str:
+    def create_from(self, input_file_id: str, window: str = "24h") -> str:
         return self.client.batches.create(
             input_file_id=input_file_id,
             endpoint="/v1/completions",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,21 @@ def test_a_batch_from_upload_to_its_two_files_also_over_a_killed_server(
         ("drawn", 1),
         ("b", 2),
     ]
+    usages = [line["response"]["body"]["usage"] for line in output]
+    num_input, num_output = (sum(usage[f"{kind}_tokens"] for usage in usages) for kind in ("prompt", "completion"))
+    assert ended.usage is not None
+    assert ended.usage.to_dict() == {
+        "input_tokens": num_input,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": num_output,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": num_input + num_output,
+    }
+    [model] = client.models.list()
+    assert model == client.models.retrieve(tiny_model.name)
+    assert (model.id, model.object, ended.model) == (tiny_model.name, "model", tiny_model.name)
+    with pytest.raises(openai.NotFoundError, match="The model 'other/model' does not exist"):
+        client.models.retrieve("other/model")
     errors = server.lines(ended.error_file_id)
     assert [(line["custom_id"], line["error"]["code"], line["error"]["line"]) for line in errors] == [
         (None, "invalid_json_line", 4),
@@ -110,6 +127,27 @@ def goes_on_after_a_kill(undisturbed: dict[str, Any], model: Path, runs: Path) -
     assert {path: path.read_bytes() for path in finished} == finished  # nothing twice
     assert max(line["response"]["body"]["metrics"]["num_recovered_tokens"] for line in output) > 0
     assert bodies(output) == {name: undisturbed[name] for name in ("short", "drawn")}
+
+
+def test_what_a_killed_server_answered_is_in_its_audit_log(tiny_model: Path, tmp_path: Path) -> None:
+    def lines() -> list[tuple[str, str]]:
+        found = [line for file in sorted((tmp_path / "audit").iterdir()) for line in file.read_text().splitlines()]
+        return [(said["action"], said["id"]) for said in map(json.loads, found)]
+
+    with serving(tmp_path, tiny_model) as server:
+        file_id = server.upload(request("a"))
+        server.kill()
+    assert lines() == [("uploaded", file_id)]
+    with serving(tmp_path, tiny_model) as server:
+        with closing(http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)) as connection:
+            for path in ("/v1/files", f"/v1/files/{file_id}/content", "/healthz"):
+                connection.request("HEAD", path)  # a body would be the next answer
+                answer = connection.getresponse()
+                assert (answer.status, answer.read()) == (200, b"")
+        batch_id = server.create_from(file_id)
+        server.client.batches.cancel(batch_id)
+        server.kill()
+    assert lines() == [("uploaded", file_id), ("created", batch_id), ("cancelled", batch_id)]
 
 
 def test_a_batch_of_no_good_line_and_one_of_no_line_fail(server: Server) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from swiftbatch.scheduler.serve.batches.batch_driver import DriverOptions, driver_arguments
+from swiftbatch.scheduler.serve.batches.batch_ending import end_batch
 from swiftbatch.scheduler.serve.batches.service import MAX_TEAMS, Service
 from swiftbatch.scheduler.serve.records.api_keys import make_key
 from tests.scheduler.serve.api_parts import batch_of, bearer, client_of, service_on, upload
+from tests.scheduler.serve.batch_parts import submit_two, worked
 
 SECRET, LINE = make_key("alice")
 
@@ -67,3 +69,30 @@ def test_a_batch_s_team_is_its_key_and_metrics_tell_a_hundred_of_them_apart(tmp_
     found = [service.team_labels(f"key-{number}")["team"] for number in range(MAX_TEAMS + 2)]
     assert found == [*(f"key-{number}" for number in range(MAX_TEAMS)), "other", "other"]
     assert service.team_labels("key-7") == {"team": "key-7"}
+
+
+def test_what_a_team_used_is_counted_once_while_its_batch_runs_after_a_restart_and_at_its_end(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    def used(service: Service) -> list[float]:
+        found = figures(service)
+        kinds = ("input_tokens", "output_tokens", "generated_tokens", "worker_seconds")
+        return [found[f"swiftbatch_serve_{kind}_total alice"] for kind in kinds]
+
+    service = keyed_service(tmp_path)
+    client = client_of(service)
+    client.post("/v1/batches", json=batch_of(upload(client, bearer(SECRET))), headers=bearer(SECRET))
+    assert used(service) == [0, 0, 0, 0]
+    [course] = service.keeper.courses()
+    course.stage = "running"
+    run = submit_two(course.batch, tiny_model, tmp_path, 2)
+    worked(run, num_tokens=12, seconds=30.0)
+    assert used(service) == used(keyed_service(tmp_path)) == [0, 0, 12, 30]
+    worked(run, num_tokens=15, seconds=40.0)
+    assert used(service) == used(keyed_service(tmp_path)) == [0, 0, 15, 40]
+    end_batch(service.batches, service.files, course.batch, "finished", None)
+    ended = course.batch.ended
+    assert ended is not None
+    expected = [ended.num_input_tokens, ended.num_generated_tokens, 15, 40]
+    assert used(service) == used(keyed_service(tmp_path)) == expected
+    assert min(map(int, expected)) > 0

@@ -126,6 +126,27 @@ def test_an_ended_batch_leads_to_its_files_and_its_report(client: TestClient) ->
     assert "<html" in client.get(f"/batches/{batch.id}/report").text
 
 
+def test_a_batch_with_a_price_says_what_it_and_each_job_cost(client: TestClient) -> None:
+    service = service_of(client)
+    batch = in_progress(service)
+    assert "cost" not in client.get(f"/batches/{batch.id}").text
+    run = Run.open(batch.store.uri)
+    progress = run.progress()
+    assert progress is not None
+    priced = {"worker_seconds": 7200.0, "price_per_worker_hour": 0.35, "num_generated_tokens": 1400}
+    run.write_progress(progress.model_copy(update=priced))
+    service._watchers.clear()  # which look once in a second
+    words = words_of(client.get(f"/batches/{batch.id}").text)
+    assert "cost so far 0.7" in words
+    assert "job state tokens cost finish reason done finished 1,000 0.5 length going running 400 0.2 lost" in words
+    run.write_progress(ENDED.model_copy(update=priced))
+    service.batches.request_cancel(batch)
+    end_batch(service.batches, service.files, batch, "cancelled", None)
+    words = words_of(client.get(f"/batches/{batch.id}").text)
+    assert "cost 0.7" in words
+    assert "done finished 1,000 0.5 length" in words
+
+
 def test_lists_are_had_page_by_page(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_routes, "NUM_BATCHES", 2)
     service = service_of(client)
