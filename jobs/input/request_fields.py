@@ -22,7 +22,7 @@ from swiftbatch.jobs.job import (
 )
 from swiftbatch.jobs.json_records import FieldError, Strict, is_utf8, shown, whole
 from swiftbatch.jobs.sampling_params import MAX_COUNT, MAX_TOP_LOGPROBS, TOP_P, SamplingParams
-from swiftbatch.jobs.structured_output import Structure, format_of
+from swiftbatch.jobs.structured_output import COMPACT, Structure, format_of
 
 MAX_CHOICES = 128  # choices per prompt
 MAX_PROMPTS = 2048  # prompts per line, also times choices
@@ -147,6 +147,15 @@ class LineFields(SamplingParams):
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     response_format: Structure | None = None
     echo: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _compact_format(cls, values: Any) -> Any:
+        """Move vLLM's option for white space to the `response_format` that it is for."""
+        said, options = values.get("response_format"), values.get("structured_outputs")
+        if not isinstance(said, dict) or not isinstance(options, dict) or options.keys() != {COMPACT}:
+            return values
+        return {**values, "response_format": {**said, **options}, "structured_outputs": None}
 
     @field_validator("max_completion_tokens", "n", "best_of", "priority", "top_logprobs", mode="before")
     @classmethod

@@ -143,7 +143,11 @@ BAD_LINES: list[tuple[Any, list[str]]] = [
         ["'structured_outputs'", '"xml"', "json_object, regex, choice, grammar"],
     ),
     (GOOD | {"structured_outputs": {"structural_tag": "a"}}, ["'structured_outputs.structural_tag'", "not supported"]),
-    (GOOD | {"structured_outputs": {"disable_any_whitespace": True}}, [".disable_any_whitespace'", "not supported"]),
+    *(
+        (GOOD | {"structured_outputs": each}, [".disable_any_whitespace'", "found true", "for json and json_object"])
+        for each in ({"disable_any_whitespace": True}, {"regex": "a", "disable_any_whitespace": True})
+    ),
+    (GOOD | {"structured_outputs": {"json": {}, "disable_any_whitespace": 1}}, ["found 1, expected true or false"]),
     (GOOD | {"structured_outputs": {"regex": "a", "json": {}}}, ["found json and regex", "one of them"]),
     (GOOD | {"structured_outputs": {"regex": ""}}, ["'structured_outputs.regex'", 'found ""']),
     (GOOD | {"structured_outputs": {"regex": "a" * 20_001}}, ["found 20001 characters", "at most 20000"]),
