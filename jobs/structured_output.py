@@ -33,7 +33,7 @@ OTHER_OPTIONS: dict[str, tuple[Any, ...]] = {
     "disable_additional_properties": (None, False),
 }
 COMPACT = "disable_any_whitespace"  # vLLM's name
-COMPACT_KINDS = ("json", "json_object")
+COMPACT_KINDS: tuple[Kind, ...] = ("json", "json_object")
 
 
 class Structure(Strict):
@@ -69,7 +69,7 @@ def structure_of(value: object) -> Structure | None:
     if len(said) > 1:
         raise FieldError("", f"found {' and '.join(said)}, expected one of them")
     is_compact = _is_compact(value)
-    if is_compact and said not in ([kind] for kind in COMPACT_KINDS):
+    if is_compact and not {*said}.intersection(COMPACT_KINDS):
         raise FieldError(COMPACT, f"found true, which is for {' and '.join(COMPACT_KINDS)}; expected no such field")
     return Structure(kind=said[0], text=_text_of(said[0], value[said[0]]), is_compact=is_compact) if said else None
 

@@ -79,8 +79,9 @@ def definition_of(structure: Structure) -> str:
         return _grammar(structure.text)
     schema = kept_schema(structure.text) if structure.kind == "json" else '{"type": "object"}'
     escapes = ESCAPES + ("u" if ESCAPED.search(schema) else "")
-    white = {"whitespace_flexible": False} if structure.is_compact else {"whitespace_pattern": WHITESPACE}
-    return LLMatcher.grammar_from_json_schema(schema, defaults={**white, "json_allowed_escapes": escapes})
+    options: dict[str, Any] = {"json_allowed_escapes": escapes}
+    options |= {"whitespace_flexible": False} if structure.is_compact else {"whitespace_pattern": WHITESPACE}
+    return LLMatcher.grammar_from_json_schema(schema, defaults=options)  # type: ignore[arg-type]
 
 
 def unforced(definition: str) -> str:

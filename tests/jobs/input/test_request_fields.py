@@ -62,7 +62,6 @@ TAKEN: list[tuple[tuple[str, ...], str, Any]] = [
 ]
 WITHOUT_EFFECT: list[tuple[str, Any]] = [
     ("user", "somebody"),
-    ("metadata", {"a": "b"}),
     ("store", True),
     ("service_tier", "flex"),
     ("stream", True),
