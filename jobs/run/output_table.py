@@ -80,7 +80,8 @@ class OutputTable:
                     self.num_left_out += 1
                     continue
                 self._note(row, record.kept)
-                file.write(dump_line({"row": row, "kept": record.kept}))
+                said = {name: value for name, value in row.items() if value is not None}
+                file.write(dump_line({"row": said, "kept": record.kept}))
 
     def _note(self, row: Row, kept: str | None) -> None:
         """Learn the types of metrics; a single float value makes a column float."""
@@ -109,7 +110,7 @@ class OutputTable:
         """Write these fields of each row, or what a chat has."""
         for row in self.rows():
             if fields is None:
-                said = {name: row[name] for name in CHAT_FIELDS if row[name] is not None}
+                said = {name: row[name] for name in CHAT_FIELDS if name in row}
             else:
                 said = {name: row.get(name) for name in fields}
             target.write(dump_line(said))
