@@ -224,7 +224,7 @@ class JobRecord:
 
     `line_number` counts from 1 over all files submitted together; the lower one breaks ties. `supersedes` is the
     shorter job it continues. `prompt_token_ids` (`packed`) and `last_marker` are kept because a later rendering may
-    differ.
+    differ. `kept` is a JSON object whose fields the job's output line gets in addition; it decides no token.
     """
 
     job_id: str
@@ -235,6 +235,7 @@ class JobRecord:
     prompt_keys: bytes = b""
     prompt_token_ids: bytes = b""
     last_marker: LastMarker | None = None
+    kept: str | None = None
 
     @property
     def custom_id(self) -> str:

@@ -30,25 +30,28 @@ OTHER_OPTIONS: dict[str, tuple[Any, ...]] = {
     "structural_tag": (None,),
     "whitespace_pattern": (None,),
     "disable_fallback": (None, False),
-    "disable_any_whitespace": (None, False),
     "disable_additional_properties": (None, False),
 }
+COMPACT = "disable_any_whitespace"  # vLLM's name
+COMPACT_KINDS: tuple[Kind, ...] = ("json", "json_object")
 
 
 class Structure(Strict):
     """A required structure; `text` is a JSON schema, choices as JSON, a regular expression, a grammar, or "".
 
-    A schema keeps its order.
+    A schema keeps its order. Between the parts of `is_compact` JSON there is no white space.
     """
 
     kind: Kind
     text: str = Field(default="", max_length=MAX_SCHEMA)
+    is_compact: bool = False
 
     def as_said(self) -> dict[str, Any]:
         """Return the object as a line has it, with a schema as text."""
+        options = {COMPACT: True} if self.is_compact else {}
         if self.kind == "json_object":
-            return {self.kind: True}
-        return {self.kind: json.loads(self.text) if self.kind == "choice" else self.text}
+            return {self.kind: True, **options}
+        return {self.kind: json.loads(self.text) if self.kind == "choice" else self.text, **options}
 
 
 def structure_of(value: object) -> Structure | None:
@@ -57,15 +60,26 @@ def structure_of(value: object) -> Structure | None:
         return value
     if not isinstance(value, Mapping):
         raise FieldError("", f"found {shown(value)}, expected an object with one of: {', '.join(KINDS)}")
-    for name in value.keys() - set(KINDS):
+    for name in value.keys() - {*KINDS, COMPACT}:
         if name not in OTHER_OPTIONS:
-            raise FieldError("", f"found {shown(name)}, expected one of: {', '.join(KINDS)}")
+            raise FieldError("", f"found {shown(name)}, expected one of: {', '.join((*KINDS, COMPACT))}")
         if value[name] not in OTHER_OPTIONS[name]:
             raise FieldError(name, f"found {shown(value[name])}, not supported; expected no such field")
     said = [kind for kind in KINDS if value.get(kind) is not None and (kind, value[kind]) != ("json_object", False)]
     if len(said) > 1:
         raise FieldError("", f"found {' and '.join(said)}, expected one of them")
-    return Structure(kind=said[0], text=_text_of(said[0], value[said[0]])) if said else None
+    is_compact = _is_compact(value)
+    if is_compact and not {*said}.intersection(COMPACT_KINDS):
+        raise FieldError(COMPACT, f"found true, which is for {' and '.join(COMPACT_KINDS)}; expected no such field")
+    return Structure(kind=said[0], text=_text_of(said[0], value[said[0]]), is_compact=is_compact) if said else None
+
+
+def _is_compact(value: Mapping[str, Any]) -> bool:
+    """Raise FieldError."""
+    said = value.get(COMPACT)
+    if said is not None and not isinstance(said, bool):
+        raise FieldError(COMPACT, f"found {shown(said)}, expected true or false")
+    return bool(said)
 
 
 def format_of(value: object) -> Structure | None:
@@ -78,17 +92,21 @@ def format_of(value: object) -> Structure | None:
     if kind not in FORMATS:
         raise FieldError("type", f"found {shown(kind)}, expected one of: {', '.join(FORMATS)}")
     said = {name for name, each in value.items() if each is not None}
-    unknown = sorted(said - {"type", *(["json_schema"] if kind == "json_schema" else [])})
+    unknown = sorted(said - {"type", COMPACT, *(["json_schema"] if kind == "json_schema" else [])})
     if unknown:
         raise FieldError(str(unknown[0]), f"found it with the type {shown(kind)}, expected no such field")
+    is_compact = _is_compact(value)
+    if is_compact and kind == "text":
+        raise FieldError(COMPACT, 'found true with the type "text", expected a type of JSON, or no such field')
     if kind != "json_schema":
-        return Structure(kind="json_object") if kind == "json_object" else None
+        return Structure(kind="json_object", is_compact=is_compact) if kind == "json_object" else None
     schema = value.get("json_schema")
     if not isinstance(schema, Mapping) or "schema" not in schema or not schema.keys() <= set(SCHEMA_NAMES):
         raise FieldError("json_schema", f"found {shown(schema)}, expected an object with name and schema")
     if not isinstance(schema["schema"], Mapping):
         raise FieldError("json_schema.schema", f"found {shown(schema['schema'])}, expected a JSON schema, an object")
-    return Structure(kind="json", text=_json(schema["schema"], MAX_SCHEMA, "json_schema.schema"))
+    text = _json(schema["schema"], MAX_SCHEMA, "json_schema.schema")
+    return Structure(kind="json", text=text, is_compact=is_compact)
 
 
 def idle_formats(structure: Structure) -> list[str]:

@@ -82,6 +82,12 @@ def shown_input(path: str) -> str:
     return "standard input" if path == STANDARD_INPUT else path or "''"
 
 
+def line_name(file: str, number: int) -> str:
+    """Return the `custom_id` of a line without one, such as `jobs.jsonl:17`."""
+    name = "stdin" if file == shown_input(STANDARD_INPUT) else os.path.basename(file)
+    return f"{name}:{number}".encode(errors="backslashreplace").decode()
+
+
 def odd_kind(mode: int) -> str | None:
     """Return the name of an unusual file type, or None for a regular file or folder."""
     return KINDS.get(stat.S_IFMT(mode))

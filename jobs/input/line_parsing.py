@@ -23,11 +23,12 @@ from swiftbatch.jobs.input.request_fields import (
     LinePrompt,
     ShortLine,
     asked_logprobs,
+    metadata_of,
     taken_apart,
     text_id,
 )
 from swiftbatch.jobs.job import CHAT, COMPLETIONS, MAX_CUSTOM_ID, Job, JobUrl, Message, Messages, TemplateOptions
-from swiftbatch.jobs.json_records import code_of, is_utf8, of_checked, reasons, shown
+from swiftbatch.jobs.json_records import FieldError, code_of, is_utf8, of_checked, reasons, shown
 from swiftbatch.jobs.sampling_params import (
     ALONE,
     MAX_COUNT,
@@ -61,12 +62,20 @@ class JobLine:
     priority: int = 0  # lower numbers begin first
     without_effect: tuple[str, ...] = ()  # ignored fields
     format_field: str | None = None  # None: no structure, or one of `structured_outputs`
+    metadata: str | None = None  # JSON that travels to the output
+    columns: str | None = None  # the same of kept columns
     # checked parameters by the fields laid over `sampling`; lines with equal fields share them
     checked: dict[tuple[object, ...], SamplingParams] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def url(self) -> JobUrl:
         return COMPLETIONS if self.messages is None else CHAT
+
+    @property
+    def kept(self) -> str | None:
+        """Return the JSON object that output lines get in addition, if any."""
+        parts = [f'"{name}": {text}' for name, text in (("metadata", self.metadata), ("columns", self.columns)) if text]
+        return f"{{{', '.join(parts)}}}" if parts else None
 
     def jobs(
         self,
@@ -251,6 +260,7 @@ def _job_line(
         priority=fields.priority,
         without_effect=without_effect,
         format_field=fields.format_field,
+        metadata=fields.metadata,
     )
 
 
@@ -274,7 +284,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique_names)  # `loads` would ma
 
 MAX_CACHED_LINES = 1000  # a file may have one kind per line
 MAX_KEY_CHARACTERS = 4000  # length of a kind's key
-OWN_FIELDS = ("prompt", "prompt_token_ids", "messages", "max_tokens", "seed")
+OWN_FIELDS = ("prompt", "prompt_token_ids", "messages", "max_tokens", "seed", "metadata")
 FIELDS_BOUND_TO_OWN = ("max_completion_tokens", "min_tokens")  # their validity depends on the line's `max_tokens`
 MESSAGES: TypeAdapter[tuple[Message, ...]] = TypeAdapter(Messages, config=ConfigDict(strict=True))
 
@@ -325,6 +335,10 @@ class ParsedLineCache:
         checked = None if messages is None else _messages(messages)
         if messages is not None and checked is None:
             return None
+        try:
+            metadata = metadata_of(fields.get("metadata"))
+        except FieldError:
+            return None
         name = str(custom_id)
         return JobLine(  # `replace` takes twice as long
             custom_id=name,
@@ -337,6 +351,7 @@ class ParsedLineCache:
             priority=first.priority,
             without_effect=first.without_effect,
             format_field=first.format_field,
+            metadata=metadata,
             checked=first.checked,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from typing import IO, Any
 from uuid import UUID
 
 from swiftbatch.jobs.errors import LineError, UserError
-from swiftbatch.jobs.input.job_files import InputFileError
+from swiftbatch.jobs.input.job_files import InputFileError, line_name
 from swiftbatch.jobs.input.line_parsing import parse_json
 from swiftbatch.jobs.input.request_fields import BatchLine, ShortLine, is_of_others
 from swiftbatch.jobs.json_records import shown
@@ -27,9 +27,10 @@ class ColumnError(UserError):
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns that `--column` maps to fields."""
+    """The columns that `--column` maps to fields; `keeps_others` takes those that are no field along."""
 
     by_field: Mapping[str, str] = field(default_factory=dict)
+    keeps_others: bool = False
 
     @classmethod
     def parse(cls, said: Iterable[str]) -> Columns:
@@ -47,29 +48,34 @@ class Columns:
         return cls(by_field)
 
     def chosen(self, names: Collection[str]) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
-        """Return (field, column) pairs to read, and the names of ignored columns.
+        """Return (field, column) pairs to read, and the names of other columns.
 
-        If a mapping sets the text or the form of the lines, columns for other texts and forms are ignored.
+        If a mapping sets the text or the form of the lines, columns for other texts and forms are no fields.
         """
-        if not self.by_field:
+        if not self.by_field and not self.keeps_others:
             return [(name, name) for name in names], ()
         pairs = [(name, column) for name, column in self.by_field.items() if column in names]
-        pairs += [(name, name) for name in names if name in FIELDS and name not in self._settled()]
+        pairs += [(name, name) for name in names if self._is_field(name) and name not in self._settled()]
         used = {column for _, column in pairs}
         return pairs, tuple(name for name in names if name not in used)
 
-    def applied(self, values: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Return a line's fields and ignored names. Raises LineError if a mapped `custom_id` or text is missing."""
-        if not self.by_field:
-            return values, ()
+    def _is_field(self, name: str) -> bool:
+        return name in FIELDS or (not self.by_field and is_of_others(name))
+
+    def applied(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return a line's fields and its others. Raises LineError if a mapped `custom_id` or text is missing."""
+        if not self.by_field and not self.keeps_others:
+            return values, {}
         for needed in ({"custom_id"}, SHORT_TEXTS | BATCH):
             said = [name for name in self.by_field if name in needed]
             if said and not any(self.by_field[name] in values for name in said):
                 column = self.by_field[said[0]]
                 problem = f"found nothing, expected the {said[0]} as --column says"
                 raise LineError(f"field {shown(column)}: {problem}", "missing_required_parameter")
-        pairs, passed_over = self.chosen(values.keys())
-        return {name: values[column] for name, column in pairs}, passed_over
+        pairs, others = self.chosen(values.keys())
+        return {name: values[column] for name, column in pairs}, {
+            name: values[name] if self.keeps_others else ... for name in others
+        }
 
     def absent(self, names: Collection[str]) -> list[str]:
         return [f"{name}={column}" for name, column in self.by_field.items() if column not in names]
@@ -91,8 +97,11 @@ OBJECTS = (
 )
 INDEX = re.compile(r"__index_level_[0-9]+__")  # the index column that pandas adds
 
-Row = tuple[int, dict[str, Any] | LineError, tuple[str, ...]]
-"""The number of a row (from 1), its fields or what is wrong with it, and the columns that were passed over."""
+Row = tuple[int, dict[str, Any] | LineError, Mapping[str, Any]]
+"""The number of a row (from 1), its fields or what is wrong with it, and its columns that are no field.
+
+A column that is not kept has the value `...`.
+"""
 
 
 def parquet_rows(file: IO[bytes], name: str, columns: Columns) -> Iterator[Row]:
@@ -106,16 +115,20 @@ def parquet_rows(file: IO[bytes], name: str, columns: Columns) -> Iterator[Row]:
     try:
         # without threads: pyarrow's may still start when a refused command ends, and abort the process
         source = parquet.ParquetFile(file, pre_buffer=False, buffer_size=BUFFER_BYTES)
-        pairs, passed_over = _chosen(source.schema_arrow.names, name, columns)
-        short = {column for _, column in pairs if _is_short_float(source.schema_arrow.field(column).type)}
-        names = sorted({column for _, column in pairs})
+        types = {column.name: column.type for column in source.schema_arrow}
+        pairs, others = _chosen(source.schema_arrow.names, name, columns)
+        kept = [each for each in others if columns.keeps_others and not _holds_bytes(types[each])]
+        short = {column for column, kind in types.items() if _is_short_float(kind)}
+        names = sorted({*kept, *(column for _, column in pairs)})
         number = 0
         for batch in source.iter_batches(NUM_ROWS_AT_ONCE, columns=names, use_threads=False):
             for values in _objects(batch):
                 number += 1
+                rest = dict.fromkeys(others, ...)
                 if isinstance(values, dict):
-                    values = _fields(values, pairs, short, f"{os.path.basename(name)}:{number}")
-                yield number, values, passed_over
+                    rest |= {each: _kept(values[each], each in short) for each in kept}
+                    values = _fields(values, pairs, short, line_name(name, number))
+                yield number, values, rest
     except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, MemoryError) as error:
         if isinstance(error, InputFileError):
             raise
@@ -134,14 +147,15 @@ def _chosen(names: list[str], name: str, columns: Columns) -> tuple[list[tuple[s
         raise InputFileError(f"cannot read the job file {name}: found two columns {shown(twice[0])}; {found}")
     if absent := columns.absent(names):
         raise InputFileError(f"cannot read the job file {name}: found no column for --column {absent[0]}; {found}")
-    pairs, passed_over = columns.chosen(names)
+    pairs, others = columns.chosen(names)
     unknown = [column for field, column in pairs if field not in FIELDS and not is_of_others(field)]
     if unknown:
         raise InputFileError(
             f"cannot read the job file {name}: unknown columns {', '.join(map(shown, unknown))}, expected some of: "
-            f"{', '.join(FIELDS)}; with --column, as in --column prompt={unknown[0]}, others are passed over"
+            f"{', '.join(FIELDS)}; with --column, as in --column prompt={unknown[0]}, others are passed over; "
+            "--keep-columns takes them along"
         )
-    return pairs, passed_over
+    return pairs, others
 
 
 def _objects(batch: Any) -> Iterator[dict[str, Any] | LineError]:
@@ -171,23 +185,46 @@ def _fields(
     except LineError as error:
         return error
     if not any(name == "custom_id" for name, _ in pairs):
-        fields["custom_id"] = custom_id.encode(errors="backslashreplace").decode()
+        fields["custom_id"] = custom_id
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def _value(name: str, value: Any, is_short: bool) -> Any:
     """Raise LineError."""
-    if value is not None and is_short:
-        import numpy as np  # opening a run should not import it
-
-        value = float(str(np.float32(value)))  # 0.8 as written, not 0.800000011920929
-    plain = _plain(value)
+    plain = _plain(_as_written(value) if is_short else value)
     if name in OBJECTS and isinstance(plain, str):
         try:
             return parse_json(plain)
         except LineError as error:
             raise LineError(f"field '{name}': {str(error).replace('on the line', 'in the column')}") from None
     return plain
+
+
+def _as_written(value: float | None) -> float | None:
+    """Return 0.8 for the float32 0.800000011920929."""
+    import numpy as np  # opening a run should not import it
+
+    return None if value is None else float(str(np.float32(value)))
+
+
+def _kept(value: Any, is_short: bool = False) -> Any:
+    """Return a value of a kept column as JSON has it: times as text, numbers that are not finite as null."""
+    if isinstance(value, float):
+        value = _as_written(value) if is_short else value
+        return value if math.isfinite(value) else None
+    if isinstance(value, str | int | bool | None):
+        return value
+    if isinstance(value, list):
+        return [_kept(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _kept(each) for name, each in value.items()}
+    return (
+        value.isoformat()
+        if hasattr(value, "isoformat")
+        else _plain(value)
+        if isinstance(value, Decimal)
+        else str(value)
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -209,6 +246,18 @@ def _plain(value: Any) -> Any:
         except UnicodeDecodeError as error:
             raise LineError(f"not UTF-8: found 0x{value[error.start]:02x} in a text, expected UTF-8 text") from None
     return value
+
+
+def _holds_bytes(kind: Any) -> bool:
+    """Return whether a type, as of images, has bytes, which no JSON holds."""
+    import pyarrow as pa
+
+    is_bytes = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary, pa.types.is_binary_view)
+    if pa.types.is_dictionary(kind):
+        return _holds_bytes(kind.value_type)
+    return any(check(kind) for check in is_bytes) or any(
+        _holds_bytes(kind.field(i).type) for i in range(kind.num_fields)
+    )
 
 
 def _is_short_float(kind: Any) -> bool:

@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,17 +25,18 @@ from swiftbatch.jobs.input.job_files import (
     InputFileError,
     found_files,
     is_array,
+    line_name,
     local_copy,
     odd_kind,
     open_input,
     other_kind,
 )
 from swiftbatch.jobs.input.line_parsing import JobLine, ParsedLineCache, parse_object
-from swiftbatch.jobs.input.parquet_rows import MAGIC, Columns, Row, parquet_rows
+from swiftbatch.jobs.input.parquet_rows import BATCH, MAGIC, Columns, Row, parquet_rows
 from swiftbatch.jobs.input.rejects import Reject, Rejects
-from swiftbatch.jobs.input.request_fields import text_id
+from swiftbatch.jobs.input.request_fields import MAX_COLUMNS, kept_json, text_id
 from swiftbatch.jobs.job import MAX_CUSTOM_ID, JobUrl
-from swiftbatch.jobs.json_records import is_utf8, shown
+from swiftbatch.jobs.json_records import FieldError, is_utf8, shown
 from swiftbatch.jobs.storage.store import Store
 
 MAX_LINE_BYTES = 32 * 2**20
@@ -50,7 +52,8 @@ class JobReader:
     """Reads several files as one, with line numbers from 1 over all.
 
     Lines without a seed get one from `run_seed`, and `defaults` for other sampling fields that they leave out. Those
-    for another URL than `endpoint` are rejected.
+    for another URL than `endpoint` are rejected. `kept_columns` counts the lines of each kept column, `num_named` those
+    that are named after their file and number, such as `example`.
     """
 
     run_seed: int
@@ -59,6 +62,9 @@ class JobReader:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     is_for_many: bool = False  # places then name their file
     rejects: Rejects = field(default_factory=Rejects)
+    kept_columns: Counter[str] = field(default_factory=Counter)
+    num_named: int = 0
+    example: str = ""
     _files: list[tuple[int, str]] = field(default_factory=list)  # lines before each file, and its name
     _num_lines: int = 0
     _num_jobs: int = 0
@@ -71,10 +77,10 @@ class JobReader:
         """Yield a file's jobs with line numbers. Raises `InputFileError`."""
         before = self._num_lines
         self._files.append((before, name))
-        for line_number, values, passed_over in _rows(path, name, self.columns):
+        for line_number, values, others in _rows(path, name, self.columns):
             self._num_lines = before + line_number
             try:
-                job = self._job(values, passed_over)
+                job = self._job(values, others, line_name(name, line_number))
             except LineError as error:
                 custom_id = _readable_custom_id(values.get("custom_id")) if isinstance(values, dict) else None
                 self.rejects.add(Reject(self._num_lines, custom_id, str(error), code=error.code))
@@ -100,9 +106,11 @@ class JobReader:
         before, name = self._files[bisect_left(self._files, (reject.line_number, "")) - 1]
         return replace(reject, line_number=reject.line_number - before, file=name)
 
-    def _job(self, values: dict[str, Any] | LineError, passed_over: tuple[str, ...]) -> JobLine:
+    def _job(self, values: dict[str, Any] | LineError, others: Mapping[str, Any], name: str) -> JobLine:
         if isinstance(values, LineError):
             raise values
+        if values.get("custom_id") is None and self._may_name(values):
+            values = values | {"custom_id": name}
         job = self._kinds.line(values)
         if self.endpoint not in (None, job.url):
             raise LineError(f"field 'url': found a line for {job.url}, expected {self.endpoint}", "url_mismatch")
@@ -112,9 +120,26 @@ class JobReader:
             where = place if self.is_for_many else f"line {place}"
             problem = f"found {shown(job.custom_id)} again (first in {where}), expected it once"
             raise LineError(f"field 'custom_id': {problem}", "duplicate_custom_id")
-        if passed_over:
-            job = replace(job, without_effect=(*job.without_effect, *passed_over))
+        if others:
+            job = self._with_others(job, others)
+        if job.custom_id == name:
+            self.num_named, self.example = self.num_named + 1, self.example or name
         return job
+
+    def _may_name(self, values: dict[str, Any]) -> bool:
+        """Return whether a line may omit its `custom_id`: one of OpenAI Batch may not."""
+        return "custom_id" not in self.columns.by_field and all(values.get(name) is None for name in BATCH)
+
+    def _with_others(self, job: JobLine, others: Mapping[str, Any]) -> JobLine:
+        """Raise LineError."""
+        kept = {name: value for name, value in others.items() if value is not None and value is not ...}
+        idle = [name for name, value in others.items() if value is ...]
+        self.kept_columns.update(kept.keys())
+        try:
+            columns = kept_json(kept, MAX_COLUMNS) if kept else None
+        except FieldError as error:
+            raise LineError(f"kept columns: {error}") from None
+        return replace(job, without_effect=(*job.without_effect, *idle), columns=columns)
 
     def refuse_endless(self, rejects: Rejects) -> None:
         """Raise InputFileError for endless bad lines."""
@@ -140,7 +165,7 @@ def _rows(path: str, name: str, columns: Columns) -> Iterator[Row]:
             try:
                 row: Row = (line_number, *columns.applied(parse_object(_text(line))))
             except LineError as error:
-                row = (line_number, error, ())
+                row = (line_number, error, {})
             yield row
 
 

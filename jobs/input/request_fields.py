@@ -20,9 +20,9 @@ from swiftbatch.jobs.job import (
     TemplateOptions,
     Utf8,
 )
-from swiftbatch.jobs.json_records import FieldError, Strict, is_utf8, shown, whole
+from swiftbatch.jobs.json_records import FieldError, Strict, dump_line, is_utf8, shown, whole
 from swiftbatch.jobs.sampling_params import MAX_COUNT, MAX_TOP_LOGPROBS, TOP_P, SamplingParams
-from swiftbatch.jobs.structured_output import Structure, format_of
+from swiftbatch.jobs.structured_output import COMPACT, Structure, format_of
 
 MAX_CHOICES = 128  # choices per prompt
 MAX_PROMPTS = 2048  # prompts per line, also times choices
@@ -122,6 +122,25 @@ def checked_kwargs(value: object) -> dict[str, Scalar]:
     return value
 
 
+MAX_METADATA, MAX_COLUMNS = 2**16, 2**24  # bytes of JSON
+
+
+def kept_json(value: Any, most: int) -> str:
+    """Return what travels with a job as the JSON text of output lines. Raises FieldError."""
+    try:
+        text = dump_line(value)[:-1]
+    except (ValueError, RecursionError):
+        raise FieldError("", f"found {shown(value)}, expected JSON that other programs can read") from None
+    if len(text) > most:
+        raise FieldError("", f"found {len(text)} bytes of JSON, expected at most {most}")
+    return text.decode()
+
+
+def metadata_of(value: object) -> str | None:
+    """Return the JSON text of a line's `metadata`. Raises FieldError."""
+    return None if value is None else kept_json(value, MAX_METADATA)
+
+
 NUM_LOGPROBS = f"a whole number from 0 to {MAX_TOP_LOGPROBS}"
 Logprobs = Annotated[int | bool | None, PlainValidator(logprobs_of)]
 Prompts = Annotated[tuple[LinePrompt, ...], PlainValidator(prompts_of)]
@@ -130,6 +149,7 @@ LineId = Annotated[CustomId, BeforeValidator(text_id)]
 Endpoint = Annotated[JobUrl, BeforeValidator(endpoint)]
 Tools = Annotated[tuple[dict[str, Any], ...], BeforeValidator(checked_tools)]
 ToolChoice = Annotated[str, BeforeValidator(checked_choice)]
+Metadata = Annotated[str | None, PlainValidator(metadata_of)]
 TemplateKwargs = Annotated[dict[str, Scalar], BeforeValidator(checked_kwargs)]
 
 
@@ -147,6 +167,16 @@ class LineFields(SamplingParams):
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     response_format: Structure | None = None
     echo: bool = False
+    metadata: Metadata = None  # of any form: it travels to the output as it is
+
+    @model_validator(mode="before")
+    @classmethod
+    def _compact_format(cls, values: Any) -> Any:
+        """Move vLLM's option for white space to the `response_format` that it is for."""
+        said, options = values.get("response_format"), values.get("structured_outputs")
+        if not isinstance(said, dict) or not isinstance(options, dict) or options.keys() != {COMPACT}:
+            return values
+        return {**values, "response_format": {**said, **options}, "structured_outputs": None}
 
     @field_validator("max_completion_tokens", "n", "best_of", "priority", "top_logprobs", mode="before")
     @classmethod
@@ -359,7 +389,7 @@ class ChatBody(ChatFields, LineFields):
 # these steer servers, caches, bills and streams, not the text
 WITHOUT_EFFECT = frozenset(
     [
-        *("user", "metadata", "store", "service_tier", "stream", "stream_options", "parallel_tool_calls"),
+        *("user", "store", "service_tier", "stream", "stream_options", "parallel_tool_calls"),
         *("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "prediction", "request_id"),
         *(
             "session_id",

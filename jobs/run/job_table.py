@@ -25,9 +25,9 @@ Row = tuple[Any, ...]
 FIRST = "jobs.parquet"
 LATER = "jobs"
 RUN, LONGEST = b"swiftbatch.run_id", b"swiftbatch.longest_job"  # metadata of a table
-JOB, TOKEN_IDS = 2, 5  # columns of the JSON job and of its prompt's ids
+JOB, TOKEN_IDS, KEPT = 2, 5, -1  # columns of the JSON job, of its prompt's ids and of what it keeps
 ROWS_PER_PART = 50_000
-CHARACTERS_PER_PART = 64 * 2**20  # characters of JSON jobs plus bytes of prompt ids: prompts may be long
+CHARACTERS_PER_PART = 64 * 2**20  # characters of JSON plus bytes of prompt ids: prompts may be long
 
 
 def paths(store: Store) -> list[str]:
@@ -71,7 +71,8 @@ def table_schema() -> pa.Schema:
     texts = {"job_id": pa.string(), "custom_id": pa.string(), "job": pa.large_string(), "supersedes": pa.string()}
     numbers = ("line_number", "num_prompt_tokens", "max_tokens", "choice_index", "num_choices")
     prompts = {"prompt_keys": pa.large_binary(), "prompt_token_ids": pa.large_binary(), "last_marker": pa.string()}
-    return pa.schema([*texts.items(), *prompts.items(), *((name, pa.int64()) for name in numbers)])
+    kept = (LATER_COLUMN, pa.large_string())
+    return pa.schema([*texts.items(), *prompts.items(), *((name, pa.int64()) for name in numbers), kept])
 
 
 def _row(record: JobRecord) -> Row:
@@ -81,6 +82,7 @@ def _row(record: JobRecord) -> Row:
         *texts,
         *(record.prompt_keys, record.prompt_token_ids, record.last_marker),
         *(record.line_number, record.num_prompt_tokens, job.sampling.max_tokens, job.choice_index, job.num_choices),
+        record.kept,
     )
 
 
@@ -100,7 +102,7 @@ def in_groups(
 
 
 def _size(row: Row) -> int:
-    return len(row[JOB]) + len(row[TOKEN_IDS])
+    return len(row[JOB]) + len(row[TOKEN_IDS]) + len(row[KEPT] or "")
 
 
 def _part(rows: Sequence[Row]) -> pa.Table:
@@ -139,7 +141,8 @@ def newest_with(lineage: list[str], job_ids: Container[str]) -> str | None:
 
 
 PROMPT = ("prompt_token_ids", "last_marker")
-RECORD = ("job_id", "job", "line_number", "num_prompt_tokens", "supersedes", "prompt_keys", *PROMPT)
+LATER_COLUMN = "kept"  # tables of earlier versions lack it
+RECORD = ("job_id", "job", "line_number", "num_prompt_tokens", "supersedes", "prompt_keys", *PROMPT, LATER_COLUMN)
 
 
 def read_parts(store: Store, names: Sequence[str], run_id: str | None = None) -> Iterator[pa.Table]:
@@ -174,10 +177,15 @@ def parts_of(file: BinaryIO, names: Sequence[str], run_id: str | None = None) ->
 
     try:
         table = _opened(file, run_id)
-        if absent := set(names) - set(table.schema_arrow.names):
+        absent = set(names) - set(table.schema_arrow.names)
+        if absent - {LATER_COLUMN}:
             raise ValueError(f"found no column {min(absent)!r}, expected a table of jobs")
+        there = [name for name in names if name not in absent]
         for number in range(table.num_row_groups):
-            yield table.read_row_group(number, columns=list(names), use_threads=False).select(list(names))
+            part = table.read_row_group(number, columns=there, use_threads=False)
+            if absent:
+                part = part.append_column(LATER_COLUMN, pa.nulls(len(part), pa.large_string()))
+            yield part.select(list(names))
     except (pa.ArrowException, OSError, KeyError) as error:
         raise ValueError(str(error)) from None
 
@@ -245,7 +253,7 @@ BODY = ("job", "last_marker", "prompt_token_ids")
 
 
 class JobBodies:
-    """The bodies of a driver's jobs in a local file."""
+    """The bodies of many jobs in a local file: the columns of `parts`, joined by line ends."""
 
     def __init__(self, parts: Iterator[pa.Table], places: NDArray[np.int64]) -> None:
         """`places` are ascending. Raises StoreError."""
@@ -262,11 +270,18 @@ class JobBodies:
 
     def at(self, place: int) -> bytes:
         """Read the body of the job at a place. Raises StoreError."""
-        row = place - self._first if self._is_gapless else int(self._places.searchsorted(place))
-        start, end = self._starts[row : row + 2].tolist()
+        start, end = self._bounds(place)
         with told_of_room():
             self._file.seek(start)
             return self._file.read(end - start)
+
+    def num_bytes(self, place: int) -> int:
+        start, end = self._bounds(place)
+        return end - start
+
+    def _bounds(self, place: int) -> list[int]:
+        row = place - self._first if self._is_gapless else int(self._places.searchsorted(place))
+        return [int(each) for each in self._starts[row : row + 2]]
 
 
 def _at(parts: Iterator[pa.Table], places: NDArray[np.int64]) -> Iterator[pa.Table]:
@@ -282,7 +297,7 @@ def _write_bodies(file: BinaryIO, part: pa.Table) -> NDArray[np.int64]:
     import pyarrow as pa
     from pyarrow import compute
 
-    columns = [part.column(name).cast(pa.large_binary()) for name in BODY]
+    columns = [column.cast(pa.large_binary()) for column in part.columns]
     line_end = pa.scalar(LINE_END, pa.large_binary())
     bodies = compute.binary_join_element_wise(*columns, line_end, null_handling="replace", null_replacement=b"")
     for chunk in bodies.chunks:

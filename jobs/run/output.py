@@ -1,18 +1,17 @@
-"""`output.jsonl` and `output.parquet` with joined choices, in bounded memory."""
+"""`output.jsonl` with joined choices, and `output.parquet`, in bounded memory."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import IO, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.json_records import dump_line
-from swiftbatch.jobs.run.job_table import in_groups
-from swiftbatch.jobs.run.output_line import IGNORED, TOKEN_COLUMNS, line_id, lists_of, plain, texts_of
-from swiftbatch.jobs.storage.store import Store, StoreError, new_spool, spool
+from swiftbatch.jobs.run.output_line import line_id
+from swiftbatch.jobs.run.output_table import EndedLine, OutputTable
+from swiftbatch.jobs.storage.store import Store, spool
 
 MAX_MESSAGES = 3
 CHOICES_FAILED = "choices_failed"  # error code of a line whose choices failed with different codes
@@ -20,8 +19,8 @@ CHOICES_FAILED = "choices_failed"  # error code of a line whose choices failed w
 Line = dict[str, Any]
 
 
-def joined(entries: Iterable[tuple[JobRecord, Line | None]]) -> Iterator[Line]:
-    """Yield output lines with joined choices; a line is left out until each choice has a result or an error.
+def ended_lines(entries: Iterable[tuple[JobRecord, Line | None]]) -> Iterator[EndedLine]:
+    """Yield the choices of each input line once each of them has a result or an error.
 
     `entries` are jobs in input order, each with its own line or None.
     """
@@ -29,16 +28,28 @@ def joined(entries: Iterable[tuple[JobRecord, Line | None]]) -> Iterator[Line]:
         entries, key=lambda entry: (entry[0].job.custom_id, entry[0].job.num_choices)
     ):
         if num_choices == 1:
-            yield from (line for _, line in group if line is not None)
+            yield from ([(record, line)] for record, line in group if line is not None)
             continue
         choices = list(group)
         ended = [(record, line) for record, line in choices if line is not None]
         if len(ended) == len(choices):
-            yield _join(ended)
+            yield ended
 
 
-def _join(choices: Sequence[tuple[JobRecord, Line]]) -> Line:
-    """Join a line's choices; its body lists `failed_choices`."""
+def joined(choices: EndedLine) -> Line:
+    """Return the output line of all choices, with what its input line brought along."""
+    record, line = choices[0]
+    kept: Line = json.loads(record.kept or "{}")
+    return (line if record.job.num_choices == 1 else _join(choices)) | kept
+
+
+def with_kept(line: bytes, kept: bytes) -> bytes:
+    """Return an encoded output line with what its input line brought along, if anything."""
+    return b"%s, %s\n" % (line[:-2], kept[1:]) if kept else line
+
+
+def _join(choices: EndedLine) -> Line:
+    """Join several choices; the body lists `failed_choices`."""
     first = choices[0][0]
     head = {"id": line_id(first.job_id), "custom_id": first.job.custom_id}
     finished = [(record, line["response"]) for record, line in choices if line["error"] is None]
@@ -88,125 +99,21 @@ def _error(failed: Sequence[tuple[JobRecord, Line]]) -> dict[str, str]:
     }
 
 
-NUM_ROWS_PER_GROUP = 64
-MAX_CHARACTERS_PER_GROUP = 32 * 2**20
-CHARACTERS_PER_NUMBER = 36  # bytes of a token id in a list of Python's
-
-TEXT_COLUMNS = (
-    *("custom_id", "status", "text", "reasoning_content", "finish_reason", "logprobs"),
-    *("tool_calls", "prompt_logprobs", "error_code", "error_message"),
-)
-COUNT_COLUMNS = ("choice_index", "prompt_tokens", "completion_tokens")
-FIXED_COLUMNS = {*TEXT_COLUMNS, *COUNT_COLUMNS, *TOKEN_COLUMNS, IGNORED}
-METRIC_COLUMNS: dict[str, type] = {  # columns of every table, even without results
-    **dict.fromkeys(["num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_attempts", "num_resumes"], int),
-    **dict.fromkeys(["num_recovered_tokens", "num_recomputed_tokens", "num_rewinds", "num_rewound_tokens"], int),
-    **dict.fromkeys(["mean_acceptance_length", "ms_per_token"], float),
-    **dict.fromkeys(["distinct_1", "distinct_2", "distinct_3", "distinct_4"], float),
-}
-
-
-def write_output(store: Store, lines: Iterable[dict[str, Any]], check: Callable[[], None]) -> None:
+def write_output(store: Store, lines: Iterable[EndedLine], check: Callable[[], None]) -> None:
     """Write both files. Raises `StoreError`.
 
     Calls `check` before it replaces anything.
     """
-    with spool() as jsonl, spool() as table:
-        _put_together(jsonl, table, lines)
+    with spool() as jsonl, spool() as table, spool() as rows:
+        OutputTable(rows, _written(lines, jsonl)).write_parquet(table)
         check()
         for path, file in (("output.jsonl", jsonl), ("output.parquet", table)):
             file.seek(0)
             store.write_from(path, file)
 
 
-def write_table(target: IO[bytes], lines: Iterable[dict[str, Any]]) -> None:
-    """Write only the Parquet file. Raises `StoreError`."""
-    with new_spool() as table:  # without `told_of_room`, since the target may fail in other ways
-        with spool() as jsonl:
-            _put_together(jsonl, table, lines)
-            table.seek(0)
-        shutil.copyfileobj(table, target)
-
-
-def _put_together(jsonl: BinaryIO, table: BinaryIO, lines: Iterable[dict[str, Any]]) -> None:
-    metric_types = _write_lines(jsonl, lines)
-    _write_table(table, (row for line in jsonl for row in _rows(json.loads(line))), metric_types)
-
-
-def _write_lines(target: BinaryIO, lines: Iterable[dict[str, Any]]) -> dict[str, type]:
-    metric_types = dict(METRIC_COLUMNS)
+def _written(lines: Iterable[EndedLine], target: BinaryIO) -> Iterator[EndedLine]:
+    """Yield the lines after they are written."""
     for line in lines:
-        target.write(dump_line(line))
-        for row in _rows(line):
-            _note_types(row, metric_types)
-    target.seek(0)
-    return metric_types
-
-
-def _rows(line: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row per choice."""
-    if line["error"] is not None:
-        return [_failure(line, line["error"])]
-    body = line["response"]["body"]
-    rows = [_row(line, choice, body | choice) for choice in body["choices"]]
-    return rows + [
-        _failure(line, failed["error"]) | {"choice_index": failed["index"]} for failed in body.get("failed_choices", ())
-    ]
-
-
-def _failure(line: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "custom_id": plain(line["custom_id"]),
-        "status": "cancelled" if error["code"] == "cancelled" else "failed",
-        "error_code": plain(error["code"]),
-        "error_message": plain(error["message"]),
-    }
-
-
-def _row(line: dict[str, Any], choice: dict[str, Any], numbers: dict[str, Any]) -> dict[str, Any]:
-    metrics = numbers["metrics"].items()
-    return {name: value for name, value in metrics if type(value) in (int, float) and name not in FIXED_COLUMNS} | {
-        "custom_id": plain(line["custom_id"]),
-        "choice_index": choice.get("index", 0),
-        "status": "finished",
-        **texts_of(line["response"]["body"], choice),
-        **lists_of(line["response"]["body"], choice),
-        "prompt_tokens": numbers["usage"]["prompt_tokens"],
-        "completion_tokens": numbers["usage"]["completion_tokens"],
-    }
-
-
-def _note_types(row: dict[str, Any], metric_types: dict[str, type]) -> None:
-    """Record each metric's type; a single float value makes the whole column float."""
-    for name, value in row.items():
-        if name not in FIXED_COLUMNS and metric_types.get(name) is not float:
-            metric_types[name] = type(value)
-
-
-def _write_table(target: BinaryIO, rows: Iterator[dict[str, Any]], metric_types: dict[str, type]) -> None:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    fields = [(name, pa.large_string()) for name in TEXT_COLUMNS] + [(name, pa.int64()) for name in COUNT_COLUMNS]
-    fields += [(name, pa.list_(pa.int32())) for name in TOKEN_COLUMNS] + [(IGNORED, pa.list_(pa.string()))]
-    fields += [(name, pa.float64() if kind is float else pa.int64()) for name, kind in sorted(metric_types.items())]
-    schema = pa.schema(fields)
-    with parquet.ParquetWriter(target, schema) as writer:
-        for group in row_groups(rows, NUM_ROWS_PER_GROUP):
-            try:
-                part = pa.Table.from_pylist(group, schema=schema)
-            except (pa.ArrowException, OverflowError) as error:
-                first, last = group[0]["custom_id"], group[-1]["custom_id"]
-                problem = f"the results of {first} to {last} have a number that fits no column: {error}"
-                raise StoreError(f"{problem}; output.jsonl has them as they are") from None
-            writer.write_table(part)
-
-
-def row_groups(rows: Iterable[dict[str, Any]], max_rows: int) -> Iterator[list[dict[str, Any]]]:
-    """Group rows into groups of at most `max_rows` rows, or fewer if the rows are long."""
-    return in_groups(rows, max_rows, MAX_CHARACTERS_PER_GROUP, _num_letters)
-
-
-def _num_letters(row: dict[str, Any]) -> int:
-    texts = sum(len(value) for value in row.values() if isinstance(value, str))
-    return texts + CHARACTERS_PER_NUMBER * sum(len(row.get(name) or ()) for name in TOKEN_COLUMNS)
+        target.write(dump_line(joined(line)))
+        yield line

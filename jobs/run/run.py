@@ -19,9 +19,19 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.json_records import dump_line
 from swiftbatch.jobs.run import job_table
 from swiftbatch.jobs.run.error_files import LineFiles, LinePlace, parsed_line, read_lines, written_line
-from swiftbatch.jobs.run.job_table import BODY, JobBodies, lineages, longest_job, newest_with, read_parts, read_records
-from swiftbatch.jobs.run.output import joined, write_output
+from swiftbatch.jobs.run.job_table import (
+    BODY,
+    LATER_COLUMN,
+    JobBodies,
+    lineages,
+    longest_job,
+    newest_with,
+    read_parts,
+    read_records,
+)
+from swiftbatch.jobs.run.output import ended_lines, joined, with_kept, write_output
 from swiftbatch.jobs.run.output_line import num_completion_tokens
+from swiftbatch.jobs.run.output_table import EndedLine
 from swiftbatch.jobs.run.result_files import SEGMENTS, ResultFiles, ResultSegment
 from swiftbatch.jobs.run.run_records import (
     Progress,
@@ -139,8 +149,8 @@ class Run:
 
         return JobIndex.of(self.parts(*COLUMNS))
 
-    def job_bodies(self, places: NDArray[np.int64]) -> JobBodies:
-        return JobBodies(self.parts(*BODY), places)
+    def job_bodies(self, places: NDArray[np.int64], names: Sequence[str] = BODY) -> JobBodies:
+        return JobBodies(self.parts(*names), places)
 
     def longest_job(self) -> int:
         """Read the longest job's positions from metadata."""
@@ -285,12 +295,21 @@ class Run:
                 codes[row] = line["error"]["code"]
         return rows, codes
 
+    def ended_lines(self) -> Iterator[EndedLine]:
+        """Yield the jobs of each input line that has ended.
+
+        An extended job without a new line has the line of its earlier version.
+        """
+        return ended_lines(self._lines(self.extended()))
+
     def joined_lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the output lines so far; an extended job without a new line has the line of its earlier version."""
-        return joined(self._lines(self.extended()))
+        """Yield the output lines so far."""
+        return map(joined, self.ended_lines())
 
     def written_lines(self) -> Iterator[bytes]:
         """Yield `joined_lines` as `dump_line` writes them; without choices no job is read."""
+        import numpy as np
+
         from swiftbatch.jobs.run.job_index import JobIndex
 
         names = ("job_id", "supersedes", "num_choices")
@@ -299,7 +318,10 @@ class Run:
             return map(dump_line, self.joined_lines())
         places = self._output_places(index.job_ids(), self.extended())
         write = partial(written_line, damaged=self.damaged, fingerprint=self._fingerprint)
-        return filter(None, read_lines(self._results.data, places, write, self._results.elsewhere))
+        lines = read_lines(self._results.data, places, write, self._results.elsewhere)
+        kept = self.job_bodies(np.sort(index.places), (LATER_COLUMN,))
+        own = zip(lines, index.places.tolist(), strict=True)
+        return (with_kept(line, kept.at(place)) for line, place in own if line is not None)
 
     def _lines(self, extended: Mapping[str, list[str]]) -> Iterator[tuple[JobRecord, dict[str, Any] | None]]:
         records, again = tee(self.records())
@@ -393,7 +415,7 @@ class Run:
 
     def write_output(self, check: Callable[[], None] = lambda: None) -> None:
         """Write both output files. Calls `check` before it replaces anything."""
-        write_output(self.store, self.joined_lines(), check)
+        write_output(self.store, self.ended_lines(), check)
 
     def refuse_other_model(
         self,

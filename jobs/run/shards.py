@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, Self, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import BinaryIO, Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, ValidationError
 
-from swiftbatch.jobs.job import JobRecord, Message
+from swiftbatch.jobs.job import LINE_END, Job, JobRecord
 from swiftbatch.jobs.json_records import Frozen, dump_line
-from swiftbatch.jobs.run.job_table import newest_with
-from swiftbatch.jobs.run.output import row_groups
-from swiftbatch.jobs.run.output_line import IGNORED, TOKEN_COLUMNS, lists_of, plain, texts_of
+from swiftbatch.jobs.run.job_table import LATER_COLUMN, newest_with
+from swiftbatch.jobs.run.output_line import plain
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import RunError, in_parallel, pretty, read_model
+from swiftbatch.jobs.run.table_rows import (
+    COLUMNS,
+    LIST,
+    MESSAGE,
+    KeptColumns,
+    Row,
+    arrow_schema,
+    failed_row,
+    row_groups,
+    row_of,
+)
 from swiftbatch.jobs.storage.store import Store, spool
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 SETTINGS_FILE = "shards.json"
 MAX_ROWS = 1_000_000
@@ -147,38 +155,6 @@ def packed(
 # Shard files: Parquet with zstd or JSON lines, written in bounded memory, and their dataset card.
 
 
-Row = dict[str, Any]
-
-MESSAGE = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")
-COLUMNS: dict[str, str] = {  # type names shared by Arrow and `datasets`
-    "custom_id": "string",
-    "choice_index": "int64",
-    "revision": "int64",
-    "status": "string",
-    "prompt": "string",
-    "prompt_ids": "list of int64",
-    "messages": "list of messages",
-    "text": "string",
-    "reasoning_content": "string",
-    "finish_reason": "string",
-    "error_code": "string",
-    "error_message": "string",
-    "prompt_tokens": "int64",
-    "completion_tokens": "int64",
-    "seed": "int64",
-    "max_tokens": "int64",
-    "temperature": "float64",
-    "sampling": "string",
-    "token_ids_sha256": "string",
-    "prompt_token_ids": "list of int32",
-    "token_ids": "list of int32",
-    "logprobs": "string",
-    "tool_calls": "string",
-    "prompt_logprobs": "string",
-    "ignored_schema_keywords": "list of string",
-    "job_id": "string",
-}
-ROWS_PER_GROUP = 1000
 CARD_TEXT = """\
 # Texts of a swiftbatch run
 
@@ -187,104 +163,24 @@ rows with the same `custom_id`, those with the highest `revision` are the newest
 """
 
 
-def finished_row(record: JobRecord, revision: int, line: dict[str, Any]) -> Row:
-    """Return a finished job's row; `line` is its own output line."""
-    body = line["response"]["body"]
-    choice = body["choices"][0]
-    return _asked(record, revision) | {
-        "status": "finished",
-        **texts_of(body, choice),
-        "error_code": None,
-        "error_message": None,
-        "completion_tokens": body["usage"]["completion_tokens"],
-        "token_ids_sha256": choice.get("token_ids_sha256"),
-        **lists_of(body, choice),
-    }
-
-
-def failed_row(record: JobRecord, revision: int, failure: Failure) -> Row:
-    return _asked(record, revision) | {
-        "status": "cancelled" if failure.code == "cancelled" else "failed",
-        "text": None,
-        "reasoning_content": None,
-        "finish_reason": None,
-        "logprobs": None,
-        "tool_calls": None,
-        "prompt_logprobs": None,
-        "error_code": failure.code,
-        "error_message": failure.message,
-        "completion_tokens": None,
-        "token_ids_sha256": None,
-        **dict.fromkeys((*TOKEN_COLUMNS, IGNORED)),
-    }
-
-
-def _asked(record: JobRecord, revision: int) -> Row:
-    job = record.job
-    return {
-        "custom_id": job.custom_id,
-        "choice_index": job.choice_index,
-        "revision": revision,
-        "prompt": job.prompt,
-        "prompt_ids": None if job.prompt_ids is None else list(job.prompt_ids),
-        "messages": job.messages and list(map(_message, job.messages)),
-        "prompt_tokens": record.num_prompt_tokens,
-        "seed": _as_int64(job.sampling.seed),
-        "max_tokens": job.sampling.max_tokens,
-        "temperature": job.sampling.temperature,
-        "sampling": json.dumps(job.sampling.identity(), sort_keys=True),
-        "job_id": record.job_id,
-    }
-
-
-def _message(message: Message) -> Row:
-    calls = [call.model_dump(mode="json") for call in message.tool_calls]
-    return {name: getattr(message, name) for name in MESSAGE} | {"tool_calls": json.dumps(calls) if calls else None}
-
-
-def _as_int64(seed: int | None) -> int | None:
-    """Return the seed, or None if it does not fit the int64 column."""
-    return seed if seed is not None and seed < 2**63 else None
-
-
-def write_shard(target: BinaryIO, kind: ShardFormat, rows: Iterable[Row]) -> None:
-    """Write all rows; equal rows give equal bytes."""
-    if kind == "parquet":
-        _write_parquet(target, rows)
+def write_shard(target: BinaryIO, kind: ShardFormat, columns: Mapping[str, str], rows: Iterable[Row]) -> None:
+    """Write these columns of all rows; equal rows give equal bytes."""
+    if kind == "jsonl":
+        for row in rows:
+            target.write(dump_line({name: row[name] for name in columns}))
         return
-    for row in rows:
-        target.write(dump_line({name: row[name] for name in COLUMNS}))
-
-
-def arrow_schema() -> pa.Schema:
-    """Return the schema; all columns are nullable."""
-    import pyarrow as pa
-
-    kinds = {
-        "string": pa.string(),
-        "int64": pa.int64(),
-        "float64": pa.float64(),
-        "list of int32": pa.list_(pa.int32()),
-        "list of int64": pa.list_(pa.int64()),
-        "list of string": pa.list_(pa.string()),
-        "list of messages": pa.list_(pa.struct([(name, pa.string()) for name in MESSAGE])),
-    }
-    return pa.schema([(name, kinds[kind]) for name, kind in COLUMNS.items()])
-
-
-def _write_parquet(target: BinaryIO, rows: Iterable[Row]) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
-    schema = arrow_schema()
+    schema = arrow_schema(columns)
     with parquet.ParquetWriter(target, schema, compression="zstd") as writer:
-        for group in row_groups(rows, ROWS_PER_GROUP):
+        for group in row_groups(rows):
             writer.write_table(pa.Table.from_pylist(group, schema=schema), row_group_size=len(group))
 
 
-def card(kind: ShardFormat) -> str:
+def card(kind: ShardFormat, columns: Mapping[str, str]) -> str:
     """Return the dataset card."""
-    features = "".join(_feature(name, column) for name, column in COLUMNS.items())
+    features = "".join(_feature(name, column) for name, column in columns.items())
     return (
         "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n"
         f"    path: data/*.{kind}\ndataset_info:\n  features:\n{features}---\n\n{CARD_TEXT}"
@@ -295,16 +191,45 @@ def _feature(name: str, kind: str) -> str:
     if kind == "list of messages":
         fields = "".join(f"    - name: {field}\n      dtype: string\n" for field in MESSAGE)
         return f"  - name: {name}\n    list:\n{fields}"
-    if kind.startswith("list of "):
-        return f"  - name: {name}\n    list: {kind.removeprefix('list of ')}\n"
-    return f"  - name: {name}\n    dtype: {kind}\n"
+    quoted = json.dumps(name, ensure_ascii=False)  # a kept column may have any name
+    if kind.startswith(LIST):
+        return f"  - name: {quoted}\n    list: {kind.removeprefix(LIST)}\n"
+    return f"  - name: {quoted}\n    dtype: {kind}\n"
 
 
 # Shards never change once written, also while the run continues.
 
 
+class _Jobs:
+    """A run's jobs, also superseded ones, in a local file."""
+
+    def __init__(self, run: Run) -> None:
+        import numpy as np
+
+        self.custom_ids: dict[str, str] = {}  # by job
+        self._places: dict[str, int] = {}
+        self._num_prompt_tokens = array("q")
+        for part in run.parts("job_id", "custom_id", "num_prompt_tokens"):
+            for job_id, custom_id, num_tokens in zip(*(column.to_pylist() for column in part.columns), strict=True):
+                self.custom_ids[job_id] = custom_id
+                self._places[job_id] = len(self._num_prompt_tokens)
+                self._num_prompt_tokens.append(num_tokens)
+        self._bodies = run.job_bodies(np.arange(len(self._num_prompt_tokens), dtype=np.int64), ("job", LATER_COLUMN))
+
+    def record(self, job_id: str) -> JobRecord:
+        """Return what rows need of a job."""
+        place = self._places[job_id]
+        job, kept = self._bodies.at(place).split(LINE_END)
+        number = self._num_prompt_tokens[place]
+        return JobRecord(job_id, Job.model_validate_json(job), 0, number, kept=kept.decode() or None)
+
+    def num_bytes(self, job_id: str) -> int:
+        return self._bodies.num_bytes(self._places[job_id])
+
+
 SHARDS_FOLDER = "shards"
 DATA = f"{SHARDS_FOLDER}/data"
+CARD = f"{SHARDS_FOLDER}/README.md"
 
 
 class WrittenShard(NamedTuple):
@@ -318,10 +243,14 @@ class Shards:
     def __init__(self, run: Run, settings: ShardSettings, epoch: int, check: Callable[[], None]) -> None:
         """`check` raises if `epoch` no longer holds the run. Raises RunError, StoreError."""
         self._run, self._settings, self._check = run, settings, check
-        self._records = run.all_jobs()
+        self._jobs, self._kept = _Jobs(run), KeptColumns(COLUMNS)
+        for part in run.parts(LATER_COLUMN):
+            for kept in part.column(LATER_COLUMN).to_pylist():
+                self._kept.note(kept)
+        self._columns = COLUMNS | self._kept.columns()
         self._lines: dict[str, list[list[str]]] = defaultdict(list)  # by custom_id: the lineage of each choice's job
         for lineage in run.lineages():
-            self._lines[self._records[lineage[-1]].job.custom_id].append(lineage)
+            self._lines[self._jobs.custom_ids[lineage[-1]]].append(lineage)
         self._epoch, plans = epoch, read_plans(run.store, epoch)
         self._next_number = max(plans, default=-1) + 1
         self._newest = {line.custom_id: line for plan in plans.values() for line in plan.lines}
@@ -353,7 +282,7 @@ class Shards:
                     jobs.append(newest_with(lineage, sizes) or lineage[-1])
             line = self._planned(custom_id, jobs, failures) if len(jobs) == len(choices) else None
             if line is not None:
-                num_bytes = (sizes.get(job_id, 0) + len(self._records[job_id].job.prompt or "") for job_id in jobs)
+                num_bytes = (sizes.get(job_id, 0) + self._jobs.num_bytes(job_id) for job_id in jobs)
                 yield SizedLine(line, sum(num_bytes))
 
     def _failures(self, failed: set[str]) -> dict[str, Failure]:
@@ -394,7 +323,9 @@ class Shards:
         plan, path, store = self._missing[number], f"{DATA}/{self._name(number)}", self._run.store
         write_plan(store, self._epoch, number, plan)
         self._check()
-        store.write_new(f"{SHARDS_FOLDER}/README.md", card(self._settings.format).encode())
+        described = card(self._settings.format, self._columns).encode()
+        if store.read(CARD) != described:  # later lines may bring further columns
+            store.write(CARD, described)
         store.write_new_from(path, file)
         del self._missing[number]
         return WrittenShard(path, sum(len(line.jobs) for line in plan.lines))
@@ -408,7 +339,7 @@ class Shards:
                     readable.append(line)
                     yield from found
 
-        write_shard(file, self._settings.format, rows())
+        write_shard(file, self._settings.format, self._columns, rows())
         file.seek(0)
         return tuple(readable)
 
@@ -420,11 +351,12 @@ class Shards:
         for line in lines:
             rows: list[Row] = []
             for job_id in line.jobs:
-                record = self._records[job_id]
+                record = self._jobs.record(job_id)
+                own = {"revision": line.revision, **self._kept.values(record.kept)}
                 if (failure := line.failures.get(job_id)) is not None:
-                    rows.append(failed_row(record, line.revision, failure))
+                    rows.append(failed_row(record, failure.code, failure.message) | own)
                 elif (result := next(results)) is not None:
-                    rows.append(finished_row(record, line.revision, result))
+                    rows.append(row_of(record, result) | own)
             yield line, rows if len(rows) == len(line.jobs) else None
 
     def _name(self, number: int) -> str:

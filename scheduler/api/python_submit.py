@@ -40,6 +40,7 @@ class SubmitOptions(TypedDict, total=False):
     """The options of `swiftbatch submit --help`, with underscores; None leaves an option away."""
 
     column: Mapping[str, str] | None  # fields of a job, each with the column that holds it
+    keep_columns: bool
     output_shards: str | None
     endpoint: JobUrl | None
     team: str | None

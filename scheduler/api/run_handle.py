@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import os
 import time
 import warnings
@@ -14,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.run.output import joined, write_table
+from swiftbatch.jobs.run.output import ended_lines, joined
+from swiftbatch.jobs.run.output_table import table_file
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.run_lease import current_progress, liveness
 from swiftbatch.scheduler.runs.cancellation import cancel_jobs, stop_driver
@@ -119,9 +119,8 @@ class RunHandle:
         """Return the results so far, with a row for each choice: the columns of `output.parquet`."""
         from pyarrow import parquet
 
-        file = io.BytesIO()
-        write_table(file, self._folder.joined_lines())
-        return parquet.read_table(file)
+        with table_file(self._folder.ended_lines()) as (file, _):
+            return parquet.read_table(file)
 
     def to_pandas(self) -> pd.DataFrame:
         """Return `to_arrow` as a table of pandas, which must be installed."""
@@ -161,7 +160,8 @@ class RunHandle:
         return has_ended
 
     def _lines(self, index: JobIndex) -> Iterator[Result]:
-        return joined(zip(self._folder.records_at(index.places), self._folder.lines_of(index), strict=True))
+        entries = zip(self._folder.records_at(index.places), self._folder.lines_of(index), strict=True)
+        return map(joined, ended_lines(entries))
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from swiftbatch.jobs.input.rejects import Reject
     from swiftbatch.jobs.run.shards import ShardSettings
     from swiftbatch.scheduler.display.display import Display
+    from swiftbatch.scheduler.runs.submission import Submission
 
 ENGINE_LINES, PAPER_LINES = (
     [f"  {name:<21} {entry.drafts_from}" for name, entry in group.items()] for group in (ENGINES, PAPER_ENGINES)
@@ -122,6 +124,7 @@ token_option = options_of("What decides the tokens; stored in the run")
     callback=_columns,
     help="Read a field from this column, as in prompt=text. Repeatable.",
 )
+@run_option("--keep-columns", is_flag=True, help="Take unknown columns along to the output.")
 @run_option(
     "--output-shards",
     "shards",
@@ -220,6 +223,7 @@ def submit(
     jobs: tuple[str, ...],
     run_uri: str | None,
     columns: Columns,
+    keep_columns: bool,
     endpoint: JobUrl | None,
     strict: bool,
     may_take_over: bool,
@@ -230,19 +234,18 @@ def submit(
     \b
     JOBS: JSON lines (short or OpenAI Batch) or Parquet: paths, 'a-*.gz', `-`, s3://, gs://, hf://.
     Exit code: 0 all finished, 1 some failed, 2 wrong input, 3 at a limit, 130 interrupted.
-
-    \b
     Example:
       swiftbatch submit jobs.jsonl
       swiftbatch submit 'part-*.parquet' --run my-run --workers 2 --column prompt=text
     """
     from swiftbatch.jobs.input.job_files import run_folder_beside
-    from swiftbatch.scheduler.display.events import FieldsWithoutEffect, ModelSamplesBy, RunFolderChosen
+    from swiftbatch.scheduler.display.events import ModelSamplesBy, RunFolderChosen
     from swiftbatch.scheduler.runs.launch import refuse_start
     from swiftbatch.scheduler.runs.submission import submission
 
     showing, settings = shown(options), make_settings(**options)
     folder = run_folder_beside(jobs) if run_uri is None else run_uri
+    columns = replace(columns, keeps_others=keep_columns)
     submitting = submission(jobs, folder, settings, strict, may_take_over, columns, endpoint)
     with showing as display, contextlib.ExitStack() as stack:
         if run_uri is None:
@@ -253,8 +256,7 @@ def submit(
         _tell_rejects(display, submitted.rejects)
         if submitted.sampling_defaults:
             display.note(ModelSamplesBy(submitted.sampling_defaults))
-        if submitted.without_effect:
-            display.note(FieldsWithoutEffect(submitted.without_effect))
+        _tell_lines(display, submitted)
         outcome = launch_shown(submitted.hold, len(submitted.jobs), settings, display)
     end(submitted.run, outcome, len(submitted.rejects), display)
 
@@ -268,6 +270,17 @@ def _told_of_run_option() -> Iterator[None]:
         yield
     except StoreError as error:
         raise StoreError(f"{error}; --run names another folder") from None
+
+
+def _tell_lines(display: Display, submitted: Submission) -> None:
+    from swiftbatch.scheduler.display.events import ColumnsKept, FieldsWithoutEffect, LinesNamed
+
+    if submitted.without_effect:
+        display.note(FieldsWithoutEffect(submitted.without_effect))
+    if submitted.reader.kept_columns:
+        display.note(ColumnsKept(dict(submitted.reader.kept_columns)))
+    if submitted.reader.num_named:
+        display.note(LinesNamed(submitted.reader.num_named, submitted.reader.example))
 
 
 def _tell_rejects(display: Display, rejects: Sequence[Reject]) -> None:

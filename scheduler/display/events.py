@@ -72,6 +72,31 @@ class FieldsWithoutEffect(Event):
 
 
 @dataclass(frozen=True)
+class ColumnsKept(Event):
+    """`--keep-columns` takes these `columns` along to the output, each with its number of lines."""
+
+    columns: dict[str, int]
+
+    def __str__(self) -> str:
+        found = ", ".join(
+            f"{printable(name)} ({counted(count, 'line')})" for name, count in sorted(self.columns.items())
+        )
+        return f"columns that are no field travel to the output: {found}"
+
+
+@dataclass(frozen=True)
+class LinesNamed(Event):
+    """`num_lines` lines without a `custom_id` are named after file and line, such as `example`."""
+
+    num_lines: int
+    example: str
+
+    def __str__(self) -> str:
+        found = counted(self.num_lines, "line")
+        return f"{found} without custom_id: named after file and line, such as {printable(self.example)}"
+
+
+@dataclass(frozen=True)
 class ModelSamplesBy(Event):
     """The model's own values of sampling `fields` hold for lines that leave them out."""
 

@@ -70,7 +70,8 @@ def _own_line(record: JobRecord, line: Line, fingerprint: str, path: str) -> Lin
     if not is_ours:
         place = f"{path}: the line of {record.custom_id!r}"
         raise InputFileError(f"{place} is no result of swiftbatch with choice {record.job.choice_index}")
-    found = {**line, "id": line_id(record.job_id), "response": {**response, "body": own}}
+    found: Line = {"id": line_id(record.job_id), "custom_id": record.custom_id, "error": None}
+    found |= {"response": {**response, "body": own}}
     try:
         return parse_line(dump_line(found), record.job_id, fingerprint)
     except ValueError as error:

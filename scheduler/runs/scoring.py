@@ -15,7 +15,7 @@ from swiftbatch.jobs.input.request_fields import LineId
 from swiftbatch.jobs.job import JobRecord, Messages, unpacked
 from swiftbatch.jobs.json_records import FieldError, Strict, is_utf8, reasons, shown
 from swiftbatch.jobs.logprobs import completion_logprobs, shown_logprobs
-from swiftbatch.jobs.run.output import joined
+from swiftbatch.jobs.run.output import ended_lines, joined
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.runs.verification import Verifier
 from swiftbatch.worker.config import Computation
@@ -69,7 +69,8 @@ def scored_results(run: Run, num_top: int) -> Iterator[Line]:
         return line
 
     lines = ((record, line) for record, line in run.output_lines() if line is not None)
-    return joined((record, scored(record, line) if line["error"] is None else line) for record, line in lines)
+    entries = ((record, scored(record, line) if line["error"] is None else line) for record, line in lines)
+    return map(joined, ended_lines(entries))
 
 
 class TextScorer:

@@ -118,7 +118,7 @@ def make_records(
             ids = prompt.token_ids
             made = (len(ids), None, prompt_keys(ids), packed(ids), prompt.last_marker)
             for job in islice(jobs, line.num_choices):
-                yield JobRecord(job.job_id(files.fingerprint), job, line_number, *made)
+                yield JobRecord(job.job_id(files.fingerprint), job, line_number, *made, line.kept)
 
 
 def _encoded(lines: Iterable[tuple[int, JobLine]], codec: TextCodec) -> Iterator[tuple[int, JobLine, list[Encoded]]]:
@@ -262,6 +262,7 @@ class Submission:
     rejects: Rejects
     without_effect: dict[str, int]
     sampling_defaults: dict[str, float]
+    reader: JobReader
 
 
 @contextmanager
@@ -309,7 +310,7 @@ def submission(
             run.set_priorities(added.custom_ids(), notes.priorities)
             rejects = _in_order(reader, notes, changed)
             run.write_rejects(rejects)
-            yield Submission(run, hold, added, rejects, dict(notes.without_effect), defaults)
+            yield Submission(run, hold, added, rejects, dict(notes.without_effect), defaults, reader)
 
 
 def _bounded(

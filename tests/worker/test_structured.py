@@ -70,6 +70,21 @@ def test_every_text_fits_its_schema_and_ends_by_itself(target: TargetModel, code
     assert len({text for _, text in found}) == len(found)
 
 
+def test_compact_json_has_no_white_space_between_its_parts_whatever_the_drafter(
+    target: TargetModel, codec: TextCodec
+) -> None:
+    temperatures = [{"temperature": temperature} for temperature in (0.0, 1.0, 100.0, 100.0)]
+    schema: dict[str, Any] = {"json": SCHEMA, "disable_any_whitespace": True}
+    asked = [{"structured_outputs": schema} | each for each in temperatures]
+    [texts] = {
+        tuple(text for _, text in generated(target, codec, engine_name, asked))
+        for engine_name in ("autoregressive", "suffix", "token-recycling")
+    }
+    for text in texts:
+        jsonschema.validate(json.loads(text), SCHEMA)
+        assert text == json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False)
+
+
 def test_other_structures_are_kept_to_as_well(target: TargetModel, codec: TextCodec) -> None:
     asked: list[dict[str, Any]] = [
         {"regex": "(yes|no), [a-z ]{5,40}[.]"},

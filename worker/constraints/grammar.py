@@ -79,9 +79,9 @@ def definition_of(structure: Structure) -> str:
         return _grammar(structure.text)
     schema = kept_schema(structure.text) if structure.kind == "json" else '{"type": "object"}'
     escapes = ESCAPES + ("u" if ESCAPED.search(schema) else "")
-    return LLMatcher.grammar_from_json_schema(
-        schema, defaults={"whitespace_pattern": WHITESPACE, "json_allowed_escapes": escapes}
-    )
+    options: dict[str, Any] = {"json_allowed_escapes": escapes}
+    options |= {"whitespace_flexible": False} if structure.is_compact else {"whitespace_pattern": WHITESPACE}
+    return LLMatcher.grammar_from_json_schema(schema, defaults=options)  # type: ignore[arg-type]
 
 
 def unforced(definition: str) -> str:
@@ -429,7 +429,7 @@ class GrammarTokenizer:
                 )
                 if not leniency.ignored:
                     raise
-                left, ignored = Structure(kind="json", text=text), ignored | leniency.ignored
+                left, ignored = left.model_copy(update={"text": text}), ignored | leniency.ignored
             else:
                 grammar.ignored = tuple(sorted(ignored))
                 return grammar

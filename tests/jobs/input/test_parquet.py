@@ -161,14 +161,13 @@ def test_wrong_values_are_rejects_with_the_number_of_their_row(tmp_path: Path) -
     for kind in (pa.binary(), pa.string()):
         columns["prompt"] = columns["prompt"].view(kind)
         lines, rejects = read(write(tmp_path / "jobs.parquet", columns))
-        assert [line.custom_id for line in lines] == ["a"]
-        assert [reject.line_number for reject in rejects] == [2, 3, 4, 5, 6]
+        assert [line.custom_id for line in lines] == ["a", "jobs.parquet:4"]
+        assert [reject.line_number for reject in rejects] == [2, 3, 5, 6]
         reasons = [reject.reason for reject in rejects]
         assert "not UTF-8: found 0xff" in reasons[0]
         assert reasons[1].startswith("field 'max_tokens': found 5.5")
-        assert reasons[2] == "field 'custom_id': found nothing, expected a value"
-        assert reasons[3].startswith("fields 'prompt' and 'messages': found neither")
-        assert reasons[4].endswith("(first in line 1), expected it once")
+        assert reasons[2].startswith("fields 'prompt' and 'messages': found neither")
+        assert reasons[3].endswith("(first in line 1), expected it once")
     lines, rejects = read(write(tmp_path / "jobs.parquet", {"custom_id": ["a"], "messages": ["{torn"]}))
     assert rejects[0].reason.startswith("field 'messages': not JSON")
     assert rejects[0].reason.endswith("expected one object in the column")

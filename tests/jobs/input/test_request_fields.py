@@ -22,11 +22,13 @@ FORMATS: list[Any] = [
     {"type": "json_object"},
     {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}, "strict": True}},
     None,
+    {"type": "json_object", "disable_any_whitespace": True},
 ]
 STRUCTURES: list[Any] = [
     *({"json": each} for each in ({"type": "integer"}, '{"type": "integer"}', {})),
     *({"regex": "a+"}, {"choice": ["a", "b"]}, {"grammar": 'root ::= "a"'}, {"json_object": True}),
     *({}, None, {"json": None, "regex": "a", "json_object": False, "disable_fallback": False}),
+    *({"json": {}, "disable_any_whitespace": value} for value in (True, False, None)),
 ]
 
 TAKEN: list[tuple[tuple[str, ...], str, Any]] = [
@@ -60,7 +62,6 @@ TAKEN: list[tuple[tuple[str, ...], str, Any]] = [
 ]
 WITHOUT_EFFECT: list[tuple[str, Any]] = [
     ("user", "somebody"),
-    ("metadata", {"a": "b"}),
     ("store", True),
     ("service_tier", "flex"),
     ("stream", True),
@@ -269,6 +270,18 @@ def test_lines_as_batch_guides_show_them_are_taken(tmp_path: Path) -> None:
     assert [line.custom_id for line in lines] == ["request-1", "request-2", "request-3"]
     assert [line.max_tokens for line in lines] == [1000, 500, 64]
     assert rejects == []
+
+
+def test_compact_json_may_be_asked_for_beside_a_format(tmp_path: Path) -> None:
+    compact, others = {"disable_any_whitespace": True}, [{"type": "json_object"}, {"type": "text"}]
+    asked = [{"response_format": each, "structured_outputs": compact} for each in others]
+    asked += [{"structured_outputs": {"json_object": True} | compact}, {"structured_outputs": compact}]
+    lines, rejects = read_lines(
+        tmp_path, *(batch(COMPLETION | each, custom_id=str(number)) for number, each in enumerate(asked))
+    )
+    assert [line.custom_id for line in lines] == ["0", "2"]
+    assert lines[0].sampling["structured_outputs"] == lines[1].sampling["structured_outputs"]
+    assert ["found true" in reject.reason for reject in rejects] == [True, True]
 
 
 def test_a_format_of_a_schema_that_no_text_has_to_have_is_told(tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ from pyarrow import parquet
 
 from swiftbatch.jobs.input.line_parsing import JobLine
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.jobs.run.output import row_groups, write_table
 from swiftbatch.jobs.run.output_line import Reasoning, error_line, success_line
+from swiftbatch.jobs.run.output_table import table_file
 from swiftbatch.jobs.run.result_files import ResultSegment
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.table_rows import row_groups
 from swiftbatch.jobs.storage.store import StoreError
 from tests.jobs.run import run_parts
 from tests.jobs.run.run_parts import MANIFEST, make_record, write_result
@@ -163,7 +164,10 @@ def test_a_line_none_of_whose_choices_has_a_result_is_an_error(run: Run) -> None
     fail(run, choices[1:2], "attempts_failed", "given up")
     (line,) = output(run)
     assert line["error"] == {"code": "choices_failed", "message": "all 3 choices: why; given up"}
-    assert [(row["custom_id"], row["status"], row["choice_index"]) for row in rows(run)] == [("many", "failed", None)]
+    found = [(row["custom_id"], row["choice_index"], row["status"], row["error_message"]) for row in rows(run)]
+    assert found == [
+        *(("many", 0, "cancelled", "why"), ("many", 1, "failed", "given up"), ("many", 2, "cancelled", "why")),
+    ]
 
 
 def test_a_table_has_a_row_for_each_choice_with_its_own_numbers(run: Run) -> None:
@@ -191,8 +195,9 @@ def test_a_number_that_fits_no_column_is_told_with_its_job(run: Run) -> None:
         metrics={"num_drafts": 10**20},
     )
     run.write_segment("s", ResultSegment([(record.job_id, line)]))
-    with pytest.raises(StoreError, match="results of huge to huge have a number that fits no column"):
-        write_table(io.BytesIO(), run.joined_lines())
+    refused = pytest.raises(StoreError, match="results of huge to huge have a number that fits no column")
+    with refused, table_file(run.ended_lines()):
+        pass
 
 
 def test_what_two_commands_add_at_once_is_one_line(run: Run) -> None:

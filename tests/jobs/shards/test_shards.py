@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pyarrow as pa
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import dataset
@@ -19,7 +21,8 @@ from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.run.result_files import SEGMENTS
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import RunError
-from swiftbatch.jobs.run.shards import DATA, Failure, Shards, ShardSettings, arrow_schema, ask_for_shards, failed_row
+from swiftbatch.jobs.run.shards import DATA, Shards, ShardSettings, ask_for_shards
+from swiftbatch.jobs.run.table_rows import COLUMNS, arrow_schema, failed_row
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.jobs.storage.store import Store, StoreError
 from tests.jobs.run.run_parts import FINISHED, write_result
@@ -100,10 +103,10 @@ def test_all_shards_have_the_same_columns_whatever_is_null_in_them(tmp_path: Pat
     fail(run, *run.jobs()[1:])
     shards_of(run).catch_up(is_end=True)
     found = dataset.dataset(str(tmp_path / "run" / DATA), format="parquet")
-    assert [fragment.physical_schema for fragment in found.get_fragments()] == [arrow_schema()] * 3
-    assert all(field.nullable for field in arrow_schema())
+    assert [fragment.physical_schema for fragment in found.get_fragments()] == [arrow_schema(COLUMNS)] * 3
+    assert all(field.nullable for field in arrow_schema(COLUMNS))
     table = found.to_table(use_threads=False)
-    assert table.schema == arrow_schema()
+    assert table.schema == arrow_schema(COLUMNS)
     assert table["status"].to_pylist() == ["finished", "failed", "failed"]
     assert not any(pa.types.is_null(field.type) for field in table.schema)
 
@@ -133,8 +136,8 @@ def test_messages_keep_their_earlier_calls_and_thoughts() -> None:
     ]
     sampling = SamplingParams(max_tokens=5, seed=0)
     job = Job(custom_id="a", url="/v1/chat/completions", messages=said, sampling=sampling)  # type: ignore[arg-type]
-    row = failed_row(JobRecord("a-1", job, 1, 3), 0, Failure(code="cancelled", message=""))
-    found = pa.Table.from_pylist([row], schema=arrow_schema()).to_pylist()[0]["messages"]
+    row = failed_row(JobRecord("a-1", job, 1, 3), "cancelled", "")
+    found = pa.Table.from_pylist([row], schema=arrow_schema(COLUMNS)).to_pylist()[0]["messages"]
     kept = [{name: value for name, value in message.items() if value is not None} for message in found]
     said[1]["tool_calls"] = json.dumps([call])
     assert kept == said
@@ -246,7 +249,8 @@ def test_a_damaged_result_holds_up_its_line_alone_and_a_planned_shard_until_it_i
 def test_large_results_close_a_shard_before_its_rows_do(tmp_path: Path) -> None:
     run = make_run(str(tmp_path / "run"), dict.fromkeys("abcde", 1), "parquet:100")
     finish(run, *run.jobs())
-    size = run.ended_sizes()[0][run.jobs()[0].job_id] + len("Once a")
+    first = run.jobs()[0]
+    size = run.ended_sizes()[0][first.job_id] + len(first.job.model_dump_json()) + len("\n")
     written, num_waiting = shards_of(run).catch_up(is_end=False, max_bytes=2 * size)
     assert [shard.num_rows for shard in written] == [2, 2]
     assert num_waiting == 1
@@ -295,3 +299,29 @@ def test_what_is_no_format_is_refused_with_what_was_expected(text: str) -> None:
     ) as refused:
         ShardSettings.parse(text)
     assert f"found {text!a}" in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_kept_columns_are_columns_of_all_shards_and_later_lines_may_bring_more(tmp_path: Path, kind: str) -> None:
+    def keeping(records: list[JobRecord], *kept: dict[str, Any]) -> list[JobRecord]:
+        return [replace(record, kept=json.dumps({"columns": each})) for record, each in zip(records, kept, strict=True)]
+
+    run = make_run(str(tmp_path / "run"), {}, f"{kind}:1")
+    run.add_jobs(keeping(records_of({"a": 1, "b": 1}), {"source": "book", "text": "mine"}, {"score": 1}))
+    finish(run, *run.jobs())
+    shards_of(run).catch_up(is_end=True)
+    kept = ("source", "input_text", "score")
+    assert [[row[name] for name in kept] for rows in all_rows(run.store) for row in rows] == [
+        ["book", "mine", None],
+        [None, None, 1],
+    ]
+    before = files(run.store)
+    run.add_jobs(keeping(records_of({"c": 1}), {'odd: "name"': [0.5]}))
+    finish(run, run.jobs()[2])
+    shards_of(run, 2).catch_up(is_end=True)
+    assert files(run.store).items() >= before.items()
+    assert all_rows(run.store)[2][0]['odd: "name"'] == [0.5]
+    card = (run.store.read("shards/README.md") or b"").decode()
+    features = yaml.safe_load(card.split("---")[1])["dataset_info"]["features"]
+    assert features[-1] == {"name": 'odd: "name"', "list": "float64"}
+    assert {"name": "score", "dtype": "int64"} in features

@@ -90,6 +90,9 @@ def test_a_data_set_is_submitted_by_its_columns(place: str, tiny_model: Path) ->
     told = invoke("submit", "data.parquet", "--run", place, "--column", "prompt=text").output
     assert "rejected line 2 (data.parquet:2): fields 'prompt' and 'messages': found neither" in told
     assert "fields without effect here: label (2 lines)" in told
+    told = invoke("submit", "data.parquet", "--run", place, "--column", "prompt=text", "--keep-columns").output
+    assert "columns that are no field travel to the output: label (2 lines)" in told
+    assert "2 lines without custom_id: named after file and line, such as data.parquet:1" in told
 
 
 def test_nothing_of_any_file_is_submitted_where_one_can_t_be_read(place: str, tiny_model: Path) -> None:

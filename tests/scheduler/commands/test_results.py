@@ -56,3 +56,15 @@ def test_results_shows_the_first_lines_alone(run: Run, tmp_path: Path) -> None:
     words = ("--format", "parquet", "--output", str(target))
     assert invoke("results", run.store.uri, "--head", "1", *words).exit_code == 0
     assert parquet.read_table(target)["text"].to_pylist() == ["text of a"]
+
+
+def test_results_are_chosen_fields_or_conversations(run: Run, tmp_path: Path) -> None:
+    finish(run, "a", "text of a")
+    lines = invoke("results", run.store.uri, "--fields", "text, custom_id").stdout.splitlines()
+    assert [json.loads(line) for line in lines] == [{"text": "text of a", "custom_id": "a"}]
+    (line,) = invoke("results", run.store.uri, "--format", "chat").stdout.splitlines()
+    assert [each["content"] for each in json.loads(line)["messages"]][1] == "text of a"
+    target = tmp_path / "answers"
+    for wrong in ("text,sauce", "text,text", ""):
+        assert "--fields" in refusal("results", run.store.uri, "--fields", wrong, "--output", str(target))
+    assert not target.exists()

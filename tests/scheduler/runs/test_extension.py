@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,9 @@ DRAWN = {
 }
 
 
+KEPT = '{"metadata": {"k": "v"}}'
+
+
 def job(max_tokens: int, **drawn: object) -> JobRecord:
     return record("fox", max_tokens, {**DRAWN, **drawn})
 
@@ -50,7 +54,7 @@ def at_once(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> str:
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     run = make_run(tmp_path / "run")
-    run.add_jobs([job(FIRST)])
+    run.add_jobs([replace(job(FIRST), kept=KEPT)])
     return run
 
 
@@ -141,6 +145,7 @@ def test_a_second_extend_goes_on_behind_the_first(run: Run, tiny_model: Path, at
     assert digest(run, newest) == at_once
     [lineage] = run.lineages()
     assert (lineage[0], lineage[-1], len(lineage)) == (job(FIRST).job_id, newest.job_id, 4)
+    assert [line["metadata"] for line in run.joined_lines()] == [{"k": "v"}]
     assert KeptLogs.of(run).sizes().keys() == {newest.job_id}
 
 

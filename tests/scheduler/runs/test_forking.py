@@ -25,7 +25,8 @@ from tests.worker.session.session_parts import LOOPS_OF_80, claimed, record, ses
 @pytest.fixture
 def run(tmp_path: Path, tiny_model: Path) -> Run:
     """A run with a finished job of 300 tokens."""
-    return finished(tmp_path / "run", tiny_model, record("a", 300, {"logprobs": 1}))
+    parent = replace(record("a", 300, {"logprobs": 1}), kept='{"metadata": {"k": "v"}}')
+    return finished(tmp_path / "run", tiny_model, parent)
 
 
 def _forks(run: Run, num_kept: int = 100, num_seeds: int = 3, text: str = "", name: str = "a@100") -> list[JobRecord]:
@@ -40,6 +41,7 @@ def test_forks_begin_with_the_job_s_tokens_and_have_seeds_of_their_own(run: Run)
     assert {each.job.begun_ids for each in made} == {kept}
     assert len({each.job.sampling.seed for each in (parent, *made)}) == 4
     assert {each.job.sampling.max_tokens for each in made} == {300}
+    assert {each.kept for each in made} == {parent.kept} != {None}
     assert made == _forks(run)
 
 

@@ -21,7 +21,8 @@ LONG = 700  # tokens: three spans
 def _output_and_jobs(folder: Path, model: Path, *lines: dict[str, Any], **settings: Any) -> tuple[Path, list[str]]:
     """Return an output file, and the arguments that verify it, without those for `settings`."""
     lines = lines or (
-        {"custom_id": "long", "prompt": "the quick", "max_tokens": LONG, "seed": 3, "ignore_eos": True},
+        {"custom_id": "long", "prompt": "the quick", "max_tokens": LONG, "seed": 3, "ignore_eos": True}
+        | {"metadata": {"k": "v"}},
         {"custom_id": "two", "prompt": "the brown", "max_tokens": 40, "n": 2},
     )
     jobs = write_jobs(folder / "jobs.jsonl", *lines)
