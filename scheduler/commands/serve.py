@@ -101,13 +101,7 @@ class ServeCommand(GroupedCommand, click.Group):
 @runs_options("Folder of the server", "serve")
 @all_of(*OPTIONS)
 @click.pass_context
-def serve(
-    context: click.Context,
-    /,
-    runs_uri: str,
-    if_busy: str,
-    **options: Any,
-) -> None:
+def serve(context: click.Context, /, runs_uri: str, if_busy: str, **options: Any) -> None:
     """Serve OpenAI's Batch API. Each batch is a run with the options below. A killed server loses nothing.
 
     Programs use it as `OpenAI(base_url="http://127.0.0.1:8080/v1", api_key="none")`. Batches continue after a restart.
@@ -120,14 +114,8 @@ def serve(
     """
     if context.invoked_subcommand is not None:
         return
-    if any(find_spec(name) is None for name in NEEDED):
-        raise click.UsageError("serve needs more packages; get them with: pip install 'swiftbatch[serve]'")
     check_engine(context.params)
-    if context.params["metrics_port"] and options["max_running"] > 1:  # all drivers would take the same port
-        raise click.UsageError(
-            f"--metrics-port {context.params['metrics_port']} with --max-running {options['max_running']}: expected "
-            "--metrics-port 0, a free port for each driver; the server's /sd says which they are"
-        )
+    _check_server(context.params["metrics_port"], options["max_running"])
     from swiftbatch.jobs.storage.store import Store
     from swiftbatch.scheduler.serve.server import serve
 
@@ -139,6 +127,17 @@ def serve(
 
 serve.add_command(usage)
 serve.params += [option for option in submit.params if option.name not in OF_THE_SERVER]
+
+
+def _check_server(metrics_port: int | None, max_running: int) -> None:
+    """Raise click.UsageError without the server's packages, or for a port that all drivers would take."""
+    if any(find_spec(name) is None for name in NEEDED):
+        raise click.UsageError("serve needs more packages; get them with: pip install 'swiftbatch[serve]'")
+    if metrics_port and max_running > 1:
+        raise click.UsageError(
+            f"--metrics-port {metrics_port} with --max-running {max_running}: expected --metrics-port 0, a free port "
+            "for each driver; the server's /sd says which they are"
+        )
 
 
 def _driver_options(context: click.Context) -> Any:

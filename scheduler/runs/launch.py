@@ -97,14 +97,20 @@ def launch(hold: RunLease, settings: Settings, display: Display) -> Outcome:
             with connect(settings.address, settings.num_workers) as cluster:
                 state, reached = _drive(run, hold, queue, attempts, spent, config, settings, cluster, display, counters)
         else:
-            state = "finished" if reached is None else "interrupted"
-            if reached is not None:
-                display.note(LimitReached(reached))
-            for shard in finish_shards(run, hold.epoch, is_end=reached is None):
-                display.note(ShardWritten(shard.path, shard.num_rows))
-            run.write_output(hold.epoch.check)
-            hold.end(state, queue.num_generated_tokens, reached)
+            state = _end(run, hold, queue, reached, display)
         return Outcome(state, count_jobs(run), queue.num_generated_tokens, reached)
+
+
+def _end(run: Run, hold: RunLease, queue: JobQueue, reached: str | None, display: Display) -> RunState:
+    """Write the outputs of a run with nothing to do, or nothing within its limits."""
+    state: RunState = "finished" if reached is None else "interrupted"
+    if reached is not None:
+        display.note(LimitReached(reached))
+    for shard in finish_shards(run, hold.epoch, is_end=reached is None):
+        display.note(ShardWritten(shard.path, shard.num_rows))
+    run.write_output(hold.epoch.check)
+    hold.end(state, queue.num_generated_tokens, reached)
+    return state
 
 
 class StoreWatch:
