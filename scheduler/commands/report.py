@@ -23,7 +23,7 @@ def report(run_uri: str, output: str) -> None:
     from swiftbatch.jobs.run.run import Run
     from swiftbatch.metrics.report.page import render
     from swiftbatch.metrics.report.run_facts import gather
-    from swiftbatch.scheduler.display.progress_line import damage_lines, printable
+    from swiftbatch.scheduler.display.progress_line import counted, damage_lines, printable
     from swiftbatch.scheduler.driver.run_lease import claims, current_progress
 
     run = Run.open(run_uri)
@@ -34,6 +34,6 @@ def report(run_uri: str, output: str) -> None:
         Path(output).write_bytes(page)
     except OSError as error:
         raise click.FileError(output, error.strerror) from None
-    click.echo(f"report of {facts.tally.num_jobs:,} jobs: {printable(output)} ({len(page) / 1000:,.0f} kB)")
+    click.echo(f"report of {counted(facts.tally.num_jobs, 'job')}: {printable(output)} ({len(page) / 1000:,.0f} kB)")
     for line in damage_lines(run):
         click.echo(line, err=True)
