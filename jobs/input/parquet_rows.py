@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from decimal import Decimal
 from typing import IO, Any
 from uuid import UUID
@@ -119,14 +120,15 @@ def parquet_rows(file: IO[bytes], name: str, columns: Columns) -> Iterator[Row]:
         pairs, others = _chosen(source.schema_arrow.names, name, columns)
         kept = [each for each in others if columns.keeps_others and not _holds_bytes(types[each])]
         short = {column for column, kind in types.items() if _is_short_float(kind)}
+        short_items = {column for column, kind in types.items() if _is_short_float(_item_type(kind))}
         names = sorted({*kept, *(column for _, column in pairs)})
         number = 0
         for batch in source.iter_batches(NUM_ROWS_AT_ONCE, columns=names, use_threads=False):
-            for values in _objects(batch):
+            for values in _objects(_in_microseconds(batch)):
                 number += 1
                 rest = dict.fromkeys(others, ...)
                 if isinstance(values, dict):
-                    rest |= {each: _kept(values[each], each in short) for each in kept}
+                    rest |= {each: _kept(values[each], each in short_items) for each in kept}
                     values = _fields(values, pairs, short, line_name(name, number))
                 yield number, values, rest
     except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, MemoryError) as error:
@@ -208,23 +210,22 @@ def _as_written(value: float | None) -> float | None:
 
 
 def _kept(value: Any, is_short: bool = False) -> Any:
-    """Return a value of a kept column as JSON has it: times as text, numbers that are not finite as null."""
+    """Return a value of a kept column as JSON has it.
+
+    Times become texts, durations seconds, decimals texts with all digits, and numbers that are not finite null.
+    """
     if isinstance(value, float):
         value = _as_written(value) if is_short else value
         return value if math.isfinite(value) else None
     if isinstance(value, str | int | bool | None):
         return value
     if isinstance(value, list):
-        return [_kept(each) for each in value]
+        return [_kept(each, is_short) for each in value]
     if isinstance(value, dict):
         return {name: _kept(each) for name, each in value.items()}
-    return (
-        value.isoformat()
-        if hasattr(value, "isoformat")
-        else _plain(value)
-        if isinstance(value, Decimal)
-        else str(value)
-    )
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
 
 def _plain(value: Any) -> Any:
@@ -258,6 +259,28 @@ def _holds_bytes(kind: Any) -> bool:
     return any(check(kind) for check in is_bytes) or any(
         _holds_bytes(kind.field(i).type) for i in range(kind.num_fields)
     )
+
+
+def _in_microseconds(batch: Any) -> Any:
+    """Return a batch whose times have no nanoseconds, which Python's do not have."""
+    import pyarrow as pa
+
+    for place, column in enumerate(batch.schema):
+        if getattr(column.type, "unit", None) != "ns":
+            continue
+        if pa.types.is_timestamp(column.type):
+            kind = pa.timestamp("us", column.type.tz)
+        else:
+            kind = pa.duration("us") if pa.types.is_duration(column.type) else pa.time64("us")
+        batch = batch.set_column(place, column.name, batch.column(place).cast(kind, safe=False))
+    return batch
+
+
+def _item_type(kind: Any) -> Any:
+    """Return the type of a list's items, or the type itself."""
+    import pyarrow as pa
+
+    return kind.value_type if pa.types.is_list(kind) or pa.types.is_large_list(kind) else kind
 
 
 def _is_short_float(kind: Any) -> bool:

@@ -105,6 +105,7 @@ class PlannedLine(Frozen):
 
 class Plan(Frozen):
     lines: tuple[PlannedLine, ...]
+    kinds: dict[str, str] = Field(default_factory=dict)  # of the columns that lines brought along so far
 
 
 def read_plans(store: Store, epoch: int) -> dict[int, Plan]:
@@ -243,16 +244,16 @@ class Shards:
     def __init__(self, run: Run, settings: ShardSettings, epoch: int, check: Callable[[], None]) -> None:
         """`check` raises if `epoch` no longer holds the run. Raises RunError, StoreError."""
         self._run, self._settings, self._check = run, settings, check
-        self._jobs, self._kept = _Jobs(run), KeptColumns(COLUMNS)
-        for part in run.parts(LATER_COLUMN):
-            for kept in part.column(LATER_COLUMN).to_pylist():
-                self._kept.note(kept)
-        self._columns = COLUMNS | self._kept.columns()
+        self._jobs = _Jobs(run)
         self._lines: dict[str, list[list[str]]] = defaultdict(list)  # by custom_id: the lineage of each choice's job
         for lineage in run.lineages():
             self._lines[self._jobs.custom_ids[lineage[-1]]].append(lineage)
         self._epoch, plans = epoch, read_plans(run.store, epoch)
         self._next_number = max(plans, default=-1) + 1
+        self._kept = KeptColumns(COLUMNS, plans[max(plans)].kinds if plans else {})
+        for part in run.parts(LATER_COLUMN):
+            for kept in part.column(LATER_COLUMN).to_pylist():
+                self._kept.note(kept)
         self._newest = {line.custom_id: line for plan in plans.values() for line in plan.lines}
         there = set(run.store.list(DATA))
         self._missing = {number: plan for number, plan in plans.items() if self._name(number) not in there}
@@ -307,15 +308,19 @@ class Shards:
         """Write a planned shard that is missing; return None while one of its results is damaged."""
         plan = self._missing[number]
         with spool() as file:
-            return self._published(number, file) if self._fill(file, plan.lines) == plan.lines else None
+            return (
+                self._published(number, file)
+                if self._fill(file, plan.lines, KeptColumns(COLUMNS, plan.kinds)) == plan.lines
+                else None
+            )
 
     def _added(self, lines: Sequence[PlannedLine]) -> WrittenShard | None:
         """Plan and write a shard of the readable lines, if any."""
         with spool() as file:
-            if not (readable := self._fill(file, lines)):
+            if not (readable := self._fill(file, lines, self._kept)):
                 return None
             number, self._next_number = self._next_number, self._next_number + 1
-            self._missing[number] = Plan(lines=readable)
+            self._missing[number] = Plan(lines=readable, kinds=self._kept.kinds())
             self._newest |= {line.custom_id: line for line in readable}
             return self._published(number, file)
 
@@ -323,27 +328,27 @@ class Shards:
         plan, path, store = self._missing[number], f"{DATA}/{self._name(number)}", self._run.store
         write_plan(store, self._epoch, number, plan)
         self._check()
-        described = card(self._settings.format, self._columns).encode()
+        described = card(self._settings.format, COLUMNS | self._kept.columns()).encode()
         if store.read(CARD) != described:  # later lines may bring further columns
             store.write(CARD, described)
         store.write_new_from(path, file)
         del self._missing[number]
         return WrittenShard(path, sum(len(line.jobs) for line in plan.lines))
 
-    def _fill(self, file: BinaryIO, lines: Sequence[PlannedLine]) -> tuple[PlannedLine, ...]:
+    def _fill(self, file: BinaryIO, lines: Sequence[PlannedLine], kept: KeptColumns) -> tuple[PlannedLine, ...]:
         readable = []
 
         def rows() -> Iterator[Row]:
-            for line, found in self._rows(lines):
+            for line, found in self._rows(lines, kept):
                 if found is not None:
                     readable.append(line)
                     yield from found
 
-        write_shard(file, self._settings.format, self._columns, rows())
+        write_shard(file, self._settings.format, COLUMNS | kept.columns(), rows())
         file.seek(0)
         return tuple(readable)
 
-    def _rows(self, lines: Sequence[PlannedLine]) -> Iterator[tuple[PlannedLine, list[Row] | None]]:
+    def _rows(self, lines: Sequence[PlannedLine], kept: KeptColumns) -> Iterator[tuple[PlannedLine, list[Row] | None]]:
         """Yield each line with its rows, or with None if a result is unreadable."""
         results = self._run.result_lines(
             [job_id for line in lines for job_id in line.jobs if job_id not in line.failures]
@@ -352,7 +357,7 @@ class Shards:
             rows: list[Row] = []
             for job_id in line.jobs:
                 record = self._jobs.record(job_id)
-                own = {"revision": line.revision, **self._kept.values(record.kept)}
+                own = {"revision": line.revision, **kept.values(record.kept)}
                 if (failure := line.failures.get(job_id)) is not None:
                     rows.append(failed_row(record, failure.code, failure.message) | own)
                 elif (result := next(results)) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from swiftbatch.jobs.job import JobRecord, Message
@@ -100,13 +101,19 @@ def conversation(record: JobRecord, line: Mapping[str, Any]) -> Row | None:
         text = choice["text"].removeprefix(job.prompt if job.sampling.echo else "")
         messages = [{"role": "user", "content": job.prompt}, {"role": "assistant", "content": text}]
         return {"messages": messages, "tools": None}
-    messages, answer = [message.as_sent() for message in job.messages], choice["message"]
-    for message in messages:
-        message.pop("parts", None)
+    messages, answer = list(map(_as_in_openai, job.messages)), choice["message"]
     if job.template is not None and job.template.continue_final_message:
         begun = messages.pop()
         answer = begun | answer | {"content": f"{begun.get('content', '')}{answer['content'] or ''}"}
     return {"messages": [*messages, answer], "tools": list(job.template.tools) or None if job.template else None}
+
+
+def _as_in_openai(message: Message) -> Row:
+    """Return a message of a job with all fields that OpenAI's form needs."""
+    sent = message.as_sent()
+    sent.pop("parts", None)
+    calls = [call.model_dump(mode="json", exclude_none=True) for call in message.tool_calls]
+    return sent | ({"tool_calls": calls} if calls else {})
 
 
 # Columns that lines brought along.
@@ -119,28 +126,54 @@ SCALARS: dict[type, str] = {bool: "bool", int: "int64", float: "float64", str: "
 class KeptColumns:
     """The columns that a run's lines brought along: `note` finds their kinds and their names in a table."""
 
-    def __init__(self, taken: Collection[str]) -> None:
-        """`taken` are the table's own columns. One of the same name is called `input_...` there."""
-        self._taken = taken
+    def __init__(self, taken: Collection[str], fixed: Mapping[str, str] = MappingProxyType({})) -> None:
+        """`taken` are the table's own columns. One of the same name is called `input_...` there.
+
+        The kinds of `fixed` columns stay: a value of another kind goes to a column `..._json`, as JSON text.
+        """
+        self._taken, self._fixed = taken, fixed
         self._names: dict[str, str] = {}
         self._kinds: dict[str, str | None] = {}
+        for name, kind in fixed.items():
+            self._add(name, kind)
 
     def note(self, kept: str | None) -> None:
-        for name, value in _columns_of(kept).items():
-            if name not in self._names:
-                self._names[name] = self._free(name)
-            self._kinds[name] = _merged(self._kinds.get(name), _kind(value))
+        for name, value in self._columns_of(kept).items():
+            self._add(name, _kind(value))
+
+    def kinds(self) -> dict[str, str]:
+        """Return what `fixed` needs of columns with values."""
+        return {name: kind for name, kind in self._kinds.items() if kind is not None}
 
     def columns(self) -> dict[str, str]:
         """Return the names in the table and their kinds."""
         return {self._names[name]: _final(kind) for name, kind in self._kinds.items()}
 
     def values(self, kept: str | None) -> Row:
-        found = _columns_of(kept)
+        found = self._columns_of(kept)
         return {self._names[name]: _as_kind(found.get(name), self._kinds[name]) for name in self._names}
 
+    def _columns_of(self, kept: str | None) -> Row:
+        found = _columns_of(kept)
+        for name in [name for name, value in found.items() if not self._fits(name, value)]:
+            text = json.dumps(found.pop(name))
+            while (name := f"{name}_json") in found:
+                pass
+            found[name] = text
+        return found
+
+    def _fits(self, name: str, value: Any) -> bool:
+        fixed = self._fixed.get(name)
+        return fixed is None or _merged(fixed, _kind(value)) == fixed
+
+    def _add(self, name: str, kind: str | None) -> None:
+        if name not in self._names:
+            self._names[name] = self._free(name)
+        self._kinds[name] = _merged(self._kinds.get(name), kind)
+
     def _free(self, name: str) -> str:
-        while name in self._taken or name in self._names.values():
+        name = plain(name)
+        while not name or name in self._taken or name in self._names.values():
             name = f"input_{name}"
         return name
 

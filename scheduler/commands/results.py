@@ -35,7 +35,9 @@ def _fields(_ctx: click.Context, _param: click.Parameter, value: str | None) -> 
 @click.option("--format", "kind", type=click.Choice(FORMATS), default="jsonl")
 @click.option("--fields", metavar="A,B,...", callback=_fields, help="Only these columns, in this order. [default: all]")
 @click.option("--output", type=click.Path(dir_okay=False), help="File to write. [default: stdout]")
-@click.option("--head", "num_lines", type=WholeNumber(1), metavar="N", help="Only the first N lines. [default: all]")
+@click.option(
+    "--head", "num_lines", type=WholeNumber(1, sys.maxsize), metavar="N", help="Only the first N lines. [default: all]"
+)
 def results(
     run_uri: str, kind: ResultFormat, fields: list[str] | None, output: str | None, num_lines: int | None
 ) -> None:

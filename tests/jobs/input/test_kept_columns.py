@@ -92,7 +92,10 @@ def test_columns_of_a_table_are_kept_as_json_has_them_and_bytes_are_told_of(tmp_
         "prompt": ["-", "-"],
         "when": [datetime.datetime(2026, 1, 2, 3, 4), None],
         "share": pa.array([0.8, float("nan")], pa.float32()),
-        "price": [Decimal("1.5"), Decimal("2")],
+        "shares": pa.array([[0.1], None], pa.list_(pa.float32())),
+        "at": pa.array([1_500, None], pa.timestamp("ns", "UTC")),
+        "lasts": pa.array([1_500_000_007, None], pa.duration("ns")),
+        "price": [Decimal("123456789012345678.10"), Decimal("2.00")],
         "whole": [1.0, 2.0],
         "tags": [["a", "b"], []],
         "nested": [{"a": 1, "b": None}, None],
@@ -104,10 +107,11 @@ def test_columns_of_a_table_are_kept_as_json_has_them_and_bytes_are_told_of(tmp_
     assert rejects == []
     first, second = (kept_of(line)["columns"] for line in found)
     assert first == {
-        **{"prompt": "-", "when": "2026-01-02T03:04:00", "share": 0.8, "price": 1.5, "whole": 1.0},
+        **{"prompt": "-", "when": "2026-01-02T03:04:00", "share": 0.8, "shares": [0.1], "whole": 1.0},
+        **{"at": "1970-01-01T00:00:00.000001+00:00", "lasts": 1.5, "price": "123456789012345678.10"},
         **{"tags": ["a", "b"], "nested": {"a": 1, "b": None}},
     }
-    assert second == {"prompt": "-", "price": 2, "whole": 2.0, "tags": []}
+    assert second == {"prompt": "-", "price": "2.00", "whole": 2.0, "tags": []}
     assert isinstance(first["whole"], float)
     assert [line.without_effect for line in found] == [("image",)] * 2
     assert [line.prompts for line in found] == [("Once",), ("Twice",)]

@@ -19,7 +19,7 @@ from swiftbatch.jobs.run import job_table
 from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.output_table import ResultFormat, table_file
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.table_rows import KeptColumns
+from swiftbatch.jobs.run.table_rows import KeptColumns, arrow_schema
 from swiftbatch.jobs.sampling_params import SamplingParams
 from tests.jobs.run.run_parts import FINISHED, MANIFEST, finish, make_record, write_result
 
@@ -131,6 +131,32 @@ def test_a_kept_column_is_of_the_kind_that_holds_all_its_values(
     assert columns.values(None) == {"input_input_name": None}
 
 
+@pytest.mark.parametrize(("name", "shown"), [("\udc00", r"\udc00"), ("", "input_"), ("text", "input_text")])
+def test_a_kept_column_has_a_name_that_a_table_can_hold(name: str, shown: str) -> None:
+    columns = KeptColumns({"text"})
+    columns.note(json.dumps({"columns": {name: 1}}))
+    assert columns.columns() == {shown: "int64"}
+    assert arrow_schema(columns.columns()).names == [shown]
+
+
+def test_a_value_of_another_kind_than_earlier_tables_have_goes_beside_them(run: Run) -> None:
+    first = KeptColumns(set())
+    first.note(json.dumps({"columns": {"x": 1, "y": ["a"]}}))
+    later = KeptColumns(set(), first.kinds())
+    kept = [
+        json.dumps({"columns": values})
+        for values in ({"x": 2}, {"x": 0.5, "y": "a"}, {"y": [], "x_json": "own", "x": ""})
+    ]
+    for text in kept:
+        later.note(text)
+    assert later.columns() == first.columns() | {"x_json": "string", "y_json": "string", "x_json_json": "string"}
+    assert [{name: value for name, value in later.values(text).items() if value is not None} for text in kept] == [
+        {"x": 2},
+        {"x_json": "0.5", "y_json": '"a"'},
+        {"y": [], "x_json": "own", "x_json_json": '""'},
+    ]
+
+
 def test_fields_are_columns_in_the_order_that_was_said_and_an_unknown_one_names_the_known(run: Run) -> None:
     record = keeping("a", columns={"source": "book"})
     run.add_jobs([record])
@@ -154,16 +180,19 @@ def test_a_chat_is_its_messages_and_the_answer_and_a_prompt_a_user_s_message(run
     echo = make_record("echo").job
     echo = echo.model_copy(update={"sampling": echo.sampling.model_copy(update={"echo": True})})
     ids = make_record("ids").job.model_copy(update={"prompt": None, "prompt_ids": (1, 2)})
-    records = [talk, calls, goes_on, make_record("plain")]
+    called = {"role": "assistant", "content": "I look.", "tool_calls": [call]}
+    told = {"role": "tool", "content": "4", "tool_call_id": "a"}
+    records = [talk, calls, goes_on, make_record("plain"), chat_record("told", hello, called, told)]
     records += [JobRecord(job.job_id("f1"), job, 1, 3) for job in (echo, ids)] + [make_record("failed")]
     run.add_jobs(records)
     answer(run, talk, {"reasoning_content": "Hm.", "content": "Yes"})
     answer(run, calls, {"content": None, "tool_calls": [call]})
     answer(run, goes_on, {"content": "yes"})
     finish(run, records[3], "said")
-    finish(run, records[4], f"{echo.prompt} said")
-    finish(run, records[5], "said")
-    run.write_error(records[6].job_id, error_line(records[6], "cancelled", "why"))
+    answer(run, records[4], {"content": "Four."})
+    finish(run, records[5], f"{echo.prompt} said")
+    finish(run, records[6], "said")
+    run.write_error(records[7].job_id, error_line(records[7], "cancelled", "why"))
     prompt = {"role": "user", "content": echo.prompt}
     with table_file(run.ended_lines(), "chat") as (file, num_left_out):
         assert [json.loads(line) for line in file] == [
@@ -176,6 +205,7 @@ def test_a_chat_is_its_messages_and_the_answer_and_a_prompt_a_user_s_message(run
             {"messages": [hello, {"role": "assistant", "content": None, "tool_calls": [call]}], "tools": list(TOOLS)},
             {"messages": [hello, {"role": "assistant", "content": "Well, yes"}]},
             {"messages": [prompt, {"role": "assistant", "content": "said"}]},
+            {"messages": [hello, called, told, {"role": "assistant", "content": "Four."}]},
             {"messages": [prompt, {"role": "assistant", "content": " said"}]},
         ]
     assert num_left_out == 2

@@ -316,12 +316,17 @@ def test_kept_columns_are_columns_of_all_shards_and_later_lines_may_bring_more(t
         [None, None, 1],
     ]
     before = files(run.store)
-    run.add_jobs(keeping(records_of({"c": 1}), {'odd: "name"': [0.5]}))
+    run.add_jobs(keeping(records_of({"c": 1}), {'odd: "name"': [0.5], "score": "high"}))
     finish(run, run.jobs()[2])
     shards_of(run, 2).catch_up(is_end=True)
     assert files(run.store).items() >= before.items()
     assert all_rows(run.store)[2][0]['odd: "name"'] == [0.5]
+    assert [all_rows(run.store)[2][0][name] for name in ("score", "score_json")] == [None, '"high"']
+    for name in before:
+        run.store.delete(f"{DATA}/{name}")
+    shards_of(run, 3).catch_up(is_end=True)
+    assert files(run.store).items() >= before.items()  # a deleted one comes back as it was
     card = (run.store.read("shards/README.md") or b"").decode()
     features = yaml.safe_load(card.split("---")[1])["dataset_info"]["features"]
-    assert features[-1] == {"name": 'odd: "name"', "list": "float64"}
+    assert features[-2:] == [{"name": 'odd: "name"', "list": "float64"}, {"name": "score_json", "dtype": "string"}]
     assert {"name": "score", "dtype": "int64"} in features
