@@ -303,7 +303,7 @@ class DriverCounters:
     )
     worker_seconds: dict[str, float] = exported(
         "worker_seconds_total",
-        "Time that started workers were held, by device. A worker on a GPU has it to itself.",
+        "Time from a worker's readiness to its end, by device. A worker on a GPU has it to itself.",
         by="device",
         known=("cpu", "gpu"),
     )

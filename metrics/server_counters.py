@@ -74,7 +74,7 @@ class ServerCounters:
     )
     team_worker_seconds: dict[str, float] = exported(
         "serve_worker_seconds_total",
-        "Time that started workers were held" + OF_RECORDS,
+        "Time from a worker's readiness to its end" + OF_RECORDS,
         by="team",
         start=dict,
     )

@@ -72,7 +72,6 @@ class Driver:
                 while self._queue.num_unfinished and not self._is_to_stop():
                     self._step()
             if self._queue.num_unfinished:
-                self._census.take(self._clock())  # counts worker time while they exist
                 self._context.display.note(LimitReached(self.reached_limit) if self.reached_limit else RunStopping())
                 self._drain_all("driver_stopped")
             self._context.attempts.end()

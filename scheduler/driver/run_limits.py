@@ -41,7 +41,7 @@ class Spending:
     """The tokens and worker time of all drivers and attempts."""
 
     num_tokens: int = 0  # lost and regenerated ones included
-    worker_seconds: float = 0.0  # while started workers were held
+    worker_seconds: float = 0.0  # from each worker's readiness to its end
 
     @classmethod
     def so_far(cls, last: Progress | None, num_generated_tokens: int) -> Spending:

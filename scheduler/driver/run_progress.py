@@ -57,7 +57,7 @@ class ProgressCounter:
     def __init__(self, context: DriverContext) -> None:
         self._context = context
         self._num_rejects = len(context.run.rejects())
-        self._last: float | None = None
+        self._worker_seconds = 0.0  # counted so far
         self._begun: dict[tuple[str, str], int] = {}  # tokens at first sight, by job and worker
 
     def take(self, now: float) -> dict[str, Any]:
@@ -67,11 +67,10 @@ class ProgressCounter:
         states = [worker.state for worker in fleet.workers]
         counters.workers = {state: states.count(state) for state in ("starting", "ready", "draining")}
         device = "gpu" if fleet.num_gpus_per_worker() else "cpu"
-        num_held = counters.workers["ready"] + counters.workers["draining"]  # starting workers may wait for a node
-        seconds = 0.0 if self._last is None else num_held * (now - self._last)
+        before, self._worker_seconds = self._worker_seconds, fleet.worker_seconds(now)
+        seconds = self._worker_seconds - before
         counters.worker_seconds[device] = counters.worker_seconds.get(device, 0.0) + seconds
         self._context.spent.worker_seconds += seconds
-        self._last = now
         speed = fleet.speed.tokens_per_second(now)
         is_known = not self._most_replay() and speed > 0
         counters.eta_seconds = round(queue.num_tokens_left / speed, 1) if is_known else None

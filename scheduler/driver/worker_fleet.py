@@ -102,6 +102,7 @@ class Worker:
     actor: Any  # handle of a `WorkerProcess`; Ray only types decorated classes
     call: Any  # reference to a WorkerInfo or WorkReport, or None
     info: WorkerInfo | None = None  # None until it has started
+    ready_at: float = 0.0  # in `time.monotonic()` seconds, once there is an `info`
     orders: Orders = field(default_factory=Orders)  # besides new jobs, until its next report
     patience: float = math.inf  # seconds for the present call; a start is unlimited
     silent_since: float = 0.0  # time on the fleet's clock
@@ -203,6 +204,7 @@ class Fleet:
         self._calls_out: dict[Any, Worker] = {}
         self._num_draining = self._num_starting = 0
         self._num_on_nodes: Counter[str] = Counter()  # started workers
+        self._ended_seconds = 0.0  # of workers that have ended
         self._looked = 0.0
         self.gpu_failures: Counter[str] = Counter()  # by UUID
         self._gpus: set[str] = set()  # UUIDs of all that had a worker
@@ -234,6 +236,10 @@ class Fleet:
     def num_sharing(self, node_id: str) -> int:
         """Count the workers that share a node's memory, and all starting ones."""
         return self._num_on_nodes[node_id] + self._num_starting
+
+    def worker_seconds(self, now: float) -> float:
+        """Return the seconds from each worker's readiness to its end, or to `now`, summed over all workers so far."""
+        return self._ended_seconds + sum(now - worker.ready_at for worker in self.workers if worker.info)
 
     def num_gpus_per_worker(self) -> int:
         return self._cluster.num_gpus_per_worker(self._spec.config.device)
@@ -291,6 +297,7 @@ class Fleet:
             self._num_starting -= 1
         else:
             self._num_on_nodes[worker.info.node_id] -= 1
+            self._ended_seconds += self._now() - worker.ready_at
 
     def stop(self) -> None:
         """Kill all workers; a resume recomputes unwritten tokens."""
@@ -328,7 +335,7 @@ class Fleet:
             return None
         self.idle[worker] = None
         if isinstance(answer, WorkerInfo):
-            worker.info = answer
+            worker.info, worker.ready_at = answer, self._now()
             self.num_failed_starts = 0
             self._num_starting -= 1
             self._num_on_nodes[answer.node_id] += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import socket
 from collections.abc import Callable
@@ -171,7 +172,7 @@ def serve(
             server.should_exit = True
 
         service = Service(runs, options, driver_options, held.check, fail)
-        server = uvicorn.Server(_config(make_app(service, is_loopback(options.host))))
+        server = uvicorn.Server(make_config(make_app(service, is_loopback(options.host))))
         tell(_first_line(listening, service))
         service.start()
         try:
@@ -182,7 +183,8 @@ def serve(
         raise faults[0]
 
 
-def _config(app: FastAPI) -> uvicorn.Config:
+def make_config(app: FastAPI) -> uvicorn.Config:
+    """Make the server's configuration; forwarded headers count from the addresses in FORWARDED_ALLOW_IPS alone."""
     return uvicorn.Config(
         app,
         log_config=None,
@@ -190,6 +192,7 @@ def _config(app: FastAPI) -> uvicorn.Config:
         access_log=False,
         lifespan="off",
         server_header=False,
+        proxy_headers=bool(os.environ.get("FORWARDED_ALLOW_IPS")),  # uvicorn would trust every process on loopback
         http=Connection,
         ws="none",
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,

@@ -42,9 +42,9 @@ def make_fleet(num_gpus: int = 0) -> Fleet:
     return Fleet(WorkerSpec(EngineConfig(device="auto"), "run"), cluster, timeout=20)
 
 
-def started(number: int, drain_reason: str | None = None) -> Worker:
+def started(number: int, drain_reason: str | None = None, ready_at: float = 0.0) -> Worker:
     info = WorkerInfo("here", number, f"http://10.0.0.{number}:9100/metrics", "node", "", 1_000_000)
-    return Worker(f"w{number}", actor=None, call=None, info=info, drain_reason=drain_reason)
+    return Worker(f"w{number}", actor=None, call=None, info=info, ready_at=ready_at, drain_reason=drain_reason)
 
 
 def test_a_worker_that_is_lost_takes_nothing_from_the_totals() -> None:
@@ -109,14 +109,14 @@ def test_no_time_is_left_to_tell_before_there_is_a_speed() -> None:
 def test_workers_are_counted_by_state_and_by_the_time_they_are_held(num_gpus: int, device: str, tmp_path: Path) -> None:
     counters, fleet = DriverCounters(), make_fleet(num_gpus)
     census = ProgressCounter(make_context(Run.planned(str(tmp_path), MANIFEST).made(), fleet, counters=counters))
-    fleet.workers = [started(1), started(2, "node_drained"), Worker("w3", actor=None, call=None)]
+    held = [started(1, ready_at=99.5), started(2, "node_drained", ready_at=99.0)]
+    fleet.workers = [*held, Worker("w3", actor=None, call=None)]
     census.take(now=100.0)
     assert counters.workers == {"starting": 1, "ready": 1, "draining": 1}
     assert counters.jobs["pending"] == 0
+    assert counters.worker_seconds == {device: 0.5 + 1.0}
     census.take(now=102.0)
-    fleet.workers = fleet.workers[:1]
-    census.take(now=103.0)
-    assert counters.worker_seconds == {device: 2 * 2.0 + 1.0}  # without the starting one, which may wait for a node
+    assert counters.worker_seconds == {device: 2.5 + 3.0}  # without the starting one, which may wait for a node
 
 
 def test_a_discovery_document_has_hosts_and_ports_and_says_whose_run_it_is() -> None:

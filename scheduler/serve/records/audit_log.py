@@ -5,6 +5,7 @@ audit/<time>.jsonl  a file of a local folder only grows; the next begins when it
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -13,7 +14,6 @@ import time
 from datetime import UTC, datetime
 from typing import Any, Literal, NamedTuple
 
-from swiftbatch.jobs.json_records import dump_line
 from swiftbatch.jobs.storage.folder_uri import local_path
 from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.scheduler.process.streams import Lines
@@ -48,7 +48,8 @@ class AuditLog:
         """Write a line. Raises StoreError."""
         now = datetime.now(UTC)
         said: dict[str, Any] = {"time": now.isoformat(timespec="milliseconds"), "key": sender.name}
-        line = dump_line(said | {"address": sender.address, "action": action, "id": object_id, **more})
+        said |= {"address": sender.address, "action": action, "id": object_id, **more}
+        line = json.dumps(said).encode() + b"\n"  # ASCII, so that no path changes how a terminal shows the line
         with self._lock:
             path = f"{FOLDER}/{now.strftime('%Y%m%d-%H%M%S-%f')}.jsonl"
             if self._folder is None:  # objects do not grow

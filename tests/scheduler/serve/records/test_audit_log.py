@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from fastapi.testclient import TestClient
@@ -14,6 +15,7 @@ from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.scheduler.serve.records import audit_log
 from swiftbatch.scheduler.serve.records.api_keys import make_key
 from swiftbatch.scheduler.serve.records.audit_log import AuditLog, Sender
+from swiftbatch.scheduler.serve.server import make_app, make_config
 from tests.scheduler.serve.api_parts import batch_of, bearer, client_of, service_on, upload
 from tests.scheduler.serve.pages.page_parts import token_of
 
@@ -127,6 +129,32 @@ def test_strangers_cannot_fill_the_disk(client: TestClient, runs: Path, monkeypa
         client.get("/v1/files/none", headers=ALICE)
     assert [line["key"] for line in lines_of(runs)].count(None) == 3
     assert [line["key"] for line in lines_of(runs)].count("alice") == 9
+
+
+@pytest.mark.parametrize(
+    ("trusted", "address"),
+    [(None, "127.0.0.1"), ("", "127.0.0.1"), ("10.0.0.9", "127.0.0.1"), ("127.0.0.1", "203.0.113.7")],
+)
+def test_only_a_trusted_proxy_names_the_client(
+    runs: Path, trusted: str | None, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FORWARDED_ALLOW_IPS", raising=False)
+    if trusted is not None:
+        monkeypatch.setenv("FORWARDED_ALLOW_IPS", trusted)
+    config = make_config(make_app(service_on(runs), only_loopback=True))
+    config.load()
+    client = TestClient(config.loaded_app, base_url="http://127.0.0.1", client=("127.0.0.1", 50000))
+    assert client.get("/none", headers={"X-Forwarded-For": "203.0.113.7"}).status_code == 404
+    assert [line["address"] for line in lines_of(runs)] == [address]
+
+
+def test_no_path_changes_how_a_line_is_shown(client: TestClient, runs: Path) -> None:
+    path = "/\u202efdp\u200b\u0085\x1b[2J\x7f\U000e0041\u00e9"
+    assert client.get(quote(path), headers=ALICE).status_code == 404
+    [file] = (runs / "audit").iterdir()
+    text = file.read_bytes().removesuffix(b"\n").decode("ascii")
+    assert text.isprintable()
+    assert json.loads(text)["request"] == f"GET {path}"
 
 
 def test_a_full_file_is_followed_by_another_and_none_is_changed_again(
