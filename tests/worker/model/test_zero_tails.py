@@ -158,7 +158,7 @@ def test_a_file_of_the_hub_s_cache_that_changed_is_refused(tiny_model: Path, tmp
     data[len(data) // 2] ^= 1
     blob.write_bytes(data)
     for expected in (known, {}):
-        with pytest.raises(ModelError, match=rf"{weights} is damaged: the hub has SHA-256 {blob.name[:12]}, found "):
+        with pytest.raises(ModelError, match=rf"{weights} is damaged: its source has SHA-256 {blob.name[:12]}, found "):
             load_known(folder, expected)
 
 

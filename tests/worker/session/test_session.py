@@ -15,7 +15,7 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.token_log import PackedLogs
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.job import JobRecord, Message, packed
-from swiftbatch.jobs.run.output import METRIC_COLUMNS
+from swiftbatch.jobs.run.output_table import METRIC_COLUMNS
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.jobs.storage.store import Store, StoreError

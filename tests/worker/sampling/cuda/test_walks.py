@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.sampling.cuda.cuda_sampler import _walk
+from swiftbatch.worker.sampling.cuda.cuda_sampler import SampledRows, _walk
 from swiftbatch.worker.sampling.cuda.sampling_rows import ROW, SamplingRow, SamplingRowLayout, leaving_tokens
 from swiftbatch.worker.sampling.draft_tree import DraftTree, walk
 from swiftbatch.worker.sampling.sequence import Sequence
 
 VOCAB = 4  # few, so that walks are long
+
+NO_LOGPROBS = SampledRows(*[np.empty((0, 0), np.int32)] * 4)
 
 
 def random_tree(numbers: random.Random, num_tries: int) -> DraftTree:
@@ -38,15 +40,15 @@ def test_a_walk_along_drawn_tokens_is_that_of_the_reference(seed: int) -> None:
     rows = torch.tensor(drawn)[:, None]
     expected = walk(tree, rows, lambda row: int(row[0]), lambda row: bool(row[0] >= 0))
     candidates = np.zeros((1, 8), dtype=np.int64), np.zeros((1, 8), dtype=np.float32)
-    found = _walk(tree, [9, 9, *drawn, 9], 2, candidates)
+    found = _walk(tree, [9, 9, *drawn, 9], 2, candidates, NO_LOGPROBS, None)
     assert found == expected._replace(candidates=candidates)
 
 
 def test_walks_of_these_tests_go_down_some_nodes_and_fail_now_and_then() -> None:
     chain = DraftTree.chain([1, 2, 3])
-    assert _walk(chain, [1, 2, 0, 3], 0, None)[:3] == ([0, 1], [1, 2, 0], None)
-    assert _walk(chain, [1, -1, 3, 3], 0, None)[:3] == ([0], [1], 1)
-    assert _walk(chain, [-1, 2, 3, 3], 0, None)[:3] == ([], [], 0)
+    assert _walk(chain, [1, 2, 0, 3], 0, None, NO_LOGPROBS, None)[:3] == ([0, 1], [1, 2, 0], None)
+    assert _walk(chain, [1, -1, 3, 3], 0, None, NO_LOGPROBS, None)[:3] == ([0], [1], 1)
+    assert _walk(chain, [-1, 2, 3, 3], 0, None, NO_LOGPROBS, None)[:3] == ([], [], 0)
 
 
 def test_sequences_with_the_same_parameters_have_rows_and_windows_of_their_own() -> None:
