@@ -75,7 +75,7 @@ def _age(batch: Batch) -> tuple[float, str]:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a batch used between two times in seconds since the epoch; None is no price."""
+    """Tokens, worker time and cost of a batch between two times in seconds since the epoch; None is no price."""
 
     num_tokens: int  # generated, those of lines that were given up included
     begun: float
