@@ -1,4 +1,4 @@
-"""What a line has besides its fields is told of, or travels with its job; a line without a name gets one."""
+"""Unknown fields of a line are told of, or travel with its job; a line without a name gets one."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def test_a_killed_driver_and_an_interrupted_one_lose_nothing(
     assert process_again.returncode == 0, process_again.stdout + process_again.stderr
     events = [json.loads(line) for line in process_again.stdout.splitlines()]
     [seconds] = [event["seconds"] for event in events if event["event"] == "worker_ready"]
-    assert seconds["session"] > seconds["weights"] > 0
+    assert {"imports", "session", "weights"} <= {name for name, value in seconds.items() if value > 0}
     assert outputs(run) == undisturbed
     assert max(body["metrics"]["num_recovered_tokens"] for body in bodies(run).values()) > 0
 
