@@ -14,13 +14,20 @@ ACCESS_KEY = "AKIDSWIFTBATCHTEST"
 SECRET_KEY = "s3cr/t+SWIFTBATCHTEST"
 
 # moto's own command tells nobody which free port it took, and asks at each request which of AWS's services is meant.
-# What a request leaves behind is hardly worth the look for garbage among all that moto has imported
+# What a request leaves behind is hardly worth the look for garbage among all that moto has imported.
+# S3 checks `If-None-Match` and writes in one step. moto takes two, so one object is put at a time
 PROGRAM = """
-import gc, logging
+import gc, logging, threading
 from moto.moto_server.werkzeug_app import MotoRequestHandler
+from moto.s3.responses import S3Response
 from moto.server import create_backend_app
 from werkzeug.serving import make_server
 logging.disable()
+put_object, putting = S3Response.put_object, threading.Lock()
+def put_alone(response):
+    with putting:
+        return put_object(response)
+S3Response.put_object = put_alone
 server = make_server("127.0.0.1", 0, create_backend_app("s3"), threaded=True, request_handler=MotoRequestHandler)
 gc.freeze()
 gc.set_threshold(20_000)

@@ -56,7 +56,7 @@ TYPES = {
     "logprobs_ptr": FLOATS,
     "arriving_ptr": INTS,
 }
-IN_FLOAT64 = TYPES | {"masses_ptr": "*fp64", "top_ids_ptr": INTS, "top_logprobs_ptr": FLOATS}
+IN_FLOAT64 = TYPES | {"masses_ptr": "*fp64", "numbers_ptr": INTS}
 SUMMING = TYPES | {"sums_ptr": LONGS}
 UNLIKELY_LOGPROB = {"UNLIKELY": UNLIKELY}
 MOVING_TYPES = {"arena_ptr": "*i16", "source_ptr": "*i16", "out_ptr": "*i16"} | dict.fromkeys(
