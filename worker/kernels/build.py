@@ -20,7 +20,7 @@ LIBRARIES = Path(__file__).parent / "lib"
 X86_MACHINES = ("x86_64", "AMD64")
 AVX2 = ("-mavx2", "-mfma")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
-AVX512_BF16 = (*AVX512, "-mavx512bf16")
+AVX512_BF16 = (*AVX512, "-mavx512bf16", "-mavx512vnni")
 X86_FLAGS = {
     "amx-bf16": (*AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
     "avx512-bf16": AVX512_BF16,

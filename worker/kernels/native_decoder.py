@@ -87,13 +87,22 @@ def check_layers(sizes: DecoderSizes, layers: list[LayerWeights]) -> None:
 class NativeLayers:
     """Layers packed for the kernels, and forwards of rows of any sequences through these layers."""
 
-    def __init__(self, sizes: DecoderSizes, layers: list[LayerWeights], rotary: Rotary, team: Team) -> None:
+    def __init__(
+        self,
+        sizes: DecoderSizes,
+        layers: list[LayerWeights],
+        rotary: Rotary,
+        team: Team,
+        as_integers: bool = False,
+    ) -> None:
         """Pack each layer and remove it from `layers`.
 
+        `as_integers`: products with packed weights round their rows to 8 bits where the weights' form allows that.
         Raises ValueError, and removes no layer, if the kernels do not support the weights.
         """
         check_layers(sizes, layers)
         self.sizes = sizes
+        self._as_integers = as_integers
         self._conv_width = conv_width_of(layers)
         self._attending = [number for number, layer in enumerate(layers) if layer.attends]
         self.team = team
@@ -217,9 +226,9 @@ class NativeLayers:
 
     def _load_layer(self, number: int, layer: LayerWeights) -> None:
         if layer.experts is not None:
-            load_experts(self._library, self.handle, number, layer.experts, layer.shared_intermediate)
+            load_experts(self._library, self.handle, number, layer.experts, layer.shared_intermediate, self._as_integers)
         if layer.mixer is not None:
-            load_recurrent_layer(self._library, self.handle, number, layer.mixer)
+            load_recurrent_layer(self._library, self.handle, number, layer.mixer, self._as_integers)
         for role in ROLES:
             part = getattr(layer, role, None)
             if isinstance(part, Linear | PackedLinear):
@@ -240,7 +249,8 @@ class NativeLayers:
     def _load(
         self, layer: int, role: str, weight: Weight, bias: Tensor | None = None
     ) -> tuple[Tensor | None, QuantizedRows | None]:
-        return load_weight(functools.partial(self._library.decoder_load, self.handle, layer, ROLES[role]), weight, bias)
+        load = functools.partial(self._library.decoder_load, self.handle, layer, ROLES[role])
+        return load_weight(load, weight, bias, self._as_integers)
 
 
 def _floats(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weight | None, tuple[int, ...]]]:
@@ -295,10 +305,13 @@ def _c_view(view: AttentionView, num_heads: int) -> tuple[CAttentionView, Tensor
 class NativeDecoder(NativeLayers):
     """Whole decoder: embedding, layers, norm, head."""
 
-    def __init__(self, weights: DecoderWeights, num_threads: int, variant: str) -> None:
+    def __init__(
+        self, weights: DecoderWeights, num_threads: int, variant: str, as_integers: bool = False
+    ) -> None:
         """Raise ValueError for weights that the kernels do not support, KernelError if the library does not load."""
         _check_ends(weights)
-        super().__init__(weights.sizes, weights.layers, weights.rotary, shared_team(load_library(variant), num_threads))
+        team = shared_team(load_library(variant), num_threads)
+        super().__init__(weights.sizes, weights.layers, weights.rotary, team, as_integers)
         numbers, self._packed = self._load(0, "embedding", weights.embedding)  # the kernels read it in place
         self.embedding = weights.embedding if numbers is None else numbers
         self._load(0, "final_norm", weights.final_norm)

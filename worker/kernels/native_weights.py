@@ -40,7 +40,7 @@ class CQuantizedRows(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "offsets", "table")),
-        *((name, ctypes.c_int32) for name in ("code", "scale_type", "group_size")),
+        *((name, ctypes.c_int32) for name in ("code", "scale_type", "group_size", "as_integers")),
     )
 
 
@@ -57,8 +57,11 @@ class QuantizedRows:
         return ctypes.addressof(self.call)
 
 
-def quantized_rows(matrix: PackedMatrix) -> QuantizedRows | None:
-    """Return a matrix for the kernels, or None if the kernels would not decode it exactly."""
+def quantized_rows(matrix: PackedMatrix, as_integers: bool = False) -> QuantizedRows | None:
+    """Return a matrix for the kernels, or None if the kernels would not decode it exactly.
+
+    `as_integers`: its products round their rows to 8 bits, if its form allows that.
+    """
     if not _is_exact_in_kernels(matrix):
         return None
     parts = [matrix.scales] if matrix.offsets is None else [matrix.scales, matrix.offsets]
@@ -71,13 +74,9 @@ def quantized_rows(matrix: PackedMatrix) -> QuantizedRows | None:
         code=CODE_TYPES[matrix.code],
         scale_type=SCALE_DTYPES.index(dtype),
         group_size=matrix.group_size,
+        as_integers=as_integers and matrix.is_of_integers,
     )
     return QuantizedRows(call, held, sum(each.nbytes for each in (codes, scales, *offsets)))
-
-
-def packed_rows(weight: Weight) -> QuantizedRows | None:
-    """Return a packed weight as `quantized_rows` does, or None for a plain weight."""
-    return quantized_rows(weight) if isinstance(weight, PackedMatrix) else None
 
 
 class CGivenWeight(ctypes.Structure):
@@ -87,10 +86,10 @@ class CGivenWeight(ctypes.Structure):
 
 
 def load_weight(
-    load: Callable[[Any], object], weight: Weight, bias: Tensor | None = None
+    load: Callable[[Any], object], weight: Weight, bias: Tensor | None = None, as_integers: bool = False
 ) -> tuple[Tensor | None, QuantizedRows | None]:
     """Hand a weight and its bias to a function of the kernels. Return what they would read, as numbers or packed."""
-    rows = packed_rows(weight)
+    rows = quantized_rows(weight, as_integers) if isinstance(weight, PackedMatrix) else None
     numbers = None if rows is not None else plain(weight).detach().contiguous()
     with_bias = None if bias is None else bias.detach().contiguous()
     given = CGivenWeight(_address(numbers), None if rows is None else rows.address, _address(with_bias))
@@ -140,7 +139,7 @@ class CExpertSizes(ctypes.Structure):
 
 
 def load_experts(
-    library: ctypes.CDLL, handle: int, layer: int, experts: ExpertWeights, shared_intermediate: int
+    library: ctypes.CDLL, handle: int, layer: int, experts: ExpertWeights, shared_intermediate: int, as_integers: bool
 ) -> None:
     """Load a layer's experts, before its shared expert of `shared_intermediate` columns (0: the layer has none)."""
     sizes = CExpertSizes(
@@ -161,9 +160,9 @@ def load_experts(
             load_weight(functools.partial(load, role, 0), weight)
     for name, linears in experts.linears().items():
         for number, linear in enumerate(linears):
-            load_weight(functools.partial(load, EXPERT_ROLES[name], number), linear.weight, linear.bias)
+            load_weight(functools.partial(load, EXPERT_ROLES[name], number), linear.weight, linear.bias, as_integers)
     for role, linear in zip((LATENT_IN, LATENT_OUT), experts.latent or (), strict=False):
-        load_weight(functools.partial(load, role, 0), linear.weight, linear.bias)
+        load_weight(functools.partial(load, role, 0), linear.weight, linear.bias, as_integers)
 
 
 RECURRENT_ROLES = {  # `mixer_role` of source/api.h
@@ -187,13 +186,15 @@ class CRecurrentSizes(ctypes.Structure):
     )
 
 
-def load_recurrent_layer(library: ctypes.CDLL, handle: int, layer: int, mixer: RecurrentWeights) -> None:
+def load_recurrent_layer(
+    library: ctypes.CDLL, handle: int, layer: int, mixer: RecurrentWeights, as_integers: bool
+) -> None:
     """Load the mixer of a layer."""
     sizes = CRecurrentSizes(**dataclasses.asdict(mixer.sizes))
     library.decoder_mixer(handle, layer, ctypes.byref(sizes))
     load = functools.partial(library.decoder_load_mixer, handle, layer)
     for role, linear in mixer.linears.items():
-        load_weight(functools.partial(load, RECURRENT_ROLES[role]), linear.weight, linear.bias)
+        load_weight(functools.partial(load, RECURRENT_ROLES[role]), linear.weight, linear.bias, as_integers)
     for role, numbers in mixer.floats.items():
         load_weight(functools.partial(load, RECURRENT_ROLES[role]), numbers)
 

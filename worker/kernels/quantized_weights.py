@@ -25,6 +25,7 @@ TABLES: dict[Code, Tensor] = {
 }
 # Bits of the integer that, times a power of two, is a code's number.
 SIGNIFICANT_BITS: dict[Code, int] = {"uint4": 4, "e2m1": 2, "iq4_nl": 7, "int8": 7, "uint8": 8, "e4m3": 4}
+INTEGER_PIECE = 32  # numbers of a row that share a scale, where rows are rounded to 8 bits
 CODE_BITS: dict[Code, int] = {code: len(table).bit_length() - 1 for code, table in TABLES.items()}
 
 
@@ -68,6 +69,12 @@ class PackedMatrix:
     @property
     def group_size(self) -> int:
         return self.shape[1] // self.scales.shape[1]
+
+    @property
+    def is_of_integers(self) -> bool:
+        """Return whether products with rows of 8 bits know this form: source/integer_products.h."""
+        groups = self.group_size == INTEGER_PIECE // 2 or self.group_size % INTEGER_PIECE == 0
+        return self.code != "e4m3" and groups and self.shape[1] % INTEGER_PIECE == 0
 
     @property
     def device(self) -> torch.device:

@@ -164,6 +164,9 @@ typedef struct {
     const float *table;            // number of each code
     int32_t code, scale_type;
     int32_t group_size;  // neighbours along the depth that share a scale: even, for 4 bits a multiple of 8
+    // Products round their rows to 8 bits (integer_products.h). Depths are multiples of 32, groups have 16 or a multiple
+    // of 32, codes are no e4m3, and a table holds multiples of 1 or 1/2 that fit in 8 bits.
+    int32_t as_integers;
 } quantized_rows;
 
 // A weight and its bias.

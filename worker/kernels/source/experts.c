@@ -77,6 +77,12 @@ static expert_columns weight_columns(experts *experts, expert_role role, int exp
     }
 }
 
+// All experts' matrices of a kind read rows of one form.
+static void share_form_of_rows(experts *experts, expert_role role) {
+    matrix *matrices = role == EXPERT_DOWN ? experts->down : experts->gate_up;
+    for (int i = 0; i < experts->sizes.num_experts; i++) matrices[i].has_integers = true;
+}
+
 void experts_load(experts *experts, expert_role role, int expert, const given_weight *given) {
     int count = experts->sizes.num_experts;
     switch (role) {
@@ -89,6 +95,7 @@ void experts_load(experts *experts, expert_role role, int expert, const given_we
         default: {
             expert_columns to = weight_columns(experts, role, expert);
             matrix_load(to.matrix, 0, to.kind, to.num_columns, given);
+            if (to.matrix->has_integers && role <= EXPERT_DOWN) share_form_of_rows(experts, role);
         }
     }
 }

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "elementwise.h"
+#include "integer_products.h"
 #include "packing.h"
 #include "weights_memory.h"
 
@@ -83,6 +84,7 @@ static void load_quantized(matrix *matrix, int first_block, columns_kind kind, i
         matrix->quantized = allocate_clear(sizeof(quantized_block) * (size_t)(matrix->columns / LANES));
     quantized_block *blocks = allocate_clear(sizeof(quantized_block) * (size_t)num_blocks);
     matrix->parts = quantized_new(weight, matrix->depth, count, matrix->element, blocks, matrix->parts);
+    matrix->has_integers |= quantized_takes_integers(blocks);
     for (int i = 0; i < num_blocks; i++) matrix->quantized[first_block + block_of(kind, i * LANES, count)] = blocks[i];
     free(blocks);
 }
@@ -109,17 +111,23 @@ void floats_load(float **vector, int count, const void *numbers) {
 
 static bool uses_bf16_products(const matrix *matrix) { return HAS_BF16_PRODUCTS && matrix->element == BF16; }
 
-size_t multiplied_bytes(const matrix *matrix) {
+static size_t number_bytes(const matrix *matrix) {
     return uses_bf16_products(matrix) ? sizeof(bf16) * (size_t)packed_depth(matrix) : sizeof(float) * (size_t)matrix->depth;
 }
 
-// As bf16, padded with zeros to the packed depth, where products take it.
+size_t multiplied_bytes(const matrix *matrix) {
+    size_t pieces = matrix->has_integers ? (size_t)matrix->depth / ROW_PIECE : 0;
+    return number_bytes(matrix) + pieces * sizeof(row_piece);
+}
+
+// As bf16, padded with zeros to the packed depth, where products take it. Then in 8 bits if some blocks take these.
 void multiplied_row(const matrix *matrix, const float *row, void *out) {
+    bf16 *narrowed = out;
+    if (matrix->has_integers) integer_row(row, matrix->depth, (row_piece *)((char *)out + number_bytes(matrix)));
     if (!uses_bf16_products(matrix)) {
-        memcpy(out, row, multiplied_bytes(matrix));
+        memcpy(out, row, number_bytes(matrix));
         return;
     }
-    bf16 *narrowed = out;
     for (int k = 0; k < matrix->depth; k += LANES) vec_store_bf16(narrowed + k, vec_load(row + k));
     memset(narrowed + matrix->depth, 0, sizeof(bf16) * (size_t)(packed_depth(matrix) - matrix->depth));
 }
@@ -127,16 +135,17 @@ void multiplied_row(const matrix *matrix, const float *row, void *out) {
 // Multiplies a part of the depth of up to BLOCKS_AT_ONCE blocks, and prefetches the next part or blocks.
 static void multiply_part(const matrix *matrix, int first, int blocks, int k, int count, int num_rows, const void *rows,
                           float *out, long stride) {
+    long lda = (long)multiplied_bytes(matrix);
     bool is_bf16 = uses_bf16_products(matrix), is_last = k + count == (is_bf16 ? packed_depth(matrix) : matrix->depth);
-    long bytes = matrix->element == BF16 ? 2 : 4, depth = is_bf16 ? packed_depth(matrix) : matrix->depth;
+    long bytes = matrix->element == BF16 ? 2 : 4;
     operand right = operand_of(matrix, first, k);
     operand next = operand_of(matrix, is_last ? first + blocks : first, is_last ? 0 : k + count);
     const void *ahead[BLOCKS_AT_ONCE];
     for (int n = 0; n < blocks; n++) ahead[n] = (const char *)next.data + n * next.block * bytes;
     right.ahead = ahead;
     right.ahead_bytes = count * LANES * bytes;
-    if (is_bf16) gemm_bf16(num_rows, blocks, count, (const bf16 *)rows + k, depth, right, out, stride, k > 0);
-    else gemm_f32(num_rows, blocks, count, (const float *)rows + k, depth, right, out, stride, k > 0);
+    if (is_bf16) gemm_bf16(num_rows, blocks, count, (const bf16 *)rows + k, lda / 2, right, out, stride, k > 0);
+    else gemm_f32(num_rows, blocks, count, (const float *)rows + k, lda / 4, right, out, stride, k > 0);
 }
 
 static void multiply_packed(const matrix *matrix, int first, int blocks, int num_rows, const void *rows, float *out,
@@ -154,12 +163,15 @@ static void multiply_packed(const matrix *matrix, int first, int blocks, int num
 void multiply_panel(const matrix *matrix, int first, int blocks, int num_rows, const void *rows, float *out, long stride,
                     void *scratch) {
     const quantized_block *quantized = matrix->quantized;
-    long depth = uses_bf16_products(matrix) ? packed_depth(matrix) : matrix->depth;
+    const char *integers = (const char *)rows + number_bytes(matrix);
+    long row_bytes = (long)multiplied_bytes(matrix), lda = row_bytes / (uses_bf16_products(matrix) ? 2 : 4);
     for (int n = 0, count; n < blocks; n += count, first += count, out += count * LANES) {
         int left = matrix->columns / LANES - first;
         count = quantized ? quantized_alike(quantized + first, blocks - n) : blocks;
-        if (quantized && quantized[first].part)
-            quantized_multiply(quantized + first, count, left - count, num_rows, rows, depth, out, stride, scratch);
+        if (quantized && quantized_takes_integers(quantized + first))
+            integer_multiply(quantized + first, count, num_rows, integers, row_bytes, out, stride);
+        else if (quantized && quantized[first].part)
+            quantized_multiply(quantized + first, count, left - count, num_rows, rows, lda, out, stride, scratch);
         else multiply_packed(matrix, first, count, num_rows, rows, out, stride);
     }
 }
@@ -196,7 +208,7 @@ static void run_panel(const void *job, int unit, void *slot, void *scratch) {
 
 // Returns rows as products take them, which read up to sixteen at once.
 static const void *narrow(frame *frame, const matrix *matrix, int num_rows, const float *rows) {
-    if (!uses_bf16_products(matrix)) return rows;
+    if (!uses_bf16_products(matrix) && !matrix->has_integers) return rows;
     size_t bytes = multiplied_bytes(matrix);
     char *narrowed = frame_take(frame, bytes * (size_t)round_up(num_rows, LANES));
     for (long row = 0; row < num_rows; row++)

@@ -12,6 +12,7 @@ typedef struct {
     float *bias;                 // [columns], or NULL if empty
     int depth, columns;
     element element;
+    bool has_integers;  // rows are given in 8 bits, too
 } matrix;
 
 // Columns of a weight in a matrix: contiguous, or alternating with those of another one, TURN each.

@@ -25,7 +25,8 @@ int quantized_alike(const quantized_block *blocks, int count);
 void quantized_read(const quantized_rows *rows, long first, int count, bool rounds, float *to);
 
 size_t quantized_scratch_bytes(void);
-// C [rows, ldc] = A [rows, depth] times blocks of one layout; A is bf16 with zeros up to the packed depth where
-// products take it, else float. `behind` more blocks follow, which are prefetched.
+bool quantized_takes_integers(const quantized_block *block);  // its rows have 8 bits: see integer_products.h
+// C [rows, ldc] = A [rows, depth] times blocks of one layout that take no integers; A is bf16 with zeros up to the packed
+// depth where products take it, else float. `behind` more blocks follow, which are prefetched.
 void quantized_multiply(const quantized_block *blocks, int count, int behind, int rows, const void *a, long lda,
                         float *c, long ldc, void *scratch);

@@ -123,10 +123,6 @@ INLINE vec vec_load_half(const void *from) {
 }
 #endif
 
-// Number of a lane's codes that are side by side, and the bytes of as many in all lanes.
-INLINE int span_of(int code) { return code_bits(code) == 4 ? 8 : 2; }
-INLINE int span_bytes(int code) { return code_bits(code) == 4 ? 4 * LANES : 2 * LANES; }
-
 // Unpacks two vectors, at 2 * step and 2 * step + 1, of the span that begins at `from`.
 INLINE void unpack(const int code, codebook book, const uint8_t *from, const int step, vec out[2]) {
     if (code == CODE_TABLE) {
