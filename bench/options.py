@@ -13,7 +13,7 @@ import torch
 from pydantic import BeforeValidator
 
 from swiftbatch.jobs.json_records import Frozen
-from swiftbatch.jobs.run.run_records import AttentionName, Device, LinearName
+from swiftbatch.jobs.run.run_records import AttentionName, Device
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.decode_bench import BenchError, BenchOptions
 from swiftbatch.worker.drafters.catalogue import ENGINES
@@ -60,7 +60,6 @@ class GPUOptions(BenchOptions):
     num_read: int = 4096  # timed tokens of a prompt
     num_tokens: int = 256  # per engine and length
     attention: AttentionName = Computation.attention
-    linear: LinearName = Computation.linear
     text: Path | None = None
     everything: bool = False
     first: bool = False  # the stages of the first quarter of an hour

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.json_records import Frozen
-from swiftbatch.jobs.run.run_records import Device, Dtype
+from swiftbatch.jobs.run.run_records import Device, Dtype, LinearName
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.metrics.counters import EngineCounters
@@ -40,6 +40,7 @@ from swiftbatch.worker.engine.prefill import prefill_tile
 from swiftbatch.worker.forward.hardware import cpu_capability
 from swiftbatch.worker.forward.step_costs import Costs, seconds_now, step_costs_of
 from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.kv.kv_capacity import check_folder
@@ -85,6 +86,7 @@ class BenchOptions(Frozen):
     model: str = Computation.model
     dtype: Dtype = Computation.dtype
     device: Device = Computation.device
+    linear: LinearName = Computation.linear
     num_threads: int = Field(default=Computation.num_threads, ge=1)
     json_path: Path | None = None
 
@@ -99,7 +101,8 @@ class BenchOptions(Frozen):
         """Raise ModelError, KVRoomError."""
         torch.set_num_threads(self.num_threads)
         check_folder(folder := None if kv_offload is None else str(kv_offload))
-        return TargetModel.load(files, self.dtype, self.device, folder, slots=slots)
+        kernels = CudaKernels(linear=self.linear)
+        return TargetModel.load(files, self.dtype, self.device, folder, slots=slots, kernels=kernels)
 
 
 class DecodeBenchOptions(BenchOptions):

@@ -22,8 +22,8 @@ REVISED = re.compile(r"((?:hf:)?[^@:]*)(?:@[^:]*)?")  # a hub name up to its rev
 Dtype = Literal["bfloat16", "float32"]
 KVDtype = Literal["fp8", "int8"]  # None: as the run's dtype
 Device = Literal["auto", "cpu", "cuda"]
-AttentionName = Literal["triton", "flash"]  # GPUs only, like the next
-LinearName = Literal["cublas", "triton"]
+AttentionName = Literal["triton", "flash"]  # GPUs only
+LinearName = Literal["cublas", "triton", "int8"]  # the last on CPUs only, the others on GPUs
 NumRows = Literal[64, 128, 256]  # rows of every forward on a GPU
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]

@@ -14,6 +14,7 @@ from swiftbatch.scheduler.commands.options.option_types import (
     COMPUTING,
     DRAFT_MODEL,
     JSON,
+    LINEAR,
     MODEL,
     SEED,
     checked,
@@ -73,6 +74,7 @@ def bench() -> None:
 @JSON
 @click.option("--against", type=click.Choice(["transformers"]), help="Also time this implementation.")
 @COMPUTING
+@LINEAR
 def decode(**options: Any) -> None:
     """Compare engines: each generates the same tokens from the same state.
 

@@ -169,6 +169,8 @@ def refuse_kernels(kernels: CudaKernels, device: str, dtype: str, address: str |
     if device == "cpu":
         kernels.refuse_unused("the device is a CPU")
         kernels.refuse_rows("the device is a CPU")
+    else:
+        kernels.refuse_integer_rows("the device is a GPU")
     kernels.refuse_unfit(dtype)
     if address is None:
         kernels.refuse_absent()

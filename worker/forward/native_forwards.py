@@ -145,6 +145,7 @@ class NativeForwards:
         eos_token_ids: frozenset[int],
         variant: str,
         kv_dtype: KVDtype | None = None,
+        as_integers: bool = False,
     ) -> None:
         """Raise ValueError for weights whose shapes do not fit together."""
         self.sizes = sizes = weights.sizes
@@ -155,11 +156,13 @@ class NativeForwards:
         sees_all = not _sees_otherwise(sizes) and not any(layer.window for layer in weights.layers)
         self.can_scan = sees_all and self.cache_shape.recurrent is None  # a state cannot be read in part
         self._most_read = MOST_READ if self.cache_shape.recurrent is None else MOST_ROWS
-        self._decoder = NativeDecoder(weights, torch.get_num_threads(), variant)  # removes the layers from `weights`
+        self._decoder = NativeDecoder(
+            weights, torch.get_num_threads(), variant, as_integers
+        )  # removes the layers from `weights`
         self.team = self._decoder.team
         self.vocab_size, self.hidden_size = sizes.vocab, sizes.hidden
         self.eos_token_ids = eos_token_ids
-        computed = with_kv(numerics_of(variant, str(sizes.dtype).removeprefix("torch.")), kv_dtype)
+        computed = with_kv(numerics_of(variant, str(sizes.dtype).removeprefix("torch."), as_integers), kv_dtype)
         named = (computed, weights.rotary.numerics)
         self.numerics = f"cpu {', '.join(filter(None, named))}"
 

@@ -62,6 +62,8 @@ def load_forwards(
     Raises KernelError, KVRoomError, and ModelError as `load_transformers` does or if other kernels were requested.
     """
     refuse_kv_dtype(kv_dtype, kernels.attention)
+    if device.type != "cpu":
+        kernels.refuse_integer_rows("the device is a GPU")
     if slots is not None:
         from swiftbatch.worker.forward.cuda.cuda_loading import load_cuda_forwards
 
@@ -72,17 +74,21 @@ def load_forwards(
     if device.type != "cpu":
         refuse_without_kernels(kv_dtype, files.name)
     if variant is None:
+        kernels.refuse_integer_rows("torch runs here")
         _refuse_long_angles(files)
         return load_transformers(files, dtype, device, kv_dtype=kv_dtype)
     weights = dense_weights(files, dtype)
     if weights and weights.sizes.latent is not None:
         refuse_latent(kv_dtype, files.name)
-    if weights and (forwards := _native(weights, eos_token_ids_of(files), variant, kv_dtype)):
+    if weights and (forwards := _native(weights, eos_token_ids_of(files), variant, kv_dtype, kernels)):
         return forwards
     _refuse_long_angles(files)
     loaded = load_transformers(files, dtype, device, variant, kv_dtype)
     taken = decoder_weights(loaded.model)
-    return (taken and _native(taken, loaded.eos_token_ids, variant, kv_dtype)) or loaded
+    forwards = taken and _native(taken, loaded.eos_token_ids, variant, kv_dtype, kernels)
+    if not forwards:
+        kernels.refuse_integer_rows(f"they do not know the model {files.name}")
+    return forwards or loaded
 
 
 def load_transformers(
@@ -117,11 +123,13 @@ def _refuse_long_angles(files: ModelFiles) -> None:
 
 
 def _native(
-    weights: DecoderWeights, eos_token_ids: frozenset[int], variant: str, kv_dtype: KVDtype | None
+    weights: DecoderWeights, eos_token_ids: frozenset[int], variant: str, kv_dtype: KVDtype | None, kernels: CudaKernels
 ) -> NativeForwards | None:
     """Return forwards, or None if the weights do not fit, because `transformers` reports that better."""
+    if kernels.has_integer_rows and not weights.has_integers:
+        kernels.refuse_integer_rows("none of this model's weights are integers of 8 or 4 bits that they can take")
     try:
-        return NativeForwards(weights, eos_token_ids, variant, kv_dtype)
+        return NativeForwards(weights, eos_token_ids, variant, kv_dtype, kernels.has_integer_rows)
     except (ValueError, IndexError):
         return None
 

@@ -17,7 +17,7 @@ from swiftbatch.worker.kernels.layer_specs import (
     Routing,
     recurrent_weight_shapes,
 )
-from swiftbatch.worker.kernels.quantized_weights import AnyLinear, Linear, Weight
+from swiftbatch.worker.kernels.quantized_weights import AnyLinear, Linear, PackedMatrix, Weight
 from swiftbatch.worker.kernels.rope_scaling import Rotary, rotary_of
 
 
@@ -218,6 +218,12 @@ class DecoderWeights:
     final_norm: Tensor
     head: AnyLinear
     rotary: Rotary
+
+    @property
+    def has_integers(self) -> bool:
+        """Return whether a layer has weights that products with rows of 8 bits take."""
+        weights = (weight for layer in self.layers for _, weight, _ in shapes(self.sizes, layer))
+        return any(isinstance(weight, PackedMatrix) and weight.is_of_integers for weight in weights)
 
 
 def other_rotary(layers: Iterable[Any]) -> Rotary | None:

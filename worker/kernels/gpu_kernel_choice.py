@@ -1,4 +1,4 @@
-"""Choice of a run's GPU kernels and cache dtypes, and errors for unsupported choices, without heavy imports."""
+"""Choice of a run's kernels and cache dtypes, and errors for unsupported choices, without heavy imports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CudaKernels:
     """A run's choice of kernels; `ATTENTION_KERNELS` and `LINEAR_KERNELS` list the possible kernels."""
 
     attention: AttentionName = "triton"  # attends to prefixes
-    linear: LinearName = "cublas"  # multiplies weights that are not packed
+    linear: LinearName = "cublas"  # multiplies weights that are not packed; int8: on a CPU, see `has_integer_rows`
     num_rows: int = NUM_ROWS  # one of `ROW_CHOICES`
 
     @property
@@ -34,6 +34,11 @@ class CudaKernels:
         return "" if self.num_rows == NUM_ROWS else f", {self.num_rows} rows"
 
     @property
+    def has_integer_rows(self) -> bool:
+        """Return whether a CPU's products with packed weights round their rows to 8 bits."""
+        return self.linear == "int8"
+
+    @property
     def options(self) -> str:
         named = {name: getattr(self, name) for name in ("attention", "linear")}
         return " ".join(f"--{name} {value}" for name, value in named.items() if value != getattr(CudaKernels, name))
@@ -43,13 +48,19 @@ class CudaKernels:
         return replace(self, linear="triton") if is_packed else self
 
     def refuse_unused(self, why: str) -> None:
-        """Raise ModelError if kernels were chosen but none of them would run; `why` says what runs instead."""
-        if self.options:
-            raise ModelError(f"{self.options}: a choice of kernels on a GPU, but {why}; leave it away")
+        """Raise ModelError if a GPU's kernels were chosen but none of them would run; `why` says what runs instead."""
+        of_gpu = replace(self, linear=CudaKernels.linear) if self.has_integer_rows else self
+        if of_gpu.options:
+            raise ModelError(f"{of_gpu.options}: a choice of kernels on a GPU, but {why}; leave it away")
 
     def refuse_rows(self, why: str) -> None:
         if self.num_rows != NUM_ROWS:
             raise ModelError(f"--rows {self.num_rows}: a choice of kernels on a GPU, but {why}; leave it away")
+
+    def refuse_integer_rows(self, why: str) -> None:
+        """Raise ModelError if rows of 8 bits were chosen but would not be used."""
+        if self.has_integer_rows:
+            raise ModelError(f"--linear int8: rounds rows to 8 bits in the kernels for CPUs, but {why}; leave it away")
 
     def refuse_unfit(self, dtype: str, head_dim: int | None = None) -> None:
         """Raise ModelError if flash-attn was chosen but does not support `dtype` (such as "bfloat16") or `head_dim`."""

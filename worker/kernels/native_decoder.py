@@ -226,7 +226,9 @@ class NativeLayers:
 
     def _load_layer(self, number: int, layer: LayerWeights) -> None:
         if layer.experts is not None:
-            load_experts(self._library, self.handle, number, layer.experts, layer.shared_intermediate, self._as_integers)
+            load_experts(
+                self._library, self.handle, number, layer.experts, layer.shared_intermediate, self._as_integers
+            )
         if layer.mixer is not None:
             load_recurrent_layer(self._library, self.handle, number, layer.mixer, self._as_integers)
         for role in ROLES:
@@ -305,9 +307,7 @@ def _c_view(view: AttentionView, num_heads: int) -> tuple[CAttentionView, Tensor
 class NativeDecoder(NativeLayers):
     """Whole decoder: embedding, layers, norm, head."""
 
-    def __init__(
-        self, weights: DecoderWeights, num_threads: int, variant: str, as_integers: bool = False
-    ) -> None:
+    def __init__(self, weights: DecoderWeights, num_threads: int, variant: str, as_integers: bool = False) -> None:
         """Raise ValueError for weights that the kernels do not support, KernelError if the library does not load."""
         _check_ends(weights)
         team = shared_team(load_library(variant), num_threads)

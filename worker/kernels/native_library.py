@@ -127,12 +127,12 @@ def why_none() -> str:
     return "none were compiled; install swiftbatch anew, with a network for the package ziglang, or with $CC"
 
 
-def numerics_of(variant: str, dtype: str) -> str:
+def numerics_of(variant: str, dtype: str, as_integers: bool = False) -> str:
     """Return a name of everything that determines the bits of a variant's forwards.
 
     Processor, threads and rows do not.
     """
-    return f"{kernel_numerics(variant, dtype)}, {dtype}"
+    return f"{kernel_numerics(variant, dtype)}, {dtype}{', int8 products 1' if as_integers else ''}"
 
 
 def kernel_numerics(variant: str, dtype: str) -> str:
@@ -152,7 +152,7 @@ def chosen_numerics(device_type: str, dtype: str, kernels: CudaKernels, kv_dtype
     if device_type == "cuda":
         return with_kv(kernels.words, kv_dtype)
     variant = chosen_variant() if device_type == "cpu" else None
-    return with_kv(numerics_of(variant, dtype) if variant else "", kv_dtype)
+    return with_kv(numerics_of(variant, dtype, kernels.has_integer_rows) if variant else "", kv_dtype)
 
 
 @functools.cache
