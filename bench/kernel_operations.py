@@ -109,12 +109,15 @@ class Packing:
     code: Code
     group_size: int
     has_offsets: bool
+    as_integers: bool = False  # rows are rounded to 8 bits: --linear int8
 
 
 PACKINGS = (
     Packing("4 bits by 32", "uint4", 32, has_offsets=True),
+    Packing("4 bits by 32, int8", "uint4", 32, has_offsets=True, as_integers=True),
     Packing("4 bits by 128", "uint4", 128, has_offsets=False),
     Packing("8 bits by 32", "int8", 32, has_offsets=False),
+    Packing("8 bits by 32, int8", "int8", 32, has_offsets=False, as_integers=True),
 )
 
 
@@ -165,7 +168,7 @@ class Matrix:
         codes = torch.zeros(columns, depth * CODE_BITS[packing.code] // 8, dtype=torch.uint8)
         scales = torch.ones(columns, depth // packing.group_size)
         offsets = scales if packing.has_offsets else None
-        rows = quantized_rows(PackedMatrix(packing.code, codes, scales, dtype, offsets))
+        rows = quantized_rows(PackedMatrix(packing.code, codes, scales, dtype, offsets), packing.as_integers)
         assert rows is not None
         handle = team.library.roof_matrix_quantized(ELEMENTS[dtype], depth, columns, rows.address)
         return cls(team, handle, rows.num_bytes, depth, columns)

@@ -99,11 +99,17 @@ def with_absolute_folders(computation: Computation) -> Computation:
 
 
 def with_model(manifest: RunManifest, files: ModelFiles) -> RunManifest:
-    """Add the model's fingerprint and this machine's `swiftbatch doctor` verdict."""
+    """Add the model's fingerprint and this machine's `swiftbatch doctor` verdict.
+
+    Raises ModelError if its weights cannot be multiplied as the run asks.
+    """
     torch_version, kernels = (
         manifest.versions["torch"],
         CudaKernels(manifest.attention, manifest.linear, manifest.num_rows),
     )
+    sizes = read_sizes(files, manifest.dtype) if kernels.has_integer_rows else None
+    if sizes is not None and not sizes.packed:
+        kernels.refuse_integer_rows(f"weights of the model {files.name} are not packed in 8 or 4 bits")
     key = verdict_key(
         files.fingerprint,
         manifest.dtype,

@@ -10,8 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker import quantizing
+from swiftbatch.worker.exactness.forward_comparisons import probe_rows
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.inspection import inspect_model
+from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
+from swiftbatch.worker.kernels.native_library import NO_KERNELS, OVERRIDE
 from swiftbatch.worker.kernels.quantized_weights import PackedMatrix
 from swiftbatch.worker.model.formats.contract import StoredTensor
 from swiftbatch.worker.model.model_files import locate_model
@@ -194,3 +197,26 @@ def test_files_of_other_programs_weights_are_not_copied(plain: Path, tmp_path: P
     weights = {"model-0.safetensors", "model-1.safetensors", "model.safetensors.index.json"}
     assert names == weights | {"config.json", "LICENSE", "chat_templates/tools.jinja"}
     assert load(made.path, "float32").vocab_size == 97
+
+
+def test_rows_of_8_bits_are_exact_among_themselves_and_have_a_name(plain: Path, tmp_path: Path) -> None:
+    made = quantize_model(locate_model(str(plain)), "int4", tmp_path / "made")
+    files = locate_model(str(made.path))
+    target = TargetModel.load(files, "bfloat16", "cpu", kernels=CudaKernels(linear="int8"))
+    assert ", int8 products 1" in target.numerics
+    assert target.numerics != TargetModel.load(files, "bfloat16", "cpu").numerics
+    assert probe_rows(target, 200).num_differing == 0
+
+
+def test_rows_of_8_bits_are_refused_where_no_weight_takes_them(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fp8 = quantize_model(locate_model(str(plain)), "fp8", tmp_path / "made").path
+    for folder in (plain, fp8):
+        with pytest.raises(
+            ModelError, match=r"^--linear int8: .* none of this model's weights are integers .* leave it"
+        ):
+            TargetModel.load(locate_model(str(folder)), "bfloat16", "cpu", kernels=CudaKernels(linear="int8"))
+    monkeypatch.setenv(OVERRIDE, NO_KERNELS)
+    with pytest.raises(ModelError, match=r"^--linear int8: .* but torch runs here; leave it away$"):
+        TargetModel.load(locate_model(str(plain)), "bfloat16", "cpu", kernels=CudaKernels(linear="int8"))

@@ -85,10 +85,10 @@ def load_forwards(
     _refuse_long_angles(files)
     loaded = load_transformers(files, dtype, device, variant, kv_dtype)
     taken = decoder_weights(loaded.model)
-    forwards = taken and _native(taken, loaded.eos_token_ids, variant, kv_dtype, kernels)
-    if not forwards:
-        kernels.refuse_integer_rows(f"they do not know the model {files.name}")
-    return forwards or loaded
+    if taken and (forwards := _native(taken, loaded.eos_token_ids, variant, kv_dtype, kernels)):
+        return forwards
+    kernels.refuse_integer_rows(f"they do not know the model {files.name}")
+    return loaded
 
 
 def load_transformers(

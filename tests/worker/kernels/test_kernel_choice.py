@@ -70,6 +70,13 @@ def test_a_cpu_refuses_a_choice_that_nothing_there_takes(
         TargetModel.load(embedded_files, "float32", "cpu", kernels=kernels)
 
 
+def test_rows_of_8_bits_are_refused_on_a_gpu(embedded_files: ModelFiles) -> None:
+    kernels = CudaKernels(linear="int8")
+    kernels.refuse_unused("the device is a CPU")
+    with pytest.raises(ModelError, match=r"^--linear int8: .*, but the device is a GPU; leave it away$"):
+        load_forwards(embedded_files, torch.float32, torch.device("cuda"), None, kernels)
+
+
 def test_a_model_that_the_kernels_do_not_know_is_refused_with_a_choice(
     embedded_files: ModelFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
