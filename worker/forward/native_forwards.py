@@ -236,7 +236,7 @@ class NativeForwards:
             own = queries[first:end] if by_layer and queries is not None else queries
             hidden, logits = self._decoder.forward(groups, with_logits, range(first, end), state, own)
             if state is not None and end - 1 in feature_layers:
-                features[end - 1] = state.to(self.dtype)
+                features[end - 1] = state.to(self.dtype, copy=True)  # later layers change it
             for group, rows in in_files:
                 rows.keep(first, group.first_entry, group.first_entry + len(group))
         assert hidden is not None

@@ -58,7 +58,7 @@ class BlockAttention(nn.Module):
         return self.o_proj(torch.stack(attended).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _heads(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.view(*rows.shape[:-1], -1, self._head_dim).transpose(-2, -3)
+        return rows.view(*rows.shape[:-1], rows.shape[-1] // self._head_dim, self._head_dim).transpose(-2, -3)
 
 
 class BlockLayer(nn.Module):

@@ -161,13 +161,13 @@ def griffin(target: TargetModel, costs: Costs, parts_folder: Path | None, option
     sees_all = options.context == "whole"
     if sees_all and target.forwards.arena is not None:
         raise ModelError("engine griffin: context=whole needs layers on a CPU; a GPU keeps a window of the draft layer")
-    forwards = _forwards(parts_folder, target, options.breadth, sees_all)
+    forwards = forwards_of(parts_folder, target, options.breadth, sees_all)
     planner = None if options.at_every_step else PricePlanner(costs(), forwards.level_seconds())
     drafter = GriffinDrafter(forwards, planner, options)
     return drafter if options.at_every_step else with_measured(drafter, costs)
 
 
-def _forwards(
+def forwards_of(
     parts_folder: Path | None, target: TargetModel, breadth: int, sees_all: bool
 ) -> GriffinForwards | BlockForwards:
     if (block := load_block(parts_folder, target)) is not None:
