@@ -172,9 +172,11 @@ def forwards_of(
 ) -> GriffinForwards | BlockForwards:
     if (block := load_block(parts_folder, target)) is not None:
         if target.forwards.arena is not None:
-            raise ModelError("engine griffin: drafts of whole blocks need layers on a CPU; leave out --device cuda")
+            raise ModelError("engine griffin: this part drafts whole blocks, which only CPUs do here; use --device cpu")
         return BlockForwards(block, target, breadth, sees_all)
     model = load_griffin(parts_folder, target)
+    if target.forwards.arena is not None and model.projection is not None:
+        target.read(target.new_cache(1), [0], model.projection.layers)  # graphs are captured before other threads copy
     return GriffinForwards(rows_of(model, target, breadth), target, sees_all, model.projection)
 
 
