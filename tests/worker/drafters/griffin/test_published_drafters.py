@@ -87,7 +87,7 @@ def expected_logits(kind: str, reference: LlamaForCausalLM, text: list[int], dra
     return published.block_by_definition(kind, tensors, reference, text, seen, drafted)
 
 
-@pytest.mark.parametrize("length", [2, 40, 64, pytest.param(900, marks=pytest.mark.long)])
+@pytest.mark.parametrize("length", [1, 2, 40, 64, pytest.param(900, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_are_those_of_the_published_formula(
     kind: str, length: int, model_with: Callable[[str], Path], reference: LlamaForCausalLM
