@@ -315,13 +315,14 @@ def mtp(
 def import_(kind: str, folder: Path, model: str, output: Path) -> None:
     """Convert a part that others trained for a model and published. The model itself is not changed.
 
-    KIND is `eagle` for a layer of EAGLE, EAGLE-2 or HASS, `griffin` for GRIFFIN's own (both for the engine `griffin`),
-    or `draft` for a small model with the same vocabulary (for `triforce`). TokenSwift's own heads are refused: they
-    need a hidden state that no forward here hands out.
+    KIND is `eagle` for a layer of EAGLE, EAGLE-2 or HASS, `eagle3` for EAGLE-3's, `dflash` for the block drafters
+    DFlash and DSpark, `griffin` for GRIFFIN's own (all four for the engine `griffin`), or `draft` for a small model
+    with the same vocabulary (for `triforce`). TokenSwift's own heads are refused: they need a hidden state that no
+    forward here hands out.
 
     \b
     Example:
-      swiftbatch train import eagle EAGLE-Vicuna-7B-v1.3 --model vicuna-7b-v1.3 --output parts
+      swiftbatch train import eagle3 EAGLE3-LLaMA3.1-Instruct-8B --model Llama-3.1-8B-Instruct --output parts
     """
     from swiftbatch.worker.training.import_parts import import_part
 

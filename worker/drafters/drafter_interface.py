@@ -58,6 +58,7 @@ class Learner:
 
     needs_top_k: bool = False  # it reads `Verification.top_ids` and `top_logprobs`
     needs_hidden: bool = False  # it reads `Verification.hidden`
+    feature_layers: tuple[int, ...] = ()  # layers whose outputs that holds, side by side; none: final hidden states
     phases: tuple[str, ...] = ()  # the timed parts of proposing
 
     @functools.cached_property

@@ -229,7 +229,8 @@ class Engine:
                 [slot.cache for slot in ready], [slot.sequence.last_token_id for slot in ready], proposed
             )
             outputs = self.target.verify(
-                rows + [part for prefill_chunk in prefill_chunks for part in prefill_chunk.rows]
+                rows + [part for prefill_chunk in prefill_chunks for part in prefill_chunk.rows],
+                self.drafter.feature_layers if self.drafter.wants_hidden else (),
             )
             samplers, logits = [slot.sampler for slot in ready], outputs.logits[: len(ready)]
             masks = [None if each.masks is None else each.masks.words for each in trees]

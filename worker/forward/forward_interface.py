@@ -142,16 +142,19 @@ class Forwards(Protocol):
     def numerics(self) -> str:
         """Return one line with everything that determines bits, except the weights."""
 
-    def run(self, groups: list[SequenceRows]) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(
+        self, groups: list[SequenceRows], feature_layers: tuple[int, ...] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return final hidden states `[num_rows, hidden]` and logits `[num_rows, vocab] float32` of all rows.
 
-        It writes keys and values to the rows' cache entries.
+        It writes keys and values to the rows' cache entries. With `feature_layers`, the outputs of these layers stand
+        in place of the final hidden states, side by side in the model's dtype.
         """
 
-    def read(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:
+    def read(self, cache: FullKVCache, token_ids: list[int], feature_layers: tuple[int, ...] = ()) -> torch.Tensor:
         """Run the first `num_read` of these known tokens and commit them to a cache.
 
-        Returns final hidden states `[num_read, hidden]`.
+        Returns hidden states `[num_read, hidden]` as `run` does.
         """
 
     def check(self, groups: list[SparseRows]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence as Many
 
 import numpy as np
@@ -169,17 +170,19 @@ class NativeForwards:
     def new_batch_sampler(self) -> BatchSampler:
         return create_batch_sampler(self.vocab_size, self.device)
 
-    def run(self, groups: list[SequenceRows]) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(
+        self, groups: list[SequenceRows], feature_layers: tuple[int, ...] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         met = self._decoder.num_experts_met
-        hidden, logits = self._forward(groups, with_logits=True)
+        hidden, logits = self._forward(groups, with_logits=True, feature_layers=feature_layers)
         assert logits is not None
         if self.expert_counts is not None:
             self.expert_counts.observe(len(hidden), self._decoder.num_experts_met - met)
         return hidden, logits
 
-    def read(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:
+    def read(self, cache: FullKVCache, token_ids: list[int], feature_layers: tuple[int, ...] = ()) -> torch.Tensor:
         groups = known_rows(cache, token_ids[: cache.num_readable(self._most_read)])
-        hidden, _ = self._forward(groups, with_logits=False)
+        hidden, _ = self._forward(groups, with_logits=False, feature_layers=feature_layers)
         cache.advance(len(hidden))
         return hidden
 
@@ -220,21 +223,27 @@ class NativeForwards:
         return logits.view(*hidden.shape[:-1], self.vocab_size)
 
     def _forward(
-        self, groups: list[SequenceRows], with_logits: bool, queries: torch.Tensor | None = None
+        self,
+        groups: list[SequenceRows],
+        with_logits: bool,
+        queries: torch.Tensor | None = None,
+        feature_layers: tuple[int, ...] = (),
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Call the kernels once, or once per layer if a cache is loaded layer by layer."""
+        """Call the kernels once, or up to each wanted layer, or once per layer if a cache is loaded layer by layer."""
         in_files = [(group, rows) for group in groups if isinstance(rows := group.cache.rows, FileRows)]
-        num_layers, by_layer, state = self.cache_shape.num_layers, bool(in_files), None
-        if by_layer:
-            state = torch.empty(sum(len(group) for group in groups), self.hidden_size)
-        for first in range(0, num_layers, 1 if by_layer else num_layers):
-            layers = range(first, first + 1) if by_layer else None
-            own = queries[first : first + 1] if by_layer and queries is not None else queries
-            hidden, logits = self._decoder.forward(groups, with_logits, layers, state, own)
+        num_layers, by_layer = self.sizes.num_layers, bool(in_files)
+        ends = range(1, num_layers + 1) if by_layer else sorted({*(layer + 1 for layer in feature_layers), num_layers})
+        state = torch.empty(sum(len(group) for group in groups), self.hidden_size) if len(ends) > 1 else None
+        features: dict[int, torch.Tensor] = {}
+        for first, end in itertools.pairwise([0, *ends]):
+            own = queries[first:end] if by_layer and queries is not None else queries
+            hidden, logits = self._decoder.forward(groups, with_logits, range(first, end), state, own)
+            if state is not None and end - 1 in feature_layers:
+                features[end - 1] = state.to(self.dtype, copy=True)  # later layers change it
             for group, rows in in_files:
                 rows.keep(first, group.first_entry, group.first_entry + len(group))
         assert hidden is not None
-        return hidden, logits
+        return torch.cat([features[each] for each in feature_layers], dim=1) if feature_layers else hidden, logits
 
 
 def _sees_otherwise(sizes: DecoderSizes) -> bool:

@@ -138,7 +138,7 @@ def _native(
 class RowOutputs:
     """Results of one sequence's rows."""
 
-    hidden: torch.Tensor  # [num_rows, hidden] final hidden states
+    hidden: torch.Tensor  # [num_rows, hidden] final hidden states, or features of some layers
     logits: torch.Tensor  # [num_rows, vocab] float32
 
 
@@ -277,12 +277,12 @@ class TargetModel:
         return contextlib.nullcontext() if arena is None else arena.moving_together()
 
     @torch.inference_mode()
-    def verify(self, groups: list[SequenceRows]) -> StepOutputs:
-        return self._of_each(groups, *self.forwards.run(groups))
+    def verify(self, groups: list[SequenceRows], feature_layers: tuple[int, ...] = ()) -> StepOutputs:
+        return self._of_each(groups, *self.forwards.run(groups, feature_layers))
 
     @torch.inference_mode()
-    def read(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:
-        return self.forwards.read(cache, token_ids)
+    def read(self, cache: FullKVCache, token_ids: list[int], feature_layers: tuple[int, ...] = ()) -> torch.Tensor:
+        return self.forwards.read(cache, token_ids, feature_layers)
 
     @torch.inference_mode()
     def check(self, groups: list[SparseRows]) -> StepOutputs:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -192,20 +193,22 @@ class TransformersForwards:
             return ", states in torch"
         return f", {kernel_numerics(self._variant, 'float32')} states"
 
-    def run(self, groups: list[SequenceRows]) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(
+        self, groups: list[SequenceRows], feature_layers: tuple[int, ...] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden, logits = [], []
         for tile in pack_tiles(groups, self._pads_rows):
-            states = self._tile(tile)
+            states, features = self._tile(tile, feature_layers)
             logits.append(self.logits(states)[: tile.num_rows])
-            hidden.append(states[: tile.num_rows])
+            hidden.append(features[: tile.num_rows])
         return torch.cat(hidden), torch.cat(logits)
 
-    def read(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:
+    def read(self, cache: FullKVCache, token_ids: list[int], feature_layers: tuple[int, ...] = ()) -> torch.Tensor:
         rows = chain_rows(cache, token_ids)
         [tile] = pack_tiles([rows], self._pads_rows)
-        hidden = self._tile(tile)[: len(rows)]
+        _, features = self._tile(tile, feature_layers)
         cache.advance(len(rows))
-        return hidden
+        return features[: len(rows)]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         with self._vectors:
@@ -238,11 +241,30 @@ class TransformersForwards:
         self.states(tile.token_ids(), tile.positions(), [tap])
         return tap.queries()
 
-    def _tile(self, tile: Tile) -> torch.Tensor:
-        return self.states(tile.token_ids(), tile.positions(), [self._prepared(part) for part in tile.parts])
+    def _tile(self, tile: Tile, feature_layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return final hidden states, and the features that the caller wants."""
+        with outputs_of(self._decoder, feature_layers) as outputs:
+            hidden = self.states(tile.token_ids(), tile.positions(), [self._prepared(part) for part in tile.parts])
+        return hidden, torch.cat([outputs[each] for each in feature_layers], dim=1) if feature_layers else hidden
 
     def _prepared(self, rows: SequenceRows) -> BatchInvariantRows:
         return BatchInvariantRows.prepare(rows, self.dtype, self.device, self.spans, self._attends)
+
+
+@contextlib.contextmanager
+def outputs_of(decoder: Any, layers: tuple[int, ...]) -> Iterator[dict[int, torch.Tensor]]:
+    """Collect the outputs `[num_rows, hidden]` of some layers of one forward."""
+    found: dict[int, torch.Tensor] = {}
+
+    def keep(number: int, _module: Any, _inputs: Any, output: Any) -> None:
+        found[number] = (output[0] if isinstance(output, tuple) else output).flatten(0, -2)
+
+    hooks = [decoder.layers[each].register_forward_hook(functools.partial(keep, each)) for each in layers]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _eos_token_ids(model: Any) -> frozenset[int]:

@@ -16,7 +16,7 @@ Labels = Literal["soft", "hard"]
 """Labels of a step: the target's distributions, or the text's next tokens."""
 TARGET_KIND = "qwen3"
 TARGET_KINDS = (TARGET_KIND, "qwen3_5_text")
-PUBLISHED_PARTS = ("draft", "eagle", "griffin", "tokenswift")
+PUBLISHED_PARTS = ("dflash", "draft", "eagle", "eagle3", "griffin", "tokenswift")
 TARGET_TOKENS = 20_000_000  # 1.2 times the embedded model's books, hours on two processor cores
 
 

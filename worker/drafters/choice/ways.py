@@ -143,6 +143,7 @@ class MeasuredWay(DraftWay):
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.needs_hidden, self.reads_caches = drafter.needs_hidden, drafter.reads_caches
+        self.feature_layers = drafter.feature_layers
         self.needs_top_k = self.wants_candidates = drafter.needs_top_k
         self.phases = drafter.phases
 

@@ -31,6 +31,7 @@ from swiftbatch.worker.drafters.griffin.draft_input import (
     window_start,
 )
 from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig, GriffinModel, GriffinWeights, packed_weights
+from swiftbatch.worker.drafters.griffin.published_layers import FeatureProjection
 from swiftbatch.worker.forward.forward_interface import Forwards
 from swiftbatch.worker.forward.step_costs import seconds_of
 from swiftbatch.worker.forward.target_model import TargetModel
@@ -146,6 +147,9 @@ class _Context:
 class DraftForwards(Protocol):
     """A draft model over the target's features."""
 
+    feature_layers: tuple[int, ...]
+    """Layers of the target whose outputs are the features; none: the final hidden states are."""
+
     def start(self, sequence: Sequence, target_cache: FullKVCache) -> None:
         """Make room for a sequence; `target_cache` is its cache in the target."""
 
@@ -163,11 +167,19 @@ class DraftForwards(Protocol):
 
 
 class GriffinForwards:
-    def __init__(self, rows: GriffinRows, target: TargetModel, sees_all: bool = False) -> None:
+    def __init__(
+        self,
+        rows: GriffinRows,
+        target: TargetModel,
+        sees_all: bool = False,
+        projection: FeatureProjection | None = None,
+    ) -> None:
         """`sees_all`: the draft model sees the whole text, not its first tokens and a window."""
         self._rows = rows
         self._target = target
         self._sees_all = sees_all
+        self._projection = projection
+        self.feature_layers = () if projection is None else projection.layers
         self._contexts: dict[str, _Context] = {}
 
     def start(self, sequence: Sequence, target_cache: FullKVCache) -> None:
@@ -177,8 +189,10 @@ class GriffinForwards:
     def stop(self, sequence_id: str) -> None:
         del self._contexts[sequence_id]
 
+    @torch.inference_mode()
     def take(self, sequence_id: str, position: int, hidden: torch.Tensor) -> None:
-        self._contexts[sequence_id].room.features.put(position, hidden)
+        features = hidden if self._projection is None else self._projection(hidden)
+        self._contexts[sequence_id].room.features.put(position, features)
 
     def follow(self, sequences: list[Sequence]) -> list[Candidates]:
         for sequence in sequences:
@@ -229,26 +243,36 @@ class GriffinForwards:
         if not features.holds(start, end):
             last = min(NUM_SINKS, len(sequence)) - 1 if position < NUM_SINKS else len(sequence) - 1
             end_of_replay = min(last, start + NUM_ENTRIES)  # features keep no more
-            features.put(start, self._replay(sequence, context.target_cache, start, end_of_replay))
+            hidden = replayed(self._target, sequence, context.target_cache, start, end_of_replay, self.feature_layers)
+            self.take(sequence.sequence_id, start, hidden)
         return [NOTHING] * (position == 0) + features.places(start, end)
-
-    def _replay(self, sequence: Sequence, cache: FullKVCache, start: int, end: int) -> torch.Tensor:
-        """Return the target's final hidden states at positions `[start, end)`: `[end - start, hidden]`."""
-        size, token_ids = self._target.hidden_size, sequence.token_ids
-        hidden = [torch.zeros(0, size, dtype=self._target.dtype, device=self._target.device)]
-        with cache.replayed(start, end - start) as before:
-            while before.length < end:
-                hidden.append(self._target.read(before, token_ids[before.length : end].tolist()))
-        return torch.cat(hidden)
 
     def _level_rows(self, level: Level) -> DraftRows:
         room, tree = self._contexts[level.sequence.sequence_id].room, level.tree
         rows = tree_rows(room.cache, int(level.sequence.token_ids[-1]), tree).part(1 + level.first, 1 + len(tree))
         places = [regressed_place(1 + parent) for parent in tree.parents[level.first :]]  # ROOT is the row in front
-        return DraftRows(room, rows, places, _paths(tree)[level.first :], 1 + level.first)
+        return DraftRows(room, rows, places, paths_of(tree)[level.first :], 1 + level.first)
 
 
-def _paths(tree: DraftTree) -> list[list[int]]:
+def replayed(
+    target: TargetModel,
+    sequence: Sequence,
+    cache: FullKVCache,
+    start: int,
+    end: int,
+    feature_layers: tuple[int, ...] = (),
+) -> torch.Tensor:
+    """Return the target's hidden states at positions `[start, end)`, `[end - start, hidden]`, or its features."""
+    size = target.hidden_size * max(1, len(feature_layers))
+    hidden = [torch.zeros(0, size, dtype=target.dtype, device=target.device)]
+    with cache.replayed(start, end - start) as before:
+        while before.length < end:
+            token_ids = sequence.token_ids[before.length : end].tolist()
+            hidden.append(target.read(before, token_ids, feature_layers))
+    return torch.cat(hidden)
+
+
+def paths_of(tree: DraftTree) -> list[list[int]]:
     """Return the tokens from below the root to each node."""
     paths: list[list[int]] = []
     for token_id, parent in zip(tree.token_ids, tree.parents, strict=True):
@@ -333,7 +357,7 @@ class TiledRows:
         for tile in pack_tiles([part.rows for part in parts], needs_whole):
             predicted, regress = self._tile(tile, features[: tile.num_rows])
             features = features[tile.num_rows :]
-            logits.append(self._target.logits(predicted)[: tile.num_rows])
+            logits.append(self._model.logits(predicted, self._target)[: tile.num_rows])
             regressed.append(regress[: tile.num_rows])
         wanted = wanted_rows(parts)
         return keep_and_rank(parts, torch.cat(regressed)[wanted], torch.cat(logits)[wanted], self._num_candidates)

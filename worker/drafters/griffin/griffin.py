@@ -14,9 +14,10 @@ from swiftbatch.worker.drafters.choice.choosing_drafter import with_measured
 from swiftbatch.worker.drafters.choice.tree_sizes import LEARNING_RATE, PRIOR_STEPS
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
 from swiftbatch.worker.drafters.engine_options import GriffinOptions
+from swiftbatch.worker.drafters.griffin.block_forwards import BlockForwards
 from swiftbatch.worker.drafters.griffin.draft_forwards import DraftForwards, GriffinForwards, Level, rows_of
 from swiftbatch.worker.drafters.griffin.draft_input import Candidates
-from swiftbatch.worker.drafters.griffin.griffin_model import load_griffin
+from swiftbatch.worker.drafters.griffin.griffin_model import load_block, load_griffin
 from swiftbatch.worker.forward.step_costs import Costs, StepCosts
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import max_tree_depth
@@ -160,11 +161,23 @@ def griffin(target: TargetModel, costs: Costs, parts_folder: Path | None, option
     sees_all = options.context == "whole"
     if sees_all and target.forwards.arena is not None:
         raise ModelError("engine griffin: context=whole needs layers on a CPU; a GPU keeps a window of the draft layer")
-    rows = rows_of(load_griffin(parts_folder, target), target, options.breadth)
-    forwards = GriffinForwards(rows, target, sees_all)
+    forwards = forwards_of(parts_folder, target, options.breadth, sees_all)
     planner = None if options.at_every_step else PricePlanner(costs(), forwards.level_seconds())
     drafter = GriffinDrafter(forwards, planner, options)
     return drafter if options.at_every_step else with_measured(drafter, costs)
+
+
+def forwards_of(
+    parts_folder: Path | None, target: TargetModel, breadth: int, sees_all: bool
+) -> GriffinForwards | BlockForwards:
+    if (block := load_block(parts_folder, target)) is not None:
+        if target.forwards.arena is not None:
+            raise ModelError("engine griffin: this part drafts whole blocks, which only CPUs do here; use --device cpu")
+        return BlockForwards(block, target, breadth, sees_all)
+    model = load_griffin(parts_folder, target)
+    if target.forwards.arena is not None and model.projection is not None:
+        target.read(target.new_cache(1), [0], model.projection.layers)  # graphs are captured before other threads copy
+    return GriffinForwards(rows_of(model, target, breadth), target, sees_all, model.projection)
 
 
 class GriffinDrafter(Drafter):
@@ -177,6 +190,7 @@ class GriffinDrafter(Drafter):
     def __init__(self, forwards: DraftForwards, planner: PricePlanner | None, options: GriffinOptions) -> None:
         """Without a planner, trees are as large as their limits (the paper's setting)."""
         self._forwards = forwards
+        self.feature_layers = forwards.feature_layers
         self._planner = planner
         self._options = options
         self._tracked: dict[str, _Tracked] = {}

@@ -7,22 +7,31 @@ are two features: one for the target's language model head, one for the draft's 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import silu
-from transformers import LlamaConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from swiftbatch.worker.drafters.catalogue import FINGERPRINT, GRIFFIN, ORIGIN, read_part
+from swiftbatch.worker.drafters.catalogue import FINGERPRINT, GRIFFIN, ORIGIN, ReadPart, read_part
+from swiftbatch.worker.drafters.griffin.block_model import BlockConfig, BlockModel
 from swiftbatch.worker.drafters.griffin.draft_input import NUM_ENTRIES, NUM_PLACES
-from swiftbatch.worker.drafters.griffin.published_layers import PublishedFusion, TwoOutputs
+from swiftbatch.worker.drafters.griffin.published_layers import (
+    FeatureProjection,
+    LayerConfig,
+    NormedHead,
+    Pair,
+    PairLayer,
+    PublishedFusion,
+    TwoOutputs,
+)
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, LayerWeights, layer_weights, linear_of
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
@@ -48,22 +57,16 @@ SECOND_FUSIONS: dict[Fusion, tuple[Source, ...]] = {
 
 
 @dataclass(frozen=True)
-class GriffinConfig:
+class GriffinConfig(LayerConfig):
     """Sizes of a draft model, and its ablation."""
 
-    hidden_size: int  # as the target's
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     expansion_size: int  # width of the second fusion; 0: neither up-projector nor SiLU (table 6, ablation 1)
     fusion: Fusion = "token"
     has_token_enhanced_head: bool = True
-    epsilon: float = 1e-5  # of RMS norms
-    rope_theta: float = 10_000.0
-    has_attention_bias: bool = False
     has_input_norm: bool = True  # published layers attend to fused rows that are not normed
-    is_published: bool = False  # has the layers of `published_layers`
+    is_published: bool = False  # has GRIFFIN's published layers
+    vocab_size: int = 0  # EAGLE-3: the target's tokens
+    draft_vocab_size: int = 0  # EAGLE-3: the tokens of its own head
 
     @classmethod
     def for_target(cls, target: PreTrainedConfig) -> GriffinConfig:
@@ -76,19 +79,6 @@ class GriffinConfig:
             num_kv_heads=getattr(target, "num_key_value_heads", None) or num_heads,
             head_dim=getattr(target, "head_dim", None) or target.hidden_size // num_heads,
             expansion_size=target.intermediate_size,
-        )
-
-    def layer_config(self) -> LlamaConfig:
-        return LlamaConfig(
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_hidden_layers=1,
-            num_attention_heads=self.num_heads,
-            num_key_value_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
-            rms_norm_eps=self.epsilon,
-            attention_bias=self.has_attention_bias,
         )
 
 
@@ -139,12 +129,20 @@ class GriffinModel(nn.Module):
         self.config = config
         self.fusion = _fusion_of(config)
         self.rotary = LlamaRotaryEmbedding(layer_config)
+        self.projection: FeatureProjection | None = None
+        self.head: TokenEnhancedHead | NormedHead | None = None
+        if config.feature_layers:
+            self.projection = FeatureProjection(config.hidden_size, config.feature_layers)
+            self.layer = PairLayer(layer_config)
+            self.head = NormedHead(config.hidden_size, config.draft_vocab_size, config.vocab_size, config.epsilon)
+            return
         self.layer = LlamaDecoderLayer(layer_config, layer_idx=0)
         if not config.has_input_norm:
             self.layer.input_layernorm = nn.Identity()
         if config.is_published:
             self.layer.mlp = TwoOutputs(layer_config)
-        self.head = TokenEnhancedHead(config.hidden_size) if config.has_token_enhanced_head else None
+        if config.has_token_enhanced_head:
+            self.head = TokenEnhancedHead(config.hidden_size)
 
     def set_attention(self, name: str) -> None:
         self.layer.self_attn.config._attn_implementation = name
@@ -162,20 +160,29 @@ class GriffinModel(nn.Module):
             return hidden[0], hidden[1]
         return (hidden, hidden) if self.head is None else self.head(hidden)
 
+    def logits(self, predicted: torch.Tensor, target: TargetModel) -> torch.Tensor:
+        """Return `[num_rows, vocab] float32` of predicted features, by the target's head or the model's own."""
+        return self.head.logits(predicted) if isinstance(self.head, NormedHead) else target.logits(predicted)
 
-def _fusion_of(config: GriffinConfig) -> TokenGuidedFusion | PublishedFusion:
+
+def _fusion_of(config: GriffinConfig) -> TokenGuidedFusion | PublishedFusion | Pair:
+    if config.feature_layers:
+        return Pair()
     if config.is_published:
         return PublishedFusion(config.hidden_size, config.expansion_size, config.epsilon)
     return TokenGuidedFusion(config)
 
 
-CONFIG = "griffin_config"  # a JSON object in the file's header
+CONFIG, BLOCK_CONFIG = "griffin_config", "block_config"  # either is a JSON object in the file's header
 
 
-def save_griffin(folder: Path, model: GriffinModel, model_fingerprint: str, origin: str | None = None) -> None:
+def save_griffin(
+    folder: Path, model: GriffinModel | BlockModel, model_fingerprint: str, origin: str | None = None
+) -> None:
     """Write a draft model in bf16, with its config, the target's fingerprint, and an imported model's origin."""
     tensors = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in model.state_dict().items()}
-    header = {FINGERPRINT: model_fingerprint, CONFIG: json.dumps(asdict(model.config))}
+    key = CONFIG if isinstance(model, GriffinModel) else BLOCK_CONFIG
+    header = {FINGERPRINT: model_fingerprint, key: json.dumps(asdict(model.config))}
     header |= {} if origin is None else {ORIGIN: origin}
     save_file(tensors, folder / GRIFFIN.name, metadata=header)
     let_others_read(folder / GRIFFIN.name)
@@ -187,17 +194,45 @@ def load_griffin(parts_folder: Path | None, target: TargetModel) -> GriffinModel
     Raises ModelError if there is no draft model, or if it belongs to another target.
     """
     part = read_part(GRIFFIN, target, parts_folder)
+    model = _loaded(part, CONFIG, GriffinConfig, GriffinModel, target)
+    if isinstance(model.head, NormedHead):
+        found, expected = int((model.head.is_drafted > 0).sum()), model.config.draft_vocab_size
+        if found != expected or len(model.head.is_drafted) != target.vocab_size:
+            raise part.fault(f"`head.is_drafted` has {found} of {len(model.head.is_drafted)} tokens")
+    return model
+
+
+def load_block(parts_folder: Path | None, target: TargetModel) -> BlockModel | None:
+    """Read a block drafter, or return None if the part is another draft model. Raises ModelError as `load_griffin`."""
+    files = target.files
+    with safe_open(GRIFFIN.find(files.name, files.path, files.fingerprint, parts_folder), framework="pt") as file:
+        if BLOCK_CONFIG not in file.metadata():
+            return None
+    part = read_part(GRIFFIN, target, parts_folder)
+    model = _loaded(part, BLOCK_CONFIG, BlockConfig, BlockModel, target)
+    if not 0 <= model.config.mask_token_id < target.vocab_size or model.config.vocab_size not in (0, target.vocab_size):
+        raise part.fault(f"header `{BLOCK_CONFIG}`: other tokens than those of {files.name}")
+    return model
+
+
+Model = TypeVar("Model", GriffinModel, BlockModel)
+
+
+def _loaded(
+    part: ReadPart, key: str, config_type: type[LayerConfig], make: Callable[[Any], Model], target: TargetModel
+) -> Model:
+    """Make a model of the config in a part's header and its tensors. Raises ModelError as `load_griffin` does."""
     try:
-        model = GriffinModel(GriffinConfig(**json.loads(part.header.get(CONFIG, ""))))
+        config = config_type(**json.loads(part.header.get(key, "")))
+        model = make(config)
     except (ValueError, TypeError, KeyError) as error:
-        raise part.fault(f"header `{CONFIG}`: {error}") from error
-    found, expected = model.config.hidden_size, target.hidden_size
-    if found != expected:
-        raise part.fault(f"features of {found} numbers, but {target.files.name} has {expected}")
+        raise part.fault(f"header `{key}`: {error}") from error
+    if config.hidden_size != target.hidden_size:
+        raise part.fault(f"features of {config.hidden_size} numbers, but {target.files.name} has {target.hidden_size}")
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     model.load_state_dict(part.checked(shapes))
     model.to(target.device, target.dtype).eval().requires_grad_(False)
-    model.rotary = LlamaRotaryEmbedding(model.config.layer_config()).to(target.device)  # its angles stay float32
+    model.rotary = LlamaRotaryEmbedding(config.layer_config()).to(target.device)  # its angles stay float32
     return model
 
 
@@ -238,8 +273,8 @@ class GriffinWeights:
 def packed_weights(model: GriffinModel, vocab_size: int) -> GriffinWeights:
     """Pack a draft model for the kernels. Raises ValueError for sizes that they do not take."""
     config, fusion, head = model.config, model.fusion, model.head
-    if isinstance(fusion, PublishedFusion):
-        raise ValueError("found the published form of GRIFFIN, which only torch computes")
+    if not isinstance(fusion, TokenGuidedFusion) or isinstance(head, NormedHead):
+        raise ValueError("found the published form of GRIFFIN or EAGLE-3, which only torch computes")
     layer_config = config.layer_config()
     sizes = DecoderSizes(
         num_layers=1,

@@ -49,6 +49,8 @@ from swiftbatch.worker.sampling.sequence import Sequence
 class MTPForwards:
     """The layer's rows and a track per sequence, in place of `GriffinForwards`."""
 
+    feature_layers: tuple[int, ...] = ()
+
     def __init__(self, rows: GriffinRows, target: TargetModel) -> None:
         self._rows, self._target = rows, target
         self._tracks: dict[str, MTPSequence] = {}

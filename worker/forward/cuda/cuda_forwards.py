@@ -155,18 +155,20 @@ class CudaForwards:
         states = "" if self._decoder.mixers is None else f", {STATES_NAME}"
         return with_kv(computed + states, self.cache_shape.kv_dtype)
 
-    def run(self, groups: list[SequenceRows]) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(
+        self, groups: list[SequenceRows], feature_layers: tuple[int, ...] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if (num_rows := sum(map(len, groups))) <= self.rows_per_forward:
-            return self._forward(groups).clone(), self._decoder.logits[:num_rows]
+            return self._forward(groups, feature_layers).clone(), self._decoder.logits[:num_rows]
         hidden, logits = [], []
         for tile in pack_tiles(groups, pad_rows=True, tile_rows=self.rows_per_forward):
-            hidden.append(self._forward(tile.parts).clone())
+            hidden.append(self._forward(tile.parts, feature_layers).clone())
             logits.append(self._decoder.logits[: tile.num_rows].clone())
         return torch.cat(hidden), torch.cat(logits)
 
-    def read(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:
+    def read(self, cache: FullKVCache, token_ids: list[int], feature_layers: tuple[int, ...] = ()) -> torch.Tensor:
         rows = known_rows(cache, token_ids[:BLOCK])[0]  # a call ends at the next boundary
-        hidden = self._forward([rows]).clone()
+        hidden = self._forward([rows], feature_layers).clone()
         cache.advance(len(rows))
         return hidden
 
@@ -206,15 +208,18 @@ class CudaForwards:
     def _batch_sampler(self) -> CudaBatchSampler:
         return CudaBatchSampler(self.vocab_size, self.device, self.capture, self.rows_per_forward)
 
-    def _forward(self, groups: list[SequenceRows]) -> torch.Tensor:
-        """Return final hidden states, `[num_rows, hidden]`, valid until the next forward."""
+    def _forward(self, groups: list[SequenceRows], feature_layers: tuple[int, ...]) -> torch.Tensor:
+        """Return final hidden states, `[num_rows, hidden]`, or features, valid until the next forward."""
+        if feature_layers and feature_layers != self._decoder.feature_layers:
+            self._decoder.hand_out(feature_layers)
+            self._graph = self.capture(self._decoder.forward, self.device)
         self._send(groups)
         self._graph.replay()
         self._note_states(groups)
         num_rows = sum(len(group) for group in groups)
         if self.expert_counts is not None:
             self.expert_counts.look(num_rows)
-        return self._decoder.hidden[:num_rows]
+        return (self._decoder.features if feature_layers else self._decoder.hidden)[:num_rows]
 
     def _send(self, groups: list[SequenceRows]) -> None:
         computing_stream(self.device).join()

@@ -51,6 +51,8 @@ class CudaDecoder:
     Writes `hidden [num_rows, hidden]` in the model's dtype and `logits [num_rows, vocab] float32`.
     """
 
+    feature_layers: tuple[int, ...] = ()
+
     def __init__(
         self,
         weights: StackedWeights,
@@ -140,6 +142,11 @@ class CudaDecoder:
             self._run_layer(number, tap)
         self.end()
 
+    def hand_out(self, layers: tuple[int, ...]) -> None:
+        """Also write `features [num_rows, num_layers * hidden]`, these layers' outputs, in every later forward."""
+        self.feature_layers = layers
+        self.features = self.hidden.new_zeros(len(self.hidden), len(layers) * self.sizes.hidden)
+
     def begin(self) -> None:
         table, weights = self._table, self._weights
         embed(table.rows, table.token_ids, weights.embedding, self._state, self.sizes.embedding_scale)
@@ -149,6 +156,7 @@ class CudaDecoder:
         weights, sizes = self._weights, self.sizes
         self._add_norm(self._delta, weights.layers[-1].last_norm, weights.final_norm, self.hidden)
         self._linear(self.hidden, weights.head.weight, weights.head.bias, self.logits)
+        self._keep_features(len(weights.layers) - 1)
         if sizes.logit_scale != 1.0:
             self.logits.mul_(sizes.logit_scale)
         if sizes.logit_softcap:
@@ -157,16 +165,25 @@ class CudaDecoder:
     def _run_layer(self, number: int, tap: Callable[[int, Tensor], None] | None) -> None:
         layers, layer = self._weights.layers, self._weights.layers[number]
         delta, behind = (self._delta, layers[number - 1].last_norm) if number else (None, None)
-        rows = self._state
-        if layer.attention is not None or layer.mixer is not None:
+        rows, is_mixed = self._state, layer.attention is not None or layer.mixer is not None
+        if is_mixed:
             rows = self._add_norm(delta, behind, layer.input_norm, self._normed)
+            self._keep_features(number - 1)
             self._mix(number, rows)
             delta, behind = self._delta, layer.output_norm
         if tap is not None and layer.attention is not None:
             tap(self._attending[number], self.attention.heads())
         if layer.dense_mlp is not None or layer.experts is not None:
             normed = self._add_norm(delta, behind, layer.mlp_norm, self._normed)
+            if not is_mixed:
+                self._keep_features(number - 1)
             self._run_mlp(layer, rows if self.sizes.is_parallel else normed)
+
+    def _keep_features(self, number: int) -> None:
+        """Copy a layer's output, which is in the state once the next norm has added the layer's last part."""
+        for place, layer in enumerate(self.feature_layers):
+            if layer == number:
+                self.features.view(len(self.features), -1, self.sizes.hidden)[:, place].copy_(self._state)
 
     def _add_other_angles(self, num_angles: int, num_positions: int, device: torch.device) -> None:
         """Add the angles of layers that rotate in another way than most, and the factors of queries."""
@@ -277,7 +294,7 @@ class CudaDecoder:
         if experts:
             parts = (experts, sizes.hidden, sizes.dtype, sizes.activation, device)
             self._experts = CudaExperts(*parts, self._linear, num_rows)
-        self.hidden = rows(sizes.hidden)
+        self.hidden, self.features = rows(sizes.hidden), rows(0)
         self.logits = torch.zeros(num_rows, sizes.vocab, device=device)
 
     def _allocate_table(self, device: torch.device) -> None:

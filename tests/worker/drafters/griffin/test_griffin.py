@@ -10,6 +10,7 @@ import torch
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.drafter_interface import DraftRequest
 from swiftbatch.worker.drafters.engine_options import GRIFFIN_PAPER, GriffinOptions
+from swiftbatch.worker.drafters.griffin import draft_forwards
 from swiftbatch.worker.drafters.griffin.draft_forwards import GriffinForwards, Level
 from swiftbatch.worker.drafters.griffin.draft_input import entry_of, regressed_place, window_start
 from swiftbatch.worker.drafters.griffin.griffin import GriffinDrafter
@@ -139,7 +140,7 @@ def test_the_target_runs_the_window_once_and_then_gives_its_features_with_every_
     engine.start(sequence, cache)
     engine.step()
     replays: list[int] = []
-    monkeypatch.setattr(GriffinForwards, "_replay", lambda *args: replays.append(1))
+    monkeypatch.setattr(draft_forwards, "replayed", lambda *args: replays.append(1))
     while len(sequence) < 800:  # at 768 the window begins anew
         engine.step()
     assert replays == []

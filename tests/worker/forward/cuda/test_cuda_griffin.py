@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,8 @@ from swiftbatch.worker.drafters.drafter_interface import AutoregressiveDrafter
 from swiftbatch.worker.drafters.engine_options import GriffinOptions
 from swiftbatch.worker.drafters.griffin.cuda_draft_rows import CudaRows
 from swiftbatch.worker.drafters.griffin.draft_forwards import GriffinForwards, GriffinRows, TiledRows, rows_of
-from swiftbatch.worker.drafters.griffin.griffin import GriffinDrafter
-from swiftbatch.worker.drafters.griffin.griffin_model import load_griffin
+from swiftbatch.worker.drafters.griffin.griffin import GriffinDrafter, forwards_of
+from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig, GriffinModel, load_griffin, save_griffin
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.kv_capacity import KVRoomError
@@ -67,6 +68,30 @@ def test_tokens_are_those_of_plain_decoding_and_trees_those_of_torch(files: Mode
         assert len(trees[0]) >= 3
     for sequence in sequences:
         assert sequence.output_ids.tolist() == plainly_decoded(reference, sequence)
+
+
+def test_layers_hand_out_their_outputs_and_an_eagle_3_head_drafts_from_them(tiny_model: Path, tmp_path: Path) -> None:
+    files = locate_model(str(tiny_model))
+    target, reference = cuda_target(files, torch.float32, linear="cublas"), TargetModel.load(files, "float32", "cpu")
+    config = replace(
+        GriffinConfig.for_target(reference.model.config),
+        feature_layers=(1, 0),
+        vocab_size=target.vocab_size,
+        draft_vocab_size=target.vocab_size,
+    )
+    torch.manual_seed(1)
+    model = GriffinModel(config)
+    model.head.is_drafted.fill_(1)  # type: ignore[union-attr]
+    save_griffin(tmp_path, model, files.fingerprint)
+    forwards = forwards_of(tmp_path, target, OPTIONS.breadth, sees_all=False)
+    found, expected = (each.read(each.new_cache(64), [3, 4, 5], (1, 0)) for each in (target, reference))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    sequence, engine = new_sequence(target, "a", 12, **DRAWN), Engine(target, GriffinDrafter(forwards, None, OPTIONS))
+    engine.start(sequence)
+    while sequence.finish_reason is None:
+        engine.step()
+    assert engine.counters.num_draft_tokens > 0
+    assert sequence.output_ids.tolist() == plainly_decoded(reference, sequence)
 
 
 def plainly_decoded(target: TargetModel, drafted: Sequence) -> list[int]:
