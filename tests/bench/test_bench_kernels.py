@@ -64,7 +64,7 @@ def test_every_operation_is_counted_timed_and_shown(result: list[Record]) -> Non
     limits, *records = result
     assert (limits["variant"], limits["numerics"]) == (VARIANTS[-1], "cpu native f32 1, bfloat16")
     by_place = {(record["name"], record["length"], record["num_rows"]): record for record in records}
-    assert len(by_place) == len(records) == (5 + 21 + 3) * 2 + 2 + 2 + 2 * 2 + 2 * 2
+    assert len(by_place) == len(records) == (5 + 21 + 5) * 2 + 2 + 2 + 2 * 2 + 2 * 2
     gate_up = by_place["gate, up 64x192", None, 3]
     assert (gate_up["num_bytes"], gate_up["num_flops"]) == (2 * 64 * 192, 2 * 3 * 64 * 192)
     packed = by_place["gate, up 64x192 4 bits by 32", None, 3]
