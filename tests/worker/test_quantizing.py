@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker import quantizing
-from swiftbatch.worker.exactness.forward_comparisons import probe_rows
+from swiftbatch.worker.exactness.forward_comparisons import compare, probe_rows
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
@@ -206,6 +206,9 @@ def test_rows_of_8_bits_are_exact_among_themselves_and_have_a_name(plain: Path, 
     assert ", int8 products 1" in target.numerics
     assert target.numerics != TargetModel.load(files, "bfloat16", "cpu").numerics
     assert probe_rows(target, 200).num_differing == 0
+    wide = TargetModel.load(files, "float32", "cpu", kernels=CudaKernels(linear="int8"))
+    assert compare(wide, has_integer_rows=True).agrees
+    assert not compare(wide).agrees, "rows of 8 bits are seen"
 
 
 def test_rows_of_8_bits_are_refused_where_no_weight_takes_them(

@@ -94,7 +94,7 @@ def diagnose(config: Computation, num_rows: int = NUM_PROBED_ROWS) -> Diagnosis:
         verdict="exact" if result.num_differing == 0 else "exact up to ties",
         num_rows=result.num_rows,
         num_differing=result.num_differing,
-        agreement=compare(target),
+        agreement=compare(target, has_integer_rows=config.cuda_kernels.has_integer_rows),
         model=config.model,
         model_fingerprint=files.fingerprint,
         dtype=config.dtype,

@@ -157,9 +157,8 @@ class NativeForwards:
         sees_all = not _sees_otherwise(sizes) and not any(layer.window for layer in weights.layers)
         self.can_scan = sees_all and self.cache_shape.recurrent is None  # a state cannot be read in part
         self._most_read = MOST_READ if self.cache_shape.recurrent is None else MOST_ROWS
-        self._decoder = NativeDecoder(
-            weights, torch.get_num_threads(), variant, as_integers
-        )  # removes the layers from `weights`
+        # removes the layers from `weights`
+        self._decoder = NativeDecoder(weights, torch.get_num_threads(), variant, as_integers)
         self.team = self._decoder.team
         self.vocab_size, self.hidden_size = sizes.vocab, sizes.hidden
         self.eos_token_ids = eos_token_ids
