@@ -48,11 +48,11 @@ void integer_row(const float *row, int depth, row_piece *pieces) {
     }
 }
 
-// Forms of weights: numbers from 0 to 15; of 4 bits in a table; of 8 bits with and without sign.
-typedef enum { FROM_0_TO_15, IN_TABLE, SIGNED, UNSIGNED } weight_form;
+// Forms of weights: numbers from 0 to 15; of 4 bits in a table; from -32 to 31; of 8 bits with and without sign.
+typedef enum { FROM_0_TO_15, IN_TABLE, NARROW_SIGNED, SIGNED, UNSIGNED } weight_form;
 
 static weight_form weight_form_of(const quantized_part *part) {
-    if (part->code == CODE_INT8) return SIGNED;
+    if (part->code == CODE_INT8) return part->is_narrow ? NARROW_SIGNED : SIGNED;
     if (part->code == CODE_UINT8) return UNSIGNED;
     for (int i = 0; i < LANES; i++)
         if (part->whole_table[i] != i) return IN_TABLE;
@@ -73,8 +73,13 @@ INLINE void add_quad(const int rows, const weight_form form, quads weights, cons
 INLINE void add_quads(const int rows, const weight_form form, const int deep, const int8_t *table, const uint8_t *codes,
                       const row_piece *const pieces[], int place, sums_of_eight_bits sums[]) {
     const bool is_half = form == FROM_0_TO_15 || form == IN_TABLE;
+#pragma GCC unroll 4
+    for (int k = 0; form == NARROW_SIGNED && k < deep; k += 2 * QUAD, codes += 2 * QUADS_BYTES) {
+        quads first = quads_load(codes), second = quads_load(codes + QUADS_BYTES);
+        for (int r = 0; r < rows; r++) sums[r] = add_narrow(sums[r], first, second, pieces[r]->numbers + place + k);
+    }
 #pragma GCC unroll 8
-    for (int k = 0; k < deep; k += is_half ? 2 * QUAD : QUAD, codes += QUADS_BYTES) {
+    for (int k = 0; form != NARROW_SIGNED && k < deep; k += is_half ? 2 * QUAD : QUAD, codes += QUADS_BYTES) {
         quads both = quads_load(codes), low = is_half ? quads_low(both) : both;
         add_quad(rows, form, form == IN_TABLE ? quads_lookup(low, table) : low, pieces, place + k, sums);
         if (!is_half) continue;
@@ -97,8 +102,9 @@ INLINE void add_piece(const int rows, const weight_form form, const int deep, co
     for (int r = 0; r < rows; r++) {
         const int32_t *halves = pieces[r]->sums;
         int32_t of_row = deep == ROW_PIECE ? halves[0] + halves[1] : halves[which];
-        sums[r] = form == FROM_0_TO_15 ? small_begin() : signed_begin(of_row);
+        sums[r] = form == FROM_0_TO_15 || form == NARROW_SIGNED ? small_begin() : signed_begin(of_row);
         if (form == UNSIGNED) sums[r] = add_everywhere(sums[r], 128 * of_row);
+        if (form == NARROW_SIGNED) sums[r] = add_everywhere(sums[r], -32 * of_row);
     }
     add_quads(rows, form, deep, part->whole_table, codes, pieces, place, sums);
     for (int r = 0; r < rows; r++) {
@@ -174,6 +180,7 @@ static void multiply_block(weight_form form, quantized_block block, int num_rows
     switch (form) {
         MULTIPLY_FORM(FROM_0_TO_15);
         MULTIPLY_FORM(IN_TABLE);
+        MULTIPLY_FORM(NARROW_SIGNED);
         MULTIPLY_FORM(SIGNED);
         MULTIPLY_FORM(UNSIGNED);
     }

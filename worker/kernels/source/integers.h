@@ -4,8 +4,9 @@
 
 enum { QUAD = 4, QUADS_BYTES = QUAD * LANES };  // neighbours along the depth in a lane; bytes of all lanes
 
-// Of `quads`, each lane has four weights. `add_small` takes weights from 0 to 15, up to 32 times; `add_signed` any of 8
-// bits. Sums begin with `small_begin` or `signed_begin`, which knows the sum of the row's numbers, and end as floats.
+// Of `quads`, each lane has four weights. `add_small` takes weights from 0 to 15, up to 32 times; `add_narrow` two quads
+// from 0 to 63; `add_signed` any of 8 bits. Sums begin with `small_begin` or `signed_begin`, which knows the sum of the
+// row's numbers, and end as floats.
 #if defined(__AVX512VNNI__)
 enum { MOST_INTEGER_ROWS = 8 };
 typedef __m512i quads;
@@ -26,6 +27,9 @@ INLINE sums_of_eight_bits add_small(sums_of_eight_bits sums, quads weights, cons
     return _mm512_dpbusd_epi32(sums, weights, quad_of_row(row));
 }
 INLINE vec small_end(sums_of_eight_bits sums) { return _mm512_cvtepi32_ps(sums); }
+INLINE sums_of_eight_bits add_narrow(sums_of_eight_bits sums, quads first, quads second, const int8_t *row) {
+    return add_small(add_small(sums, first, row), second, row + QUAD);
+}
 // The instruction takes weights without sign: they are 128 larger.
 INLINE sums_of_eight_bits signed_begin(int32_t sum_of_row) { return _mm512_set1_epi32(-128 * sum_of_row); }
 INLINE quads signed_weights(quads weights) { return _mm512_xor_si512(weights, _mm512_set1_epi8((char)0x80)); }
@@ -78,6 +82,16 @@ INLINE vec small_end(sums_of_eight_bits sums) {
     __m256i ones = _mm256_set1_epi16(1);
     return floats_of((quads){_mm256_madd_epi16(sums.low, ones), _mm256_madd_epi16(sums.high, ones)});
 }
+// In 16 bits: two additions of at most 2 * 63 * 127.
+INLINE __m256i half_narrow(__m256i sums, __m256i first, __m256i second, __m256i four, __m256i next) {
+    __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(first, four), _mm256_maddubs_epi16(second, next));
+    return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+INLINE sums_of_eight_bits add_narrow(sums_of_eight_bits sums, quads first, quads second, const int8_t *row) {
+    __m256i four = quad_of_row(row), next = quad_of_row(row + QUAD);
+    return (quads){half_narrow(sums.low, first.low, second.low, four, next),
+                   half_narrow(sums.high, first.high, second.high, four, next)};
+}
 INLINE sums_of_eight_bits signed_begin(int32_t sum_of_row) {
     (void)sum_of_row;
     return small_begin();
@@ -125,6 +139,9 @@ INLINE vec small_end(sums_of_eight_bits sums) {
     float lanes[LANES];
     for (int i = 0; i < LANES; i++) lanes[i] = (float)sums.lane[i];
     return vec_load(lanes);
+}
+INLINE sums_of_eight_bits add_narrow(sums_of_eight_bits sums, quads first, quads second, const int8_t *row) {
+    return add_small(add_small(sums, first, row), second, row + QUAD);
 }
 INLINE sums_of_eight_bits signed_begin(int32_t sum_of_row) {
     (void)sum_of_row;

@@ -116,7 +116,7 @@ static void pack_quads(const quantized_part *part, const uint8_t *const columns[
             const uint8_t *from = columns[lane];
             int low = from[i / 2] >> 4 * (i % 2) & 15, high = from[2 + i / 2] >> 4 * (i % 2) & 15;
             // numbers without sign are stored 128 smaller
-            uint8_t byte = part->code == CODE_UINT8 ? from[i] ^ 0x80 : from[i];
+            uint8_t byte = part->code == CODE_UINT8 ? from[i] ^ 0x80 : (uint8_t)(from[i] + 32 * part->is_narrow);
             out[QUAD * lane + i] = code_bits(part->code) == 4 ? (uint8_t)(low | high << 4) : byte;
         }
 }
@@ -187,7 +187,7 @@ static void pack_abreast(const quantized_part *part, const uint8_t *codes, const
 }
 
 static bool is_alike(const quantized_part *a, const quantized_part *b) {
-    return a->code == b->code && a->fate == b->fate && a->group_size == b->group_size && a->scale_type == b->scale_type &&
+    return a->code == b->code && a->fate == b->fate && a->is_narrow == b->is_narrow && a->group_size == b->group_size && a->scale_type == b->scale_type &&
            a->groups_together == b->groups_together && a->has_offsets == b->has_offsets &&
            memcmp(a->table, b->table, sizeof a->table) == 0;
 }
@@ -197,6 +197,12 @@ static const quantized_part *first_like(const quantized_part *part) {
     for (const quantized_part *other = part->next; other; other = other->next)
         if (is_alike(part, other)) return other->like;
     return part;
+}
+
+static bool are_narrow(const uint8_t *codes, long count) {
+    bool are = true;
+    for (long i = 0; i < count; i++) are &= (uint8_t)(codes[i] + 32) < 64;
+    return are;
 }
 
 static void find_wholes(quantized_part *part) {
@@ -226,6 +232,7 @@ quantized_part *quantized_new(const quantized_rows *rows, int depth, int count, 
     part->data = weights_take((size_t)(num_blocks * part->block_bytes));
     memcpy(part->table, rows->table, sizeof(float) << bits);
     if (bits == 4 && part->fate == AS_INTEGERS) find_wholes(part);
+    part->is_narrow = part->fate == AS_INTEGERS && part->code == CODE_INT8 && are_narrow(rows->codes, (long)count * depth);
     part->like = first_like(part);
     int most_abreast = part->fate == AS_INTEGERS ? 1 : MOST_ABREAST;  // integers are read block by block
     for (int first = 0; first < num_blocks; first += most_abreast) {

@@ -25,6 +25,7 @@ struct quantized_part {
     int depth, group_size, code, scale_type;
     int groups_together;  // per stretch: 1, or TOGETHER if these share a float unit
     bool has_offsets;
+    bool is_narrow;  // AS_INTEGERS: codes from -32 to 31 (Q5_0, Q6_K), stored 32 larger
     fate fate;
     float table[256];
     int8_t whole_table[LANES];  // AS_INTEGERS: `table` of 4 bits in multiples of `unit`
