@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Iterator
 
 import torch
@@ -224,13 +225,13 @@ class Engine:
     ) -> tuple[StepOutputs, list[Walk]]:
         """Run all rows and draw tokens; the device has finished once the drawn tokens are on the host."""
         with timed(self.counters.step_seconds, "verify"):
-            proposed = [each.tree for each in trees]
+            started, proposed = time.perf_counter(), [each.tree for each in trees]
             rows = rows_of_trees(
                 [slot.cache for slot in ready], [slot.sequence.last_token_id for slot in ready], proposed
             )
-            outputs = self.target.verify(
-                rows + [part for prefill_chunk in prefill_chunks for part in prefill_chunk.rows]
-            )
+            known = [part for prefill_chunk in prefill_chunks for part in prefill_chunk.rows]
+            needs_all = not known or self._prefiller.needs_logits(prefill_chunks)
+            outputs = self.target.verify(rows + known, None if needs_all else len(rows))
             samplers, logits = [slot.sampler for slot in ready], outputs.logits[: len(ready)]
             masks = [None if each.masks is None else each.masks.words for each in trees]
             walks = self._batch_sampler.walks(
@@ -239,6 +240,8 @@ class Engine:
             if prefill_chunks:
                 read = StepOutputs(outputs.hidden[len(ready) :], outputs.logits[len(ready) :])
                 self._prefiller.take(prefill_chunks, read)
+                num_rows = sum(map(len, rows + known))
+                self._prefiller.pass_over(prefill_chunks, num_rows, time.perf_counter() - started)
         found = zip(trees, walks, strict=True)
         return outputs, [walk if each.masks is None else each.in_front_of_the_dead(walk) for each, walk in found]
 

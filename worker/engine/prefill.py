@@ -1,9 +1,9 @@
 """Running sequences, and the prefill of their caches: from shared prefixes, or tile by tile.
 
 One sequence prefills a shared prefix, and the others copy its keys and values, bit for bit. The newest prompts'
-prefixes are kept in the host's memory for later jobs. Before a step, tiles of one sequence are prefilled for a bounded
-time. If all forwards have the same number of rows, as on a GPU, known tokens also fill the unused rows of a step's
-forward.
+prefixes are kept in the host's memory for later jobs. While nothing is decoding, sequences are prefilled alone.
+Otherwise known tokens join the forward of a step: a few for each waiting sequence, or as many as fill a forward whose
+number of rows is fixed, as on a GPU.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ from swiftbatch.worker.drafters.drafter_interface import Drafter, ReadRows
 from swiftbatch.worker.engine.known_scores import KnownScores
 from swiftbatch.worker.engine.stopping import StopRule
 from swiftbatch.worker.forward.forward_interface import MOST_READ
+from swiftbatch.worker.forward.step_costs import pass_over
 from swiftbatch.worker.forward.target_model import StepOutputs, TargetModel
 from swiftbatch.worker.forward.tile_packing import SequenceRows, known_rows
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.kv.full_cache import CacheSource, FullKVCache
 from swiftbatch.worker.kv.kv_capacity import MEMORY, KVRoom
 from swiftbatch.worker.sampling.batch_sampler import BatchSampler, Sampler
 from swiftbatch.worker.sampling.draft_tree import Walk
 from swiftbatch.worker.sampling.sequence import Sequence
 
-PREFILL_SECONDS = 0.2  # per sequence and step
+PREFILL_SECONDS = 0.2  # per sequence and step, while nothing is decoding
+ROWS_BESIDE = BLOCK  # known tokens per waiting sequence in a step of others; a step of 8 rows then takes 4 to 5 times
 SHORTEST = 64  # tokens of a shared prefix; fewer are read as soon as copied
 MEMORY_SHARE = 1 / 8  # share of the memory that is free without kept prefixes
 
@@ -277,13 +280,14 @@ class Prefiller:
         self._sharing = sharing
         self._counters = counters
         self._rows_per_forward = target.forwards.rows_per_forward
+        self._row_seconds = 0.0  # per known token, of the latest tiles alone; 0: not measured
 
     def prefill_ahead(self, slots: list[Slot]) -> None:
-        """Prefill before a step for as long as decoding may wait; on a GPU, run one forward if nothing is decoding."""
+        """Copy known positions. If nothing is decoding, prefill for a bounded time, on a GPU by one forward."""
         for slot in slots:
             if slot.num_to_prefill and not self._sharing.waits(slot):
                 self._counters.num_copied_tokens += self._sharing.take_over(slot)
-                if self._rows_per_forward == 1:
+                if self._rows_per_forward == 1 and all(each.num_to_prefill for each in slots):
                     self._prefill_slot(slot)
         if self._rows_per_forward > 1 and slots and all(slot.num_to_prefill for slot in slots):
             prefill_chunks = self.prefill_chunks(slots, 0, 0)
@@ -295,12 +299,13 @@ class Prefiller:
     def prefill_chunks(self, slots: list[Slot], num_rows: int, num_decoding: int) -> list[PrefillChunk]:
         """Choose which of `slots` are prefilled beside `num_rows` rows of `num_decoding` sequences, with how many rows.
 
-        The chunks get one more forward if waiting would cost a prefilling sequence more than all decoding ones.
+        On a GPU, the chunks get one more forward if waiting would cost a prefilling sequence more than all decoding
+        ones.
         """
-        if self._rows_per_forward == 1:
-            return []
         num_free = -num_rows % self._rows_per_forward
-        if num_free * (1 + num_decoding) < self._rows_per_forward:
+        if self._rows_per_forward == 1:
+            num_free = min(ROWS_BESIDE * len(slots), MOST_READ)
+        elif num_free * (1 + num_decoding) < self._rows_per_forward:
             num_free += self._rows_per_forward
         prefill_chunks = []
         for slot in slots:
@@ -315,17 +320,26 @@ class Prefiller:
                 num_free -= num_read
         return prefill_chunks
 
+    def needs_logits(self, prefill_chunks: list[PrefillChunk]) -> bool:
+        return self._drafter.needs_top_k or any(each.slot.scores is not None for each in prefill_chunks)
+
+    def pass_over(self, prefill_chunks: list[PrefillChunk], num_rows: int, seconds: float) -> None:
+        """Leave the chunks' part of a forward of `num_rows` rows and `seconds` out of what drafters measure."""
+        num_known = sum(each.num_rows for each in prefill_chunks)
+        pass_over(min(num_known * self._row_seconds, seconds * num_known / num_rows))
+
     def take(self, prefill_chunks: list[PrefillChunk], outputs: StepOutputs) -> None:
         """Commit the cache entries that a forward wrote for chunks; drafters learn from `outputs`."""
         if prefill_chunks and self._drafter.needs_top_k:
             self._drafter.learn(self._prefilled_rows(prefill_chunks, outputs))
-        given = zip(outputs.hidden, outputs.logits, strict=True)
+        start = 0
         for prefill_chunk in prefill_chunks:
-            slot, parts = prefill_chunk.slot, [next(given) for _ in prefill_chunk.rows]
+            slot, end = prefill_chunk.slot, start + len(prefill_chunk.rows)
             if self._drafter.needs_hidden:
-                self._drafter.read(slot.sequence, slot.cache.length, torch.cat([hidden for hidden, _ in parts]))
+                self._drafter.read(slot.sequence, slot.cache.length, outputs.hidden[start:end].together)
             if slot.scores is not None:
-                slot.scores.take(slot.cache.length, torch.cat([logits for _, logits in parts]))
+                slot.scores.take(slot.cache.length, outputs.logits[start:end].together)
+            start = end
             slot.cache.advance(prefill_chunk.num_rows)
             self._counters.num_read_tokens += prefill_chunk.num_rows
 
@@ -342,15 +356,18 @@ class Prefiller:
 
     def _prefill_slot(self, slot: Slot) -> None:
         """Prefill tiles for a bounded time, so that one long prompt does not hold up the other sequences."""
-        deadline, num_before = time.perf_counter() + PREFILL_SECONDS, slot.cache.length
-        while slot.num_to_prefill and time.perf_counter() < deadline:
+        started, num_before = time.perf_counter(), slot.cache.length
+        while slot.num_to_prefill and time.perf_counter() < started + PREFILL_SECONDS:
             start, known = slot.cache.length, slot.sequence.token_ids[:-1]
             scores = slot.scores if slot.reads_itself else None
             hidden = prefill_tile(self._target, slot.cache, known, [self._drafter], self._batch_sampler, scores)
             if self._drafter.needs_hidden:
                 self._drafter.read(slot.sequence, start, hidden)
             self._target.synchronize()
-        self._counters.num_read_tokens += slot.cache.length - num_before
+        num_read = slot.cache.length - num_before
+        self._counters.num_read_tokens += num_read
+        if num_read >= ROWS_BESIDE:
+            self._row_seconds = (time.perf_counter() - started) / num_read
 
 
 def prefill_tile(

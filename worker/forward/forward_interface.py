@@ -142,10 +142,10 @@ class Forwards(Protocol):
     def numerics(self) -> str:
         """Return one line with everything that determines bits, except the weights."""
 
-    def run(self, groups: list[SequenceRows]) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, groups: list[SequenceRows], num_drawn: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return final hidden states `[num_rows, hidden]` and logits `[num_rows, vocab] float32` of all rows.
 
-        It writes keys and values to the rows' cache entries.
+        Logits beyond the first `num_drawn` rows may be missing. It writes keys and values to the rows' cache entries.
         """
 
     def read(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:

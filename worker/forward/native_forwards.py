@@ -166,10 +166,11 @@ class NativeForwards:
     def new_batch_sampler(self) -> BatchSampler:
         return create_batch_sampler(self.vocab_size, self.device)
 
-    def run(self, groups: list[SequenceRows]) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, groups: list[SequenceRows], num_drawn: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         met = self._decoder.num_experts_met
-        hidden, logits = self._forward(groups, with_logits=True)
-        assert logits is not None
+        hidden, logits = self._forward(groups, with_logits=num_drawn is None)
+        if logits is None:
+            logits = self.logits(hidden[:num_drawn])
         if self.expert_counts is not None:
             self.expert_counts.observe(len(hidden), self._decoder.num_experts_met - met)
         return hidden, logits

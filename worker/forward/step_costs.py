@@ -21,10 +21,17 @@ from swiftbatch.worker.kv.full_cache import FullKVCache, new_cache_of
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 
+_num_passed_over = [0.0]  # seconds
+
 
 def seconds_now() -> float:
     """Return seconds of a clock. Only differences between two calls have a meaning."""
-    return time.perf_counter()
+    return time.perf_counter() - _num_passed_over[0]
+
+
+def pass_over(seconds: float) -> None:
+    """Leave past seconds out of measurements that have begun: they were spent on other work."""
+    _num_passed_over[0] += seconds
 
 
 class Clock:

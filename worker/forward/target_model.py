@@ -269,8 +269,10 @@ class TargetModel:
         return contextlib.nullcontext() if arena is None else arena.moving_together()
 
     @torch.inference_mode()
-    def verify(self, groups: list[SequenceRows]) -> StepOutputs:
-        return self._of_each(groups, *self.forwards.run(groups))
+    def verify(self, groups: list[SequenceRows], num_drawn: int | None = None) -> StepOutputs:
+        """Run rows; only the first `num_drawn` groups are sure to have logits, or all."""
+        num_rows = None if num_drawn is None else sum(map(len, groups[:num_drawn]))
+        return self._of_each(groups, *self.forwards.run(groups, num_rows))
 
     @torch.inference_mode()
     def read(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:

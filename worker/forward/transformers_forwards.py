@@ -192,7 +192,7 @@ class TransformersForwards:
             return ", states in torch"
         return f", {kernel_numerics(self._variant, 'float32')} states"
 
-    def run(self, groups: list[SequenceRows]) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, groups: list[SequenceRows], num_drawn: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         hidden, logits = [], []
         for tile in pack_tiles(groups, self._pads_rows):
             states = self._tile(tile)

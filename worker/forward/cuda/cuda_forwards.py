@@ -155,7 +155,7 @@ class CudaForwards:
         states = "" if self._decoder.mixers is None else f", {STATES_NAME}"
         return with_kv(computed + states, self.cache_shape.kv_dtype)
 
-    def run(self, groups: list[SequenceRows]) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, groups: list[SequenceRows], num_drawn: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         if (num_rows := sum(map(len, groups))) <= self.rows_per_forward:
             return self._forward(groups).clone(), self._decoder.logits[:num_rows]
         hidden, logits = [], []
