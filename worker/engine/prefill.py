@@ -28,6 +28,7 @@ from swiftbatch.worker.forward.step_costs import pass_over
 from swiftbatch.worker.forward.target_model import StepOutputs, TargetModel
 from swiftbatch.worker.forward.tile_packing import SequenceRows, known_rows
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
+from swiftbatch.worker.kernels.layer_specs import MOST_ROWS
 from swiftbatch.worker.kv.full_cache import CacheSource, FullKVCache
 from swiftbatch.worker.kv.kv_capacity import MEMORY, KVRoom
 from swiftbatch.worker.sampling.batch_sampler import BatchSampler, Sampler
@@ -280,6 +281,7 @@ class Prefiller:
         self._sharing = sharing
         self._counters = counters
         self._rows_per_forward = target.forwards.rows_per_forward
+        self._most_beside = MOST_READ if target.cache_shape.recurrent is None else MOST_ROWS
         self._row_seconds = 0.0  # per known token, of the latest tiles alone; 0: not measured
 
     def prefill_ahead(self, slots: list[Slot]) -> None:
@@ -304,7 +306,7 @@ class Prefiller:
         """
         num_free = -num_rows % self._rows_per_forward
         if self._rows_per_forward == 1:
-            num_free = min(ROWS_BESIDE * len(slots), MOST_READ)
+            num_free = min(ROWS_BESIDE * len(slots), self._most_beside)
         elif num_free * (1 + num_decoding) < self._rows_per_forward:
             num_free += self._rows_per_forward
         prefill_chunks = []

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from swiftbatch.worker.engine.prefill import ROWS_BESIDE
 from swiftbatch.worker.forward import step_costs
 from swiftbatch.worker.forward.forward_interface import MOST_READ
 from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.kv.kv_capacity import NUM_STEPS
 from tests.worker.engine.prefix_parts import decode, new_engine, rows_of, sequence, text, to_the_end
-from tests.worker.model.kind_parts import tiny_target
+from tests.worker.model.kind_parts import native_target, tiny_target
 
 
 @pytest.mark.parametrize("engine_name", ["autoregressive", "token-recycling", "auto"])
@@ -39,6 +42,21 @@ def test_states_experts_and_windows_change_nothing(kind: str) -> None:
     _, beside = decode(new_engine(target), [sequence(target, "x", short), sequence(target, "xx", prompt)])
     assert beside.sequence.output_ids.tolist() == alone.sequence.output_ids.tolist()
     assert rows_of(beside) == rows_of(alone)
+
+
+def test_kernels_of_recurrent_layers_get_as_many_rows_as_they_take(tmp_path: Path) -> None:
+    target = native_target("qwen3_next", tmp_path)
+    engine, first = new_engine(target), sequence(target, "first", text(1, 5, target.vocab_size), 40)
+    engine.start(first)
+    engine.step()
+    prompts = [text(seed, 300, target.vocab_size) for seed in range(4)]
+    slots = [engine.start(sequence(target, "x" * i, each)) for i, each in enumerate(prompts)]
+    for slot in slots:
+        assert slot.cache.layer_states is not None
+        slot.cache.layer_states.reserve(NUM_STEPS)
+    to_the_end(engine, [slot.sequence for slot in slots])
+    [alone] = decode(new_engine(target), [sequence(target, "", prompts[0])])
+    assert slots[0].sequence.output_ids.tolist() == alone.sequence.output_ids.tolist()
 
 
 @pytest.mark.parametrize("num_waiting", [1, 2, 6])
