@@ -230,8 +230,10 @@ class Engine:
                 [slot.cache for slot in ready], [slot.sequence.last_token_id for slot in ready], proposed
             )
             known = [part for prefill_chunk in prefill_chunks for part in prefill_chunk.rows]
-            needs_all = not known or self._prefiller.needs_logits(prefill_chunks)
-            outputs = self.target.verify(rows + known, None if needs_all else len(rows))
+            if known and not self._prefiller.needs_logits(prefill_chunks):
+                outputs = self.target.verify(rows + known, len(rows))
+            else:
+                outputs = self.target.verify(rows + known)
             samplers, logits = [slot.sampler for slot in ready], outputs.logits[: len(ready)]
             masks = [None if each.masks is None else each.masks.words for each in trees]
             walks = self._batch_sampler.walks(
