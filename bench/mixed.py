@@ -84,7 +84,8 @@ def _in_vllm(python: Path, jobs: Path, options: Options, memory: float, longest:
     lines = [json.loads(line) for line in jobs.read_text(encoding="utf-8").splitlines()]
     model = str(locate_model(options.model).path)
     [batch] = in_library("vllm", python, model, asked, [lines], options.num_threads)["batches"]
-    return batch | {"tokens_per_second": batch["num_tokens"] / batch["seconds"]}
+    figures: Record = batch | {"tokens_per_second": batch["num_tokens"] / batch["seconds"]}
+    return figures
 
 
 def shown(records: list[Record], options: Options) -> list[Record]:

@@ -162,13 +162,11 @@ class _Ours:
 def _in_llama_cpp(name: str, program: Path, options: Options) -> Record:
     """Raise BenchError if the program fails."""
     rows: dict[tuple[int, int], list[float]] = {}
-    said = ""
     for prompt, numbers in ((SHORT, (1, TOGETHER)), (LONG, (1,))):
-        sizes = {"-c": numbers[-1] * (prompt + options.num_tokens), "-npp": prompt, "-ntg": options.num_tokens}
+        sizes: Record = {"-c": numbers[-1] * (prompt + options.num_tokens), "-npp": prompt, "-ntg": options.num_tokens}
         sizes |= {"-npl": ",".join(map(str, numbers)), "-t": options.num_threads, "-m": options.model}
         done = _run([str(program), *(str(part) for pair in sizes.items() for part in pair)], f"{name} {program}")
-        said = done.stdout + done.stderr
-        for line in said.splitlines():
+        for line in (done.stdout + done.stderr).splitlines():
             cells = re.findall(r"[\d.]+", line) if line.startswith("|") else []
             if len(cells) == 10:  # PP, TG, B, N_KV, T_PP, S_PP, T_TG, S_TG, T, S
                 rows[int(cells[0]), int(cells[2])] = [float(cells[5]), float(cells[7])]

@@ -33,7 +33,7 @@ from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.sequence import Sequence
 
 SHORT = 16  # tokens of the prompts that long ones are compared with
-SAMPLING = {"temperature": 1.0, "min_p": 0.1, "ignore_eos": True}
+SAMPLING = SamplingParams(max_tokens=1, temperature=1.0, min_p=0.1, ignore_eos=True)
 
 
 class Options(BenchOptions):
@@ -81,14 +81,16 @@ class _Batch:
         # of steps beside prompts (True) and of the others: steps, decoding jobs times seconds, tokens
         self._sums: dict[bool, np.ndarray] = defaultdict(lambda: np.zeros(3))
 
-    def figures(self, ids: list[int], length: int) -> Record:
-        draw, waiting, all_jobs = np.random.default_rng(5), deque[Sequence](), list[Sequence]()
+    def _jobs(self, ids: list[int], length: int) -> Iterator[Sequence]:
+        draw, target, num_tokens = np.random.default_rng(5), self._target, self._options.num_tokens
         for number, start in enumerate(draw.integers(len(ids) - length, size=self._options.num_jobs).tolist()):
-            num_tokens = int(draw.integers(self._options.num_tokens // 2, self._options.num_tokens * 3 // 2 + 1))
-            sampling = SamplingParams(max_tokens=num_tokens, seed=number, **SAMPLING)
-            vocab_size, device = self._target.vocab_size, self._target.device
-            waiting.append(Sequence(f"job-{number}", ids[start : start + length], sampling, vocab_size, device))
-        all_jobs += waiting
+            own = int(draw.integers(num_tokens // 2, num_tokens * 3 // 2 + 1))
+            sampling = SAMPLING.model_copy(update={"max_tokens": own, "seed": number})
+            yield Sequence(f"job-{number}", ids[start : start + length], sampling, target.vocab_size, target.device)
+
+    def figures(self, ids: list[int], length: int) -> Record:
+        jobs = list(self._jobs(ids, length))
+        waiting = deque(jobs)
         while waiting or self._slots:
             while waiting and len(self._slots) < self._options.slots:
                 self._started[waiting[0].sequence_id] = self._seconds
@@ -97,11 +99,11 @@ class _Batch:
         (_, beside_seconds, beside_tokens), (_, seconds, num_tokens) = self._sums[True], self._sums[False]
         rates = beside_tokens / max(beside_seconds, 1e-9), num_tokens / max(seconds, 1e-9)
         return {
-            "tokens_per_second": sum(job.num_generated_tokens for job in all_jobs) / self._seconds,
+            "tokens_per_second": sum(job.num_generated_tokens for job in jobs) / self._seconds,
             "share_of_steps": float(self._sums[True][0] / (self._sums[True][0] + self._sums[False][0])),
             "decoding_share": float(rates[0] / rates[1]) if beside_tokens and num_tokens else None,
             "first_token_seconds": statistics.median(self._waited),
-            "tokens_sha256": digest(*(job.output_ids for job in all_jobs)),
+            "tokens_sha256": digest(*(job.output_ids for job in jobs)),
         }
 
     def _step(self) -> None:
