@@ -6,20 +6,18 @@ Compared with slots of the longest job's length, and with vLLM.
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 from bench.batch_run import ROOM_FOR_PROMPT, BatchError, BatchOptions, StartedRun, jobs_file_of
+from bench.peers import in_library
 from bench.tables import Record, only
 from swiftbatch.worker.kv.kv_capacity import GB, bytes_per_position
 from swiftbatch.worker.model.model_files import CONFIG_FILES, locate_model, model_folder, read_config
 
 NUM_LONG, LONG = 10, 40_000
 NUM_SHORT, SHORT = 90, (1000, 4000)
-IN_VLLM = Path(__file__).with_name("vllm_generation.py")  # only vLLM's Python imports it
 COLUMNS = ("way", "num_tokens", "seconds", "tokens_per_second")
 
 
@@ -77,28 +75,16 @@ def _in_vllm(python: Path, jobs: Path, options: Options, memory: float, longest:
 
     Raises BatchError.
     """
-    cores = sorted(os.sched_getaffinity(0))[: options.num_threads]
-    found = jobs.with_name("vllm.json")
     asked = {
-        "jobs": str(jobs),
-        "found": str(found),
-        "model": str(locate_model(options.model).path),
         "dtype": options.dtype,
         "max_model_len": longest + ROOM_FOR_PROMPT,
         "kv_cache_memory_bytes": int(memory * GB),
+        "enable_prefix_caching": True,
     }
-    threads = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)), "OMP_NUM_THREADS": str(len(cores))}
-    process = subprocess.run(
-        [str(python), "-P", str(IN_VLLM), json.dumps(asked)],
-        env=os.environ | threads | {"PYTHONPATH": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if process.returncode != 0:
-        last = (process.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise BatchError(f"--vllm {python}: it ended with exit code {process.returncode}: {last}")
-    figures: Record = json.loads(found.read_text(encoding="utf-8"))
+    lines = [json.loads(line) for line in jobs.read_text(encoding="utf-8").splitlines()]
+    model = str(locate_model(options.model).path)
+    [batch] = in_library("vllm", python, model, asked, [lines], options.num_threads)["batches"]
+    figures: Record = batch | {"tokens_per_second": batch["num_tokens"] / batch["seconds"]}
     return figures
 
 
