@@ -17,8 +17,8 @@ from transformers import AutoConfig, PreTrainedConfig
 from bench.griffin_tables import GRIFFIN_TABLES, TEMPERATURES, GriffinTable, Plan, Variant
 from bench.options import ALL, Ints, one_of
 from bench.prompt_arms import Prompt, PromptArms, num_plain_tokens, read_prompt
-from bench.tasks import OWN_TASKS, chat_ids, read_tasks
 from bench.tables import Curve, Record, only, pivot
+from bench.tasks import OWN_TASKS, chat_ids, read_tasks
 from swiftbatch.jobs.job import Message
 from swiftbatch.scheduler.commands.options.option_types import say
 from swiftbatch.worker.decode_bench import (

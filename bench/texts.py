@@ -39,12 +39,12 @@ from swiftbatch.worker.forward.step_costs import ROW_COUNTS, Costs, StepCosts, s
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.kv.full_cache import FullKVCache
-from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.text.tokenizer import TextCodec
 
 PROSE = "prose"
-GOING_ON = "Continue this text in the same tone, at length:\n\n"
+WRITING = "Write a long story."
 TEMPLATE_ROOM = 64  # tokens that a chat template may add
 TURN_TOKENS = 16  # least tokens of a turn, because machines change speed
 COLUMNS = (
@@ -64,7 +64,7 @@ class Options(BenchOptions):
     temperatures: Floats = (0.0, 1.0)
     min_p: float = 0.1
     seed: int = 0
-    text: Path | None = None  # prose continues this text, behind `position` tokens
+    text: Path | None = None  # answers of prose begin with `position` tokens of it
     position: int = 4096
     processor_time: bool = False  # measures, and steers `auto` by, CPU time instead of elapsed time
     row_costs: Floats = ()  # modelled seconds of forwards of 1, 2, 4, 8, 16, 32 rows, instead of any clock
@@ -74,9 +74,9 @@ def run(options: Options) -> Iterator[Record]:
     """Compare `auto` with plain decoding on prompts of six kinds, by the lengths of answers.
 
     For each kind and temperature a new `auto` answers one prompt after the other, in turns with plain decoding, and
-    learns from each. The first answer stands by itself, too. Prompts are read before. With --row-costs, the clock counts
-    nothing but forwards, each with the given seconds by its number of rows: speed-ups are then modelled, and the same
-    on all machines.
+    learns from each. The first answer stands by itself, too. Prompts are read before. With --row-costs, the clock
+    counts nothing but forwards, each with the given seconds by its number of rows: speed-ups are then modelled, and the
+    same on all machines.
 
     \b
     Example:
@@ -90,7 +90,7 @@ def run(options: Options) -> Iterator[Record]:
         raise BenchError("processor time is that of one thread; use it with --threads 1, on a CPU")
     files = locate_model(options.model)
     codec = TextCodec(files)
-    asked = [_Asked(each.category, _prompt_ids(codec, each), each.response_format) for each in _chosen(options, codec)]
+    asked = _asked(options, files, codec)
     longest = max(len(each.prompt_ids) for each in asked)
     check_length(files, longest, max(options.num_tokens))
     target = options.load(files, bench_slots([DEFAULT_ENGINE], longest + max(options.num_tokens), 2, files))
@@ -138,7 +138,7 @@ class _Asked:
     response_format: dict[str, Any] | None
 
 
-def _chosen(options: Options, codec: TextCodec) -> list[Task]:
+def _asked(options: Options, files: ModelFiles, codec: TextCodec) -> list[_Asked]:
     """Return some prompts of each kind, one kind after the other."""
     by_category = defaultdict[str, list[Task]](list)
     for task in read_tasks(options.prompts):
@@ -146,17 +146,25 @@ def _chosen(options: Options, codec: TextCodec) -> list[Task]:
     wanted = [name.strip() for name in options.categories.split(",") if name.strip()] or list(by_category)
     if unknown := [name for name in wanted if name not in by_category]:
         raise BenchError(f"--categories: got {', '.join(unknown)}; expected some of: {', '.join(by_category)}")
-    last = options.skip + options.per_category
-    chosen = {name: by_category[name][options.skip : last] for name in wanted}
+    numbers = range(options.skip, options.skip + options.per_category)
+    chosen = {name: [by_category[name][number] for number in numbers] for name in wanted}
     if options.text is not None and PROSE in chosen:
-        ids = text_tokens(options.text, locate_model(options.model), last * options.position)
-        stretches = [ids[i * options.position : (i + 1) * options.position] for i in range(options.skip, last)]
-        chosen[PROSE] = [Task(PROSE, (GOING_ON + codec.decode(each),)) for each in stretches]
-    return [task for tasks in chosen.values() for task in tasks]
+        size, opening = options.position, _prompt_ids(codec, WRITING)
+        ids = text_tokens(options.text, files, numbers.stop * size)
+        stretches = [opening + ids[number * size : (number + 1) * size] for number in numbers]
+        chosen[PROSE] = []
+    else:
+        stretches = []
+    asked = [
+        _Asked(task.category, _prompt_ids(codec, task.turns[0]), task.response_format)
+        for tasks in chosen.values()
+        for task in tasks
+    ]
+    return [*asked, *(_Asked(PROSE, prompt_ids, None) for prompt_ids in stretches)]
 
 
-def _prompt_ids(codec: TextCodec, task: Task) -> list[int]:
-    return chat_ids(codec, [Message(role="user", content=task.turns[0])])
+def _prompt_ids(codec: TextCodec, text: str) -> list[int]:
+    return chat_ids(codec, [Message(role="user", content=text)])
 
 
 @contextlib.contextmanager

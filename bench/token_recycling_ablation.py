@@ -17,8 +17,8 @@ from pydantic import Field
 
 from bench.options import ALL, one_of
 from bench.recycling_baselines import DatastoreDrafter, LookaheadDrafter, medusa
-from bench.tasks import OWN_TASKS, Task, chat_ids, read_tasks
 from bench.tables import Curve, Record
+from bench.tasks import OWN_TASKS, Task, chat_ids, read_tasks
 from swiftbatch.jobs.job import Message
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.metrics.counters import timed

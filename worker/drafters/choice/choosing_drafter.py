@@ -50,6 +50,7 @@ class ChoosingDrafter(Drafter):
         self._all = [*self.ways.values(), *([repeats] if repeats is not None else [])]
         self.needs_top_k = any(way.needs_top_k for way in self._all)
         self.needs_hidden = any(way.needs_hidden for way in self._all)
+        self.learns_rows = any(way.learns_rows for way in self._all)
         self._counted = trees if chains is None else chains
         self.phases = self._counted.phases
         self.way, self._newest = PLAIN, self.ways[PLAIN]  # the newest step's way
