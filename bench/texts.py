@@ -118,7 +118,7 @@ def _row(place: tuple[str, float, int], own: list[Record]) -> Record:
         "num_tokens": place[2],
         "plain_tokens_per_second": total["plain_tokens"] / total["plain_seconds"],
         "auto_to_plain": _ratio(total),
-        "first_answer": _ratio(first) if first["answer"] == 0 else None,
+        "first_answer": _ratio(first),
         "tokens_per_step": total["auto_tokens"] / total["auto_steps"],
         "rows_per_step": total["auto_rows"] / total["auto_steps"],
         "same_tokens": all(each["same_tokens"] for each in own),
@@ -147,7 +147,7 @@ def _asked(options: Options, files: ModelFiles, codec: TextCodec) -> list[_Asked
     if unknown := [name for name in wanted if name not in by_category]:
         raise BenchError(f"--categories: got {', '.join(unknown)}; expected some of: {', '.join(by_category)}")
     numbers = range(options.skip, options.skip + options.per_category)
-    chosen = {name: [by_category[name][number] for number in numbers] for name in wanted}
+    chosen = {name: by_category[name][numbers.start : numbers.stop] for name in wanted}
     if options.text is not None and PROSE in chosen:
         size, opening = options.position, _prompt_ids(codec, WRITING)
         ids = text_tokens(options.text, files, numbers.stop * size)
@@ -264,7 +264,7 @@ class _Answers:
             }
             own = [each for each in asked if each.category == category]
             for number, each in enumerate(own):
-                place = {"category": category, "temperature": temperature, "answer": self._options.skip + number}
+                place = {"category": category, "temperature": temperature, "answer": number}
                 for record in self._answer(arms, self._sequence(each, temperature), number):
                     yield place | record
 
@@ -280,8 +280,8 @@ class _Answers:
             for num_tokens in (*range(before + TURN_TOKENS, end, TURN_TOKENS), end):
                 for arm in order:
                     arm.go_on_to(num_tokens)
-            found = [arm.sequence.output_ids[:end] for arm in order]
-            figures = {"num_tokens": end, "same_tokens": np.array_equal(*found)}
+            first, second = (arm.sequence.output_ids[:end] for arm in order)
+            figures = {"num_tokens": end, "same_tokens": np.array_equal(first, second)}
             yield figures | {key: value for name, arm in arms.items() for key, value in arm.figures(name).items()}
         for arm in order:
             arm.stop()

@@ -67,9 +67,9 @@ def test_kinds_and_prompts_can_be_chosen_and_prose_continues_a_given_text(
     text.write_text("the lazy fox jumps. " * 60)
     chosen = {"categories": "prose", "skip": 1, "per_category": 1, "temperatures": (0.0,), "num_tokens": (4,)}
     [record], options = records_of(tiny_model, prompts, text=text, position=30, row_costs=(), **chosen)
-    assert (record["category"], record["answer"]) == ("prose", 1)
+    assert (record["category"], record["answer"]) == ("prose", 0)
     [row, words] = shown([record], options)
-    assert row["first_answer"] is None
+    assert row["first_answer"] == row["auto_to_plain"]
     assert words["words"].endswith("(elapsed time)")
 
 

@@ -30,6 +30,7 @@ MOST_DOUBLED = 7  # times that the shortest interval is doubled
 SURELY_BETTER = 1.6  # times plain decoding, as promised: a way that begins without any measurement
 UNCERTAIN_SECONDS = 1e-3  # of a step: what drafts take beside forwards is a guess then, and counts in short steps
 SURELY_TRIED = 1.1  # times the best rate, as promised: a way that is tried soon
+TRIED_AT_ONCE = 1.4  # times plain decoding, both as promised: a way that is then tried at once
 FIRST_TRIAL = 192  # tokens of each sequence, until a way is tried that promises no more than that: a trial may lose 2 %
 UNMEASURED_GAIN = 1.2  # times plain decoding, for a way that cannot promise anything
 MUCH_LONGER = 1.5  # times the text of other sequences: rates measured for them do not count
@@ -201,10 +202,10 @@ class Place:
         least = SHORTEST_INTERVAL * self.number << self.num_lost.get(way, 0)
         self.due[way] = self.num_tokens + int(min(max(least, num_tokens), LONGEST_INTERVAL * self.number))
 
-    def is_due(self, way: str, value: float) -> bool:
-        """Return whether a way that should bring `value` tokens per second is tried now."""
+    def is_due(self, way: str, value: float, plain: float) -> bool:
+        """Return whether a way that should bring `value` tokens per second is tried now; plain steps: `plain`."""
         if way not in self.due and value > SURELY_TRIED * self.rate.value:
-            is_sure = self.best != PLAIN or value > SURELY_BETTER * self.rate.value
+            is_sure = self.best != PLAIN or value > TRIED_AT_ONCE * plain
             self.due[way] = self.num_tokens if is_sure else max(self.num_tokens, FIRST_TRIAL * self.number)
         elif way not in self.due and way == PLAIN:  # its promise knows nothing of runs
             self.put_off(way, 0 if self.rate.value < SURELY_BETTER * value else LOOK_EVERY * self.number)
@@ -305,7 +306,8 @@ class Policy:
         self._promised = values[place.best]
         if not place.rate.value:
             return BestTurn(place.number * (2 if place.best == PLAIN else 1) * self._steps_per_trial_call)
-        due = [way for way in values if way != place.best and place.is_due(way, values[way])]
+        plain = place.number / self._plain_seconds
+        due = [way for way in values if way != place.best and place.is_due(way, values[way], plain)]
         if due:
             way = max(due, key=values.__getitem__)
             return WayTrial(way, place.best, place.trials.setdefault(way, {True: TokenRate(), False: TokenRate()}))
