@@ -366,7 +366,7 @@ class TokenRecyclingDrafter(TreeDrafter):
         return self._recycler.trees(wanted)
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
-        self.read_text(sequence.token_ids)
+        self.read_text(sequence.token_ids[: sequence.num_prompt_tokens])
 
     def read_text(self, token_ids: np.ndarray) -> None:
         """Learn the tokens of a text as candidates to follow those before them.
