@@ -28,7 +28,7 @@ from swiftbatch.scheduler.commands.options.option_types import checked
 
 MODULES = {name: f"bench.{name.replace('-', '_')}" for name in (
     "agreement", "auto", "checkpoints", "fields", "kernels", "long", "many-jobs", "mixed", "peers", "prompts",
-    "scale", "sizing", "tail",
+    "scale", "sizing", "tail", "texts",
 )} | {"all": "bench.suite", "gpu": "bench.gpu.gpu"}  # fmt: skip
 PROGRAMS = ("digests",)  # programs with their own options
 

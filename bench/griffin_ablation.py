@@ -17,8 +17,8 @@ from transformers import AutoConfig, PreTrainedConfig
 from bench.griffin_tables import GRIFFIN_TABLES, TEMPERATURES, GriffinTable, Plan, Variant
 from bench.options import ALL, Ints, one_of
 from bench.prompt_arms import Prompt, PromptArms, num_plain_tokens, read_prompt
-from bench.recycling_tasks import OWN_TASKS, read_tasks
 from bench.tables import Curve, Record, only, pivot
+from bench.tasks import OWN_TASKS, chat_ids, read_tasks
 from swiftbatch.jobs.job import Message
 from swiftbatch.scheduler.commands.options.option_types import say
 from swiftbatch.worker.decode_bench import (
@@ -40,7 +40,7 @@ from swiftbatch.worker.forward.step_costs import Costs, step_costs_of
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
-from swiftbatch.worker.text.tokenizer import Chat, TextCodec
+from swiftbatch.worker.text.tokenizer import TextCodec
 from swiftbatch.worker.training.feature_files import TEST
 from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE, GriffinRecipe
 from swiftbatch.worker.training.train_griffin import GriffinAccuracyRecord, griffin_folder, train_griffin
@@ -314,17 +314,12 @@ def _task_prompts(options: Options, files: ModelFiles) -> dict[str, list[Batch]]
     for task in read_tasks(options.tasks):
         by_category[task.category].append(task.turns[0])
     found = {name: chance.sample(turns, min(options.num_prompts, len(turns))) for name, turns in by_category.items()}
-    prompts = {name: [[Prompt(_chat_ids(codec, turn), [])] for turn in turns] for name, turns in found.items()}
+    prompts = {
+        name: [[Prompt(chat_ids(codec, [Message(role="user", content=turn)]), [])] for turn in turns]
+        for name, turns in found.items()
+    }
     check_length(files, max(len(p.token_ids) for given in prompts.values() for [p] in given), options.num_tokens)
     return prompts
-
-
-def _chat_ids(codec: TextCodec, text: str) -> list[int]:
-    """Return a question in the model's template, or the text alone if it takes none."""
-    try:
-        return codec.encode_one(Chat([Message(role="user", content=text)], None)).token_ids
-    except ValueError:
-        return codec.encode_one(text).token_ids
 
 
 def _stretches(options: Options, files: ModelFiles, number: int) -> list[Prompt]:

@@ -17,8 +17,8 @@ from pydantic import Field
 
 from bench.options import ALL, one_of
 from bench.recycling_baselines import DatastoreDrafter, LookaheadDrafter, medusa
-from bench.recycling_tasks import OWN_TASKS, Task, read_tasks
 from bench.tables import Curve, Record
+from bench.tasks import OWN_TASKS, Task, chat_ids, read_tasks
 from swiftbatch.jobs.job import Message
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.metrics.counters import timed
@@ -41,7 +41,7 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.text.tokenizer import Chat, TextCodec
+from swiftbatch.worker.text.tokenizer import TextCodec
 
 PAPER, LOOKAHEAD, REST, MEDUSA = "token-recycling-paper", "lookahead", "rest", "medusa"
 TEMPLATE_ROOM = 64  # tokens that a chat template may add to a turn
@@ -248,7 +248,7 @@ def _answered(
         messages: list[Message] = []
         for text in task.turns:
             messages.append(Message(role="user", content=text))
-            sequence, cache = _read(options, target, engines.values(), _prompt_ids(codec, messages))
+            sequence, cache = _read(options, target, engines.values(), chat_ids(codec, messages))
             leader, found = number % len(engines), {}
             number += 1
             for label in [*engines][leader:] + [*engines][:leader]:
@@ -261,14 +261,6 @@ def _answered(
                 sha256 = digest(plain["output"])
                 yield place | figures | {"plain_seconds": plain["seconds"], "tokens_sha256": sha256}
             messages.append(Message(role="assistant", content=codec.decode(plain["output"].tolist())))
-
-
-def _prompt_ids(codec: TextCodec, messages: list[Message]) -> list[int]:
-    """Return a chat in the model's template, or the texts alone if it takes none."""
-    try:
-        return codec.encode_one(Chat(messages, None)).token_ids
-    except ValueError:
-        return codec.encode_one("\n\n".join(message.content for message in messages)).token_ids
 
 
 def _read(

@@ -343,7 +343,13 @@ def warm_drafters(
     drafters = {name: drafter_factory(name, given)(target, costs, parts) for name in engines}
     if any(drafter.needs_top_k for drafter in drafters.values()):  # other drafters learn only from the text
         num_tokens = min(NUM_WARMUP_TOKENS, target.files.max_positions // 2)
-        read_tokens(target, target.new_cache(num_tokens), own_tokens(target, num_tokens), list(drafters.values()))
+        text, cache = own_tokens(target, num_tokens), target.new_cache(num_tokens)
+        read_tokens(target, cache, text, list(drafters.values()))
+        sequence = Sequence("warm-up", text, SamplingParams(max_tokens=1), target.vocab_size, target.device)
+        for drafter in drafters.values():
+            if drafter.needs_top_k:
+                drafter.start(sequence, cache)
+                drafter.stop(sequence)
     return drafters
 
 

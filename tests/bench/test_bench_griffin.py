@@ -13,7 +13,7 @@ from bench import griffin_ablation
 from bench.__main__ import main
 from bench.griffin_ablation import OPTIONS, Options, run, shown
 from bench.griffin_tables import GRIFFIN_TABLES, TEMPERATURES
-from bench.recycling_tasks import OWN_TASKS, read_tasks
+from bench.tasks import OWN_TASKS, read_tasks
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.decode_bench import BenchError, encode, read_text
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest

@@ -59,6 +59,7 @@ class Learner:
     needs_top_k: bool = False  # it reads `Verification.top_ids` and `top_logprobs`
     needs_hidden: bool = False  # it reads `Verification.hidden`
     feature_layers: tuple[int, ...] = ()  # layers whose outputs that holds, side by side; none: final hidden states
+    learns_rows: bool = False  # it takes the target's candidates to follow read tokens, which cost their logits
     phases: tuple[str, ...] = ()  # the timed parts of proposing
 
     @functools.cached_property
@@ -66,7 +67,7 @@ class Learner:
         return DraftCounters(dict.fromkeys(self.phases, 0.0))
 
     def learn(self, rows: ReadRows) -> None:
-        """Learn the target's candidates to follow read tokens. Called if `needs_top_k`."""
+        """Learn the target's candidates to follow read tokens. Called if `learns_rows`."""
 
     def read(self, sequence: Sequence, position: int, hidden: torch.Tensor) -> None:
         """Take the target's final hidden states `[num_rows, hidden]` of read tokens from `position` on.

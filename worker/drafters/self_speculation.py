@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from swiftbatch.metrics.counters import timed
-from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest, Learner, ReadRows
+from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest, Learner
 from swiftbatch.worker.drafters.engine_options import CacheName, PartialCacheOptions
 from swiftbatch.worker.forward.forward_interface import DecodedChain, DrawChains, SparseRows, partial_rows, row_ahead
 from swiftbatch.worker.forward.step_costs import seconds_now
@@ -239,9 +239,6 @@ class SelfSpeculationDrafter(Drafter):
             else:
                 self._round(active)
         return self._close(chains)
-
-    def learn(self, rows: ReadRows) -> None:
-        self._proposer.learn(rows)
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
         tracked = self._tracked[sequence.sequence_id]

@@ -43,7 +43,7 @@ def token_recycling_paper(
 class StaticTokenRecyclingDrafter(TreeDrafter):
     """Fills a static tree breadth-first from the matrix."""
 
-    needs_top_k = True
+    needs_top_k = learns_rows = True
 
     def __init__(self, target: TargetModel, options: RecyclingOptions) -> None:
         self._matrix = RecyclingMatrix(target.vocab_size, options.candidates, new_share=1.0)

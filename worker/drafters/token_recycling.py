@@ -15,12 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from swiftbatch.worker.drafters.choice.choosing_drafter import ChoosingDrafter, with_trees
-from swiftbatch.worker.drafters.drafter_interface import ReadRows, TreeDrafter, Verified, WantedTree
+from swiftbatch.worker.drafters.drafter_interface import TreeDrafter, Verified, WantedTree
 from swiftbatch.worker.drafters.ranking import CandidateRanker, grow_best_first, ranking_rule
 from swiftbatch.worker.forward.step_costs import Costs
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.native_library import chosen_variant, load_library
 from swiftbatch.worker.kernels.row_tables import address_of
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.draft_tree import TOP_K, DraftTree, Verification
 from swiftbatch.worker.sampling.sequence import Sequence
 
@@ -176,6 +177,8 @@ def mixed(
     return best, [math.log(probabilities[token]) for token in best]
 
 
+TEXT_LOGPROB = math.log(0.6)  # of a text's own token behind those before it
+MOST_READ = 256  # tokens of a text that are written at once: of those alike only the last counts
 MOST_NODES = 127  # as in source/recycling.h
 ROOT_ALONE = [0]  # rows in the text
 
@@ -362,10 +365,16 @@ class TokenRecyclingDrafter(TreeDrafter):
     def trees(self, wanted: Many[WantedTree]) -> list[DraftTree]:
         return self._recycler.trees(wanted)
 
-    def learn(self, rows: ReadRows) -> None:
-        token_ids, previous_ids = rows.token_ids.tolist(), rows.previous_ids.tolist()
-        all_rows = list(range(len(token_ids)))
-        self._recycler.write([TextCandidates(token_ids, rows.top_ids, rows.top_logprobs, all_rows, previous_ids)])
+    def start(self, sequence: Sequence, cache: FullKVCache) -> None:
+        self.read_text(sequence.token_ids[: sequence.num_prompt_tokens])
+
+    def read_text(self, token_ids: np.ndarray) -> None:
+        """Learn the tokens of a text as candidates to follow those before them.
+
+        The target's own candidates there would cost a prompt's logits, a quarter of its prefill, and bring no more.
+        """
+        for start in range(0, len(token_ids) - 2, MOST_READ):
+            self._recycler.write([_text_of(token_ids[start : start + MOST_READ + 2], self.tables.vocab_size)])
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
         self.update_all([(sequence, verification)])
@@ -373,12 +382,23 @@ class TokenRecyclingDrafter(TreeDrafter):
     def update_all(self, verified: Many[Verified]) -> None:
         if texts := [_candidates_of(*each) for each in verified if each[1].top_ids is not None]:
             self._recycler.write(texts)
+        for sequence, verification in verified:
+            if verification.top_ids is None:
+                self.read_text(sequence.token_ids[-len(verification.committed_ids) - 2 :])
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
         return self.tables.state()
 
     def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:
         self.tables.restore(state)
+
+
+def _text_of(token_ids: np.ndarray, vocab_size: int) -> TextCandidates:
+    """Return the token behind each pair of a text as its only known candidate."""
+    top_ids = (token_ids[2:, None] + np.arange(TOP_K)) % vocab_size  # distinct; all but the first are impossible
+    top_logprobs = np.full(top_ids.shape, UNKNOWN, dtype=np.float32)
+    top_logprobs[:, 0] = TEXT_LOGPROB
+    return TextCandidates(token_ids[1:-1], top_ids, top_logprobs, np.arange(len(top_ids)), token_ids[:-2])
 
 
 def _candidates_of(sequence: Sequence, verification: Verification) -> TextCandidates:

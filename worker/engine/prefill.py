@@ -317,7 +317,7 @@ class Prefiller:
 
     def take(self, prefill_chunks: list[PrefillChunk], outputs: StepOutputs) -> None:
         """Commit the cache entries that a forward wrote for chunks; drafters learn from `outputs`."""
-        if prefill_chunks and self._drafter.needs_top_k:
+        if prefill_chunks and self._drafter.learns_rows:
             self._drafter.learn(self._prefilled_rows(prefill_chunks, outputs))
         given = zip(outputs.hidden, outputs.logits, strict=True)
         for prefill_chunk in prefill_chunks:
@@ -371,7 +371,7 @@ def prefill_tile(
         hidden = target.read(cache, tile)
     else:
         hidden, logits = scores.read_tile(cache, tile)
-    learners = [drafter for drafter in drafters if drafter.needs_top_k]
+    learners = [drafter for drafter in drafters if drafter.learns_rows]
     if learners:
         positions = np.arange(start, cache.length)
         previous_ids = token_ids[np.maximum(positions - 1, 0)]

@@ -13,7 +13,7 @@ import torch
 
 from bench.variants import create_bench_drafter
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.drafters.drafter_interface import Drafter, ReadRows
+from swiftbatch.worker.drafters.drafter_interface import Drafter
 from swiftbatch.worker.drafters.static_recycling import measured_tree
 from swiftbatch.worker.drafters.token_recycling import PairTable, RecyclingMatrix
 from swiftbatch.worker.sampling.draft_tree import ROOT, TOP_K, DraftTree, Verification
@@ -206,17 +206,25 @@ def test_pairs_that_share_a_row_take_it_over() -> None:
         assert table.row(key) == ([key % VOCAB, 1 + key % VOCAB], pytest.approx(np.log([0.7, 0.3])))
 
 
-def test_what_followed_a_pair_counts_beside_what_followed_the_token() -> None:
+def test_a_prompt_s_own_tokens_are_candidates_behind_those_before_them() -> None:
     drafter = create_bench_drafter("token-recycling", TABLE, free_rows)
-    sequence = new_sequence([1, 2, 7, 5, 2, 8, 1, 2], GREEDY)
+    assert not drafter.learns_rows  # nobody computes the logits of prompts for it
+    sequence = new_sequence([1, 2, 7, 9, 5, 2, 8, 6, 1, 2], GREEDY)
     drafter.start(sequence, NO_CACHE)
-    top_ids = np.tile(np.arange(40, 40 + TOP_K), (8, 1))
-    top_ids[1, 0], top_ids[4, 0] = 7, 8  # 7 after (1, 2), then 8 after (5, 2)
-    top_logprobs = np.tile(np.log(np.array([0.9] + [0.01] * 7, dtype=np.float32)), (8, 1))
-    top_logprobs[4, 0] = np.log(0.6)
-    known = sequence.token_ids[:-1]
-    drafter.learn(ReadRows(np.array([1, *known[:-1]]), known, top_ids[:-1], top_logprobs[:-1]))
-    assert proposed(drafter, sequence, 1, 1).token_ids == [7]
+    tree = proposed(drafter, sequence, 3, 1)
+    assert sorted(tree.token_ids) == [7, 8]  # behind the pair, and behind the newest such token
+    assert proposed(drafter, new_sequence([4, 7], GREEDY), 3, 2).token_ids == [9, 5]
+    assert proposed(drafter, new_sequence([3, 4], GREEDY), 3, 2) == DraftTree()
+
+
+def test_tokens_of_steps_without_candidates_are_learned_from_the_text() -> None:
+    drafter = create_bench_drafter("token-recycling", TABLE, free_rows)
+    sequence = new_sequence([1, 2], GREEDY)
+    drafter.start(sequence, NO_CACHE)
+    committed = [11, 12, 13]
+    sequence.extend(committed)
+    drafter.update(sequence, Verification(DraftTree(), [], committed, [2], None, None, num_steps=3))
+    assert proposed(drafter, new_sequence([5, 2], GREEDY), 3, 3).token_ids == [11, 12, 13]
 
 
 def test_the_static_tree_has_the_papers_size_and_depth() -> None:

@@ -51,6 +51,7 @@ class ChoosingDrafter(Drafter):
         self.needs_top_k = any(way.needs_top_k for way in self._all)
         self.needs_hidden = any(way.needs_hidden for way in self._all)
         self.feature_layers = trees.feature_layers
+        self.learns_rows = any(way.learns_rows for way in self._all)
         self._counted = trees if chains is None else chains
         self.phases = self._counted.phases
         self.way, self._newest = PLAIN, self.ways[PLAIN]  # the newest step's way

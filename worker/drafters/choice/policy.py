@@ -17,7 +17,8 @@ PLAIN = "plain"  # the way without drafts
 NUM_KEPT = 64  # newest calls that tell the rate of a way
 FEWEST_BLOCKS, NUM_BLOCKS, MOST_BLOCKS = 2, 4, 8  # per trial, each with calls of the other way and of the best one
 CALLS_OF_A_BLOCK = 4
-STEPS_PER_TRIAL_CALL = 16  # plain steps: one call is a block
+STEPS_PER_TRIAL_CALL, FEWEST_STEPS = 16, 4  # plain steps: one call is a block
+TRIAL_SECONDS = 0.01  # of a block's plain steps: fewer steps are enough where each takes long
 SETTLING = 1  # calls with drafts at the beginning of a block, slower since the processor's caches hold other data
 HOPELESS, WORSE, BETTER, CLEARLY_BETTER = 0.8, 0.85, 1.03, 1.15  # times the rate of the best way
 MUCH_FASTER = 1.25  # times the rate of the best way, as another one was measured: the best one became slower
@@ -26,10 +27,14 @@ PAYBACK = 400  # tokens between trials for each token that a trial may lose
 FIRST_PAYBACK = 35  # tokens between trials for each token that the last one lost; they double with every lost trial
 SHORTEST_INTERVAL, LONGEST_INTERVAL = 64, 8192  # tokens of each sequence between trials
 MOST_DOUBLED = 7  # times that the shortest interval is doubled
-SURELY_BETTER = 2.5  # times plain decoding, as promised: a way that begins without any measurement
-SURELY_TRIED = 1.1  # times the best rate, as promised: a way that is tried at once
+SURELY_BETTER = 1.6  # times plain decoding, as promised: a way that begins without any measurement
+UNCERTAIN_SECONDS = 1e-3  # of a step: what drafts take beside forwards is a guess then, and counts in short steps
+SURELY_TRIED = 1.1  # times the best rate, as promised: a way that is tried soon
+TRIED_AT_ONCE = 1.4  # times plain decoding, both as promised: a way that is then tried at once
+FIRST_TRIAL = 192  # tokens of each sequence, until a way is tried that promises no more than that: a trial may lose 2 %
 UNMEASURED_GAIN = 1.2  # times plain decoding, for a way that cannot promise anything
 MUCH_LONGER = 1.5  # times the text of other sequences: rates measured for them do not count
+SHORT = 1024  # positions that hardly count in a step's time
 NUM_TIMES, FEWEST_TIMES = 15, 3  # newest times that tell what a step takes beside its forward
 MOST_UNKNOWN = 16  # newest calls that a rate leaves out: to find it anew takes a fifth of a short step
 MOST_HELD_UP = 1.5  # times the median of like calls
@@ -175,7 +180,7 @@ class Place:
     num_lost: dict[str, int] = field(default_factory=dict)  # trials in a row
 
     def fits(self, number: int, longest: int) -> bool:
-        return _are_alike(number, self.number) and _are_alike(longest, self.longest)
+        return _are_alike(number, self.number) and _are_alike(longest + SHORT, self.longest + SHORT)
 
     def measured(self, way: str) -> float:
         """Return the tokens per second of a way, or 0 if it was not tried."""
@@ -197,17 +202,18 @@ class Place:
         least = SHORTEST_INTERVAL * self.number << self.num_lost.get(way, 0)
         self.due[way] = self.num_tokens + int(min(max(least, num_tokens), LONGEST_INTERVAL * self.number))
 
-    def is_due(self, way: str, value: float) -> bool:
-        """Return whether a way that should bring `value` tokens per second is tried now."""
+    def is_due(self, way: str, value: float, plain: float) -> bool:
+        """Return whether a way that should bring `value` tokens per second is tried now; plain steps: `plain`."""
         if way not in self.due and value > SURELY_TRIED * self.rate.value:
-            self.due[way] = self.num_tokens
+            is_sure = self.best != PLAIN or value > TRIED_AT_ONCE * plain
+            self.due[way] = self.num_tokens if is_sure else max(self.num_tokens, FIRST_TRIAL * self.number)
         elif way not in self.due and way == PLAIN:  # its promise knows nothing of runs
-            self.put_off(way, 0)
+            self.put_off(way, 0 if self.rate.value < SURELY_BETTER * value else LOOK_EVERY * self.number)
         elif way not in self.due:
             lost = max(0.0, self.number * NUM_BLOCKS * CALLS_OF_A_BLOCK * (self.rate.value / value - 1))
             self.put_off(way, LOOK_EVERY * self.number + PAYBACK * lost)
         is_faster = self.others.get(way, 0.0) > MUCH_FASTER * self.rate.value
-        return is_faster or self.num_tokens + STEPS_PER_TRIAL_CALL * self.number >= self.due[way]
+        return is_faster or self.num_tokens + FEWEST_STEPS * self.number >= self.due[way]
 
 
 class Policy:
@@ -220,6 +226,7 @@ class Policy:
         self._turn: BestTurn | WayTrial | None = None  # None: the place is new
         self._names: list[str] = []  # the newest call's sequences
         self._promised = 0.0  # tokens per second of the best way
+        self._plain_seconds = 0.0  # of a plain step, as promised
         self._gains: dict[str, float] = {}  # a way without promises -> its rate / the rate of plain decoding
 
     def choose(self, requests: list[DraftRequest], promises: Callable[[], dict[str, float | None]]) -> str:
@@ -234,7 +241,9 @@ class Policy:
             self._names = names
             self._meet(len(names), max(len(request.sequence) for request in requests))
         if is_over or self._turn is None:
-            self._turn = self._next_turn(self._values(promises()))
+            promised = promises()
+            self._plain_seconds = self._place.number / (promised[PLAIN] or 1.0)
+            self._turn = self._next_turn(self._values(promised))
         return self._way
 
     def observe(self, way: str, call: StepCall, seconds: float, expected: float | None) -> None:
@@ -265,7 +274,7 @@ class Policy:
         turn = self._turn
         if isinstance(turn, BestTurn) and self._place.rate.num_calls:
             return max(1, (turn.most_tokens - turn.num_tokens) // self._place.number)
-        return STEPS_PER_TRIAL_CALL
+        return self._steps_per_trial_call
 
     def num_tokens_to_trial(self, way: str) -> int:
         """Return how many tokens each sequence gets until the way is tried."""
@@ -273,6 +282,10 @@ class Policy:
             return 0
         place = self._place
         return (place.due.get(way, place.num_tokens) - place.num_tokens) // max(1, place.number)
+
+    @property
+    def _steps_per_trial_call(self) -> int:
+        return max(FEWEST_STEPS, min(STEPS_PER_TRIAL_CALL, int(TRIAL_SECONDS / self._plain_seconds)))
 
     @property
     def _way(self) -> str:
@@ -292,8 +305,9 @@ class Policy:
             place.take(self._first(values), TokenRate())
         self._promised = values[place.best]
         if not place.rate.value:
-            return BestTurn(place.number * (2 * STEPS_PER_TRIAL_CALL if place.best == PLAIN else STEPS_PER_TRIAL_CALL))
-        due = [way for way in values if way != place.best and place.is_due(way, values[way])]
+            return BestTurn(place.number * (2 if place.best == PLAIN else 1) * self._steps_per_trial_call)
+        plain = place.number / self._plain_seconds
+        due = [way for way in values if way != place.best and place.is_due(way, values[way], plain)]
         if due:
             way = max(due, key=values.__getitem__)
             return WayTrial(way, place.best, place.trials.setdefault(way, {True: TokenRate(), False: TokenRate()}))
@@ -303,7 +317,8 @@ class Policy:
     def _first(self, values: dict[str, float]) -> str:
         """Return the way to begin with: plain decoding, unless another way is certainly faster."""
         way = max(values, key=values.__getitem__)
-        return way if values[way] > SURELY_BETTER * values[PLAIN] or self.times.is_known(way) else PLAIN
+        surely = SURELY_BETTER + UNCERTAIN_SECONDS / self._plain_seconds
+        return way if values[way] > surely * values[PLAIN] or self.times.is_known(way) else PLAIN
 
     def _judge(self, trial: WayTrial) -> None:
         """Adopt the tried way if it was faster than the best way; otherwise schedule its next trial."""

@@ -19,6 +19,7 @@ from swiftbatch.worker.sampling.sequence import Sequence
 NGRAM = 4  # tokens that begin a repeat
 FACTORS = (1_000_003, 1_618_033_989, 2_147_483_629, 1_414_213_573)  # sums of four stay below 2**63
 MOST_TOLD_APART = 32  # matched tokens
+LONG_REPEAT = 8  # matched tokens: behind another token in its place, such a repeat goes on
 PRIORS = (0.5, 0.7, 0.85, 0.92)  # shares that go on behind 4, 8, 16 and 32 matched tokens, before any was seen
 LEARNING_RATE = 0.02
 PRIOR_STEPS = 8  # a prior's weight in steps
@@ -48,7 +49,7 @@ class RepeatShares:
 
 def _level(num_matched: int) -> int:
     """Return the index into `PRIORS`."""
-    return min(num_matched, MOST_TOLD_APART).bit_length() - NGRAM.bit_length()
+    return min(max(num_matched, NGRAM), MOST_TOLD_APART).bit_length() - NGRAM.bit_length()
 
 
 class RepeatedText:
@@ -60,7 +61,7 @@ class RepeatedText:
         self._places = np.zeros(2 * sequence.max_length + 1, dtype=np.int32)  # bucket -> place behind n-gram; 0: none
         self._num_buckets = len(self._places)
         self._num_tokens = len(sequence)
-        self.num_matched = 0  # tokens that the end agrees with; 0: it repeats nothing
+        self.num_matched = 0  # tokens that agree, behind the last that did not; 0: it repeats nothing
         self._source = 0  # the place that the next token would be repeated from
         self._ngram: list[int] = sequence.token_ids[-NGRAM:].tolist()  # the last tokens
         self._index(sequence.token_ids)
@@ -86,7 +87,7 @@ class RepeatedText:
             if end < NGRAM:
                 continue
             bucket = self._bucket(ngram)
-            if not self.num_matched and (place := self._places.item(bucket)):
+            if self.num_matched <= NGRAM and (place := self._places.item(bucket)):
                 self._begin(token_ids, end, ngram, place)
             self._places[bucket] = end
         self._num_tokens, self._ngram = end, ngram
@@ -104,10 +105,10 @@ class RepeatedText:
 
     def _follow(self, goes_on: bool) -> None:
         self._shares.observe(self.num_matched, goes_on)
-        if goes_on:
-            self._source, self.num_matched = self._source + 1, self.num_matched + 1
-        else:
+        if not goes_on and self.num_matched < LONG_REPEAT:
             self.num_matched = 0
+        else:
+            self._source, self.num_matched = self._source + 1, self.num_matched + 1 if goes_on else 1
 
     def _begin(self, token_ids: np.ndarray, end: int, ngram: list[int], place: int) -> None:
         """Begin a repeat from `place` if the tokens before it are `ngram`, the last tokens before `end`."""

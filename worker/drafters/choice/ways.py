@@ -87,7 +87,7 @@ class TreeWay(DraftWay):
 
     def __init__(self, drafter: TreeDrafter, costs: StepCosts) -> None:
         self.drafter, self.sizes = drafter, TreeSizes(costs)
-        self.needs_top_k = drafter.needs_top_k
+        self.needs_top_k, self.learns_rows = drafter.needs_top_k, drafter.learns_rows
         self._beside = 0.0
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
@@ -145,6 +145,7 @@ class MeasuredWay(DraftWay):
         self.needs_hidden, self.reads_caches = drafter.needs_hidden, drafter.reads_caches
         self.feature_layers = drafter.feature_layers
         self.needs_top_k = self.wants_candidates = drafter.needs_top_k
+        self.learns_rows = drafter.learns_rows
         self.phases = drafter.phases
 
     @property

@@ -16,7 +16,7 @@ import torch
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.drafters.choice.choosing_drafter import with_rounds
-from swiftbatch.worker.drafters.drafter_interface import Drafter, ReadRows
+from swiftbatch.worker.drafters.drafter_interface import Drafter
 from swiftbatch.worker.drafters.engine_options import TokenSwiftOptions
 from swiftbatch.worker.drafters.ranking import CandidateRanker, grow_best_first
 from swiftbatch.worker.drafters.self_speculation import (
@@ -157,6 +157,8 @@ class TokenSwiftProposer(Proposer):
     def start(self, sequence: Sequence) -> None:
         self._tables[sequence.sequence_id] = table = NgramTable(self._options.ngram_size)
         table.extend(sequence.output_ids.tolist())
+        if self._recycling:
+            self._recycling.read_text(sequence.token_ids)
 
     def propose(self, chains: list[Chain], limits: list[tuple[int, int]]) -> list[DraftTree]:
         return [self._tree(chain, *limit) for chain, limit in zip(chains, limits, strict=True)]
@@ -170,10 +172,6 @@ class TokenSwiftProposer(Proposer):
         table.extend(sequence.output_ids[len(table) :].tolist())
         if self._recycling:
             self._recycling.update(sequence, verification)
-
-    def learn(self, rows: ReadRows) -> None:
-        if self._recycling:
-            self._recycling.learn(rows)
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
         return self._recycling.state(sequence) if self._recycling else {}

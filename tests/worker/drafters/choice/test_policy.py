@@ -34,28 +34,35 @@ def sequence_of(name: str, length: int = 10) -> Sequence:
 
 @dataclass
 class Machine:
-    """A simulated machine: a plain token takes a second, a step with drafts brings two tokens."""
+    """A simulated machine: a plain token takes a unit of time, by default half a millisecond, a step with drafts brings
+    two tokens.
+    """
 
-    seconds: dict[str, float] = field(default_factory=lambda: {TREE: 2.0})  # of a step with drafts, by way
-    promises: dict[str, float | None] = field(default_factory=lambda: {TREE: 1.2})
+    seconds: dict[str, float] = field(default_factory=lambda: {TREE: 2.0})  # units of a step with drafts, by way
+    promises: dict[str, float | None] = field(default_factory=lambda: {TREE: 1.8})
     slowed: Callable[[], float] = lambda: 1.0  # a factor of each call's time
     policy: Policy = field(default_factory=Policy)
     ways: list[str] = field(default_factory=list)  # of each token
-    now: float = 0.0
+    unit: float = 0.5e-3  # seconds
+    now: float = 0.0  # units
 
     def run(self, num_tokens: int, *sequences: Sequence) -> list[str]:
         """Return the ways of so many tokens."""
         requests = [DraftRequest(each, 31, 31) for each in sequences or (sequence_of("a"),)]
         before = len(self.ways)
         while len(self.ways) < before + num_tokens:
-            way = self.policy.choose(requests, lambda: {PLAIN: 1.0, **self.promises})
+            way = self.policy.choose(requests, self._promises)
             steps = min(32, self.policy.most_steps) if way == PLAIN else 1
             tokens, seconds = (steps, float(steps)) if way == PLAIN else (2, self.seconds[way])
             seconds *= self.slowed()
             self.now += seconds
-            self.policy.observe(way, StepCall(tokens, steps, 3 * (way != PLAIN)), seconds, None)
+            self.policy.observe(way, StepCall(tokens, steps, 3 * (way != PLAIN)), seconds * self.unit, None)
             self.ways += [way] * tokens
         return self.ways[before:]
+
+    def _promises(self) -> dict[str, float | None]:
+        promised = {PLAIN: 1.0, **self.promises}
+        return {way: rate if rate is None else rate / self.unit for way, rate in promised.items()}
 
 
 def share(ways: list[str], way: str = TREE) -> float:
@@ -68,7 +75,24 @@ def test_plain_steps_are_measured_first_and_then_what_promises_more() -> None:
 
 
 def test_a_way_that_promises_twice_as_much_is_measured_first() -> None:
-    assert Machine(promises={TREE: 2.6}, seconds={TREE: 0.8}).run(100)[0] == TREE
+    assert Machine(promises={TREE: 3.8}, seconds={TREE: 0.8}).run(100)[0] == TREE
+
+
+def test_where_steps_take_long_a_smaller_promise_is_enough_to_be_the_first_and_trials_are_shorter() -> None:
+    slow = {"promises": {TREE: 1.8}, "unit": 20e-3}
+    assert Machine(**slow).run(100)[0] == TREE
+    assert Machine(promises={TREE: 1.8}).run(100)[0] == PLAIN
+    ways = Machine(seconds={TREE: 1.0}, **slow).run(1024)
+    assert share(ways[:128]) > 0.85
+    assert share(ways) > 0.95
+
+
+def test_short_texts_are_alike() -> None:
+    machine = Machine({TREE: 3.0})
+    machine.run(256, sequence_of("a", 10))
+    machine.run(1024, sequence_of("b", 400))
+    ways = machine.run(40, sequence_of("c", 500))
+    assert share(ways, PLAIN) == 1
 
 
 @pytest.mark.parametrize("seconds", [1.0, 1.8])
@@ -104,7 +128,7 @@ def test_a_way_that_promises_little_is_tried_in_the_end() -> None:
 
 def test_a_way_that_cannot_promise_anything_is_tried() -> None:
     machine = Machine({"mtp": 1.0}, {"mtp": None})
-    assert share(machine.run(1024), "mtp") > 0.8
+    assert share(machine.run(2048), "mtp") > 0.8
     assert UNMEASURED_GAIN > 1
 
 
@@ -173,7 +197,7 @@ def test_a_call_that_went_another_way_tells_nothing_of_the_turn() -> None:
     machine.run(1024)
     before = machine.policy.rate
     machine.policy.observe("repeat", StepCall(9, 1, 8), 1000.0, None)
-    assert machine.policy.rate == before == 1.0
+    assert machine.policy.rate == before == pytest.approx(1.0 / machine.unit)
 
 
 def test_it_is_known_how_soon_a_way_is_tried() -> None:

@@ -16,6 +16,7 @@ from swiftbatch.worker.drafters.choice.choosing_drafter import REPEAT, ChoosingD
 from swiftbatch.worker.drafters.choice.policy import PLAIN, Policy
 from swiftbatch.worker.drafters.choice.repeated_text import (
     FEWEST_AT_ONCE,
+    LONG_REPEAT,
     MOST_AT_ONCE,
     MOST_TOLD_APART,
     NGRAM,
@@ -91,8 +92,8 @@ def test_a_text_that_grows_agrees_with_one_that_is_there() -> None:
         assert bool(text.num_matched) >= bool(at_once.num_matched)
         if text.num_matched:
             source = len(tokens) - text._source
-            most = min(text.num_matched, MOST_TOLD_APART)
-            assert tokens[-most:] == tokens[-most - source : -source]
+            most = min(text.num_matched, MOST_TOLD_APART) - 1  # the first stands for a token that broke a long repeat
+            assert tokens[len(tokens) - most :] == tokens[len(tokens) - most - source : -source]
             assert text.chain(sequence, 1) == [tokens[-source]]
 
 
@@ -117,6 +118,19 @@ def test_shares_are_those_of_the_tokens_that_went_on() -> None:
         shares.observe(40, True)
     assert shares.tokens(5, (0, 1, 7)) == pytest.approx([1.0, 1.0, 1.0], abs=0.01)
     assert shares.tokens(40, (0, 1, 7)) == pytest.approx([1.0, 2.0, 8.0], rel=0.01)
+
+
+def test_a_long_repeat_goes_on_behind_another_token_until_an_n_gram_stands_elsewhere() -> None:
+    passage, shares = [*range(10, 30)], RepeatShares()
+    tokens = [*passage, 1, 2, *passage[:LONG_REPEAT], 45]
+    sequence, text = grown(tokens, shares, 22)
+    assert text.chain(sequence, 3) == passage[LONG_REPEAT + 1 : LONG_REPEAT + 4]
+    assert text.tokens((1,)) == shares.tokens(NGRAM, (1,))
+    sequence, text = grown([*passage, 3, 45, 19, 20, 21, 40, 41, *tokens], shares, 40)
+    for token in (19, 20, 21):
+        sequence.extend([token])
+        text.catch_up(sequence)
+    assert text.chain(sequence, 2) == [40, 41]
 
 
 def test_a_token_that_breaks_a_repeat_ends_it_and_lowers_its_share() -> None:

@@ -29,7 +29,7 @@ Forwarded = list[list[tuple[int, int]]]  # per forward and sequence: first entry
 
 class Guesser(Drafter):
     def __init__(self, num_nodes: int, needs_top_k: bool = False) -> None:
-        self.num_nodes, self.needs_top_k = num_nodes, needs_top_k
+        self.num_nodes, self.needs_top_k, self.learns_rows = num_nodes, needs_top_k, needs_top_k
         self.heard: list[ReadRows] = []
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from swiftbatch.jobs.job import Message
 from swiftbatch.worker.decode_bench import BenchError
+from swiftbatch.worker.text.tokenizer import Chat, TextCodec
 
-OWN_TASKS = Path(__file__).with_name("recycling_tasks.jsonl")
-"""Six kinds of prompts in our own words."""
+OWN_TASKS = Path(__file__).with_name("tasks.jsonl")
+"""Six kinds of prompts in our own words; a kind's long ones come first."""
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 TESTED = "You are an expert Python programmer. {task}\nYour code should pass these tests:\n\n{tests}\n"
 
@@ -23,6 +25,15 @@ class Task:
 
     category: str
     turns: tuple[str, ...]
+    response_format: dict[str, Any] | None = None  # as a line has it
+
+
+def chat_ids(codec: TextCodec, messages: list[Message]) -> list[int]:
+    """Return a chat in the model's template, or the texts alone if it takes none."""
+    try:
+        return codec.encode_one(Chat(messages, None)).token_ids
+    except ValueError:
+        return codec.encode_one("\n\n".join(message.content for message in messages)).token_ids
 
 
 def read_tasks(path: Path) -> list[Task]:
@@ -63,6 +74,7 @@ FORMS: dict[tuple[str, ...], Callable[[dict[str, Any]], Task]] = {
     ("task_id", "code", "test_list"): _mbpp,
     ("task_id", "prompt", "entry_point"): lambda fields: Task("HumanEval", (fields["prompt"],)),
     ("question", "answer"): lambda fields: Task("GSM8K", (fields["question"],)),
-    ("category", "prompt"): lambda fields: Task(fields["category"], (fields["prompt"],)),  # our own
+    # our own
+    ("category", "prompt"): lambda fields: Task(fields["category"], (fields["prompt"],), fields.get("response_format")),
 }
 """Makers of tasks by the fields that tell a form; the first form that fits counts."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.recycling_tasks import OWN_TASKS, Task, read_tasks
+from bench.tasks import OWN_TASKS, Task, read_tasks
 from swiftbatch.worker.decode_bench import BenchError
 
 FORMS: dict[str, tuple[dict[str, Any], Task]] = {
