@@ -202,9 +202,9 @@ class _Modelled:
             yield
 
     def _counted(self, forward: Any) -> Any:
-        def run(groups: list[Any]) -> Any:
+        def run(groups: list[Any], *given: Any) -> Any:
             self._now += self.costs.at(sum(map(len, groups)), 0)
-            return forward(groups)
+            return forward(groups, *given)
 
         return run
 

@@ -199,7 +199,7 @@ def test_the_paper_s_trees_have_60_nodes_of_6_levels_and_times_are_those_of_the_
     drafter = create_bench_drafter("griffin-paper", tiny_target, free_rows)
     assert isinstance(drafter, GriffinDrafter)
     clock.rule(monkeypatch)
-    verify = clock.taking(lambda groups: 0.001 * num_rows(groups), tiny_target.verify)
+    verify = clock.taking(lambda groups, *_: 0.001 * num_rows(groups), tiny_target.verify)
     monkeypatch.setattr(tiny_target, "verify", verify)
     for forward in ("follow", "expand"):
         timed = clock.taking(lambda parts: 0.002, getattr(drafter._forwards, forward))

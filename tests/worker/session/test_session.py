@@ -222,7 +222,7 @@ def test_jobs_that_end_before_a_checkpoint_is_due_cost_their_results_alone(
 def test_a_long_job_costs_a_write_an_interval_beside_its_states(
     run: Run, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs = [record(name, 96) for name in ("fox", "dog", "cat")]
+    jobs = [record(name, 160) for name in ("fox", "dog", "cat")]
     assignments = [claimed(run, job) for job in jobs]
     worker = session(run, tiny_model, engine="suffix", checkpoint="tokens", checkpoint_seconds=1000.0)
     asked, ask = [], Store._try

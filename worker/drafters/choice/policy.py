@@ -226,7 +226,7 @@ class Policy:
         self._turn: BestTurn | WayTrial | None = None  # None: the place is new
         self._names: list[str] = []  # the newest call's sequences
         self._promised = 0.0  # tokens per second of the best way
-        self._plain_seconds = 0.0  # of a plain step, as promised
+        self._plain_seconds = 0.0  # of a plain step, as promised; 0: nothing was
         self._gains: dict[str, float] = {}  # a way without promises -> its rate / the rate of plain decoding
 
     def choose(self, requests: list[DraftRequest], promises: Callable[[], dict[str, float | None]]) -> str:
@@ -285,6 +285,8 @@ class Policy:
 
     @property
     def _steps_per_trial_call(self) -> int:
+        if not self._plain_seconds:
+            return STEPS_PER_TRIAL_CALL
         return max(FEWEST_STEPS, min(STEPS_PER_TRIAL_CALL, int(TRIAL_SECONDS / self._plain_seconds)))
 
     @property

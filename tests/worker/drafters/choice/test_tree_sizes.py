@@ -53,7 +53,7 @@ def test_measured_costs_rise_with_rows_and_length(target: TargetModel, monkeypat
     """A row of a forward takes a millisecond here for every thousand positions before it."""
     clock = SimulatedClock()
     clock.rule(monkeypatch)
-    verify = clock.taking(lambda groups: sum(len(g) * g.first_entry for g in groups) / 1e6, target.verify)
+    verify = clock.taking(lambda groups, *_: sum(len(g) * g.first_entry for g in groups) / 1e6, target.verify)
     monkeypatch.setattr(target, "verify", verify)
     costs = measure_step_costs(target)
     assert costs.seconds.shape == (3, len(ROW_COUNTS))
@@ -200,7 +200,7 @@ def test_drafters_are_told_what_a_step_takes_beside_its_forward(
     clock = SimulatedClock()
     clock.rule(monkeypatch)
     target, drafter = TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu"), Recorder(clock)
-    monkeypatch.setattr(target, "verify", clock.taking(lambda groups: 1.0, target.verify))
+    monkeypatch.setattr(target, "verify", clock.taking(lambda groups, *_: 1.0, target.verify))
     engine = Engine(target, drafter)
     sequence = Sequence("a", [1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True), target.vocab_size)
     engine.start(sequence)
