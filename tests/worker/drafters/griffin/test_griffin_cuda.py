@@ -80,7 +80,12 @@ def target(one_layer_model: Path) -> TargetModel:
 def config(target: TargetModel) -> GriffinConfig:
     sizes = target.forwards.sizes  # type: ignore[attr-defined]
     return GriffinConfig(
-        sizes.hidden, sizes.intermediate, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.intermediate
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.intermediate,
+        num_heads=sizes.num_heads,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        expansion_size=sizes.intermediate,
     )
 
 

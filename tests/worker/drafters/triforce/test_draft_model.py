@@ -115,7 +115,7 @@ def test_sequences_share_the_forwards_and_draft_what_each_drafts_alone(
         together.start(sequence)
     group_counts: list[int] = []
     verify = model.verify
-    monkeypatch.setattr(model, "verify", lambda groups: group_counts.append(len(groups)) or verify(groups))
+    monkeypatch.setattr(model, "verify", lambda groups, *_: group_counts.append(len(groups)) or verify(groups))
     proposals = together.propose([chain_of(sequence) for sequence in sequences], [(6, 20)] * 3)
     assert proposals == alone
     assert group_counts[-5:] == [3] * 5

@@ -73,9 +73,9 @@ def forwarded(monkeypatch: pytest.MonkeyPatch) -> Forwarded:
     seen: Forwarded = []
     verify = TargetModel.verify
 
-    def noted(target: TargetModel, groups: list[SequenceRows]) -> object:
+    def noted(target: TargetModel, groups: list[SequenceRows], *layers: tuple[int, ...]) -> object:
         seen.append([(group.first_entry, len(group)) for group in groups])
-        return verify(target, groups)
+        return verify(target, groups, *layers)
 
     monkeypatch.setattr(TargetModel, "verify", noted)
     return seen
