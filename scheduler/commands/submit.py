@@ -146,7 +146,7 @@ token_option = options_of("What decides the tokens; stored in the run")
 @token_option("--kv-dtype", type=KV_DTYPES, help=KV_DTYPE_HELP)
 @token_option("--device", type=DEVICES, help=f"[default: {Computation.device}]")
 @token_option("--attention", type=ATTENTIONS, help=f"{ATTENTION_HELP} [default: {Computation.attention}]")
-@token_option("--linear", type=LINEARS, help=f"{LINEAR_HELP} [default: {Computation.linear}]")
+@token_option("--linear", type=LINEARS, metavar="NAME", help=f"{LINEAR_HELP} [default: {Computation.linear}]")
 @token_option("--rows", "num_rows", type=ROWS, help=f"{ROWS_HELP} [default: by jobs, lengths and GPU]")
 @token_option(
     "--threads",

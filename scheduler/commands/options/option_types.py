@@ -183,7 +183,7 @@ KV_DTYPES = click.Choice(get_args(KVDtype))
 KV_DTYPE_HELP = "8-bit keys and values. [default: as --dtype]"
 ATTENTIONS, LINEARS = click.Choice(get_args(AttentionName)), click.Choice(get_args(LinearName))
 ATTENTION_HELP = "GPU: kernel for prefix attention."
-LINEAR_HELP = "Kernel for products; int8: on CPUs."
+LINEAR_HELP = "Products: cublas or triton on GPUs, int8 on CPUs."
 ROWS, ROWS_HELP = click.Choice(get_args(NumRows)), "GPU: rows of a forward."
 THREAD_COUNT = WholeNumber(1, MAX_THREADS)
 
@@ -227,7 +227,7 @@ THREADS = click.option(
 )
 DEVICE = click.option("--device", type=DEVICES, default=Computation.device)
 COMPUTING = all_of(DTYPE, DEVICE, THREADS)
-LINEAR = click.option("--linear", type=LINEARS, default=Computation.linear, help=LINEAR_HELP)
+LINEAR = click.option("--linear", type=LINEARS, metavar="NAME", default=Computation.linear, help=LINEAR_HELP)
 CUDA_KERNELS = all_of(
     click.option("--attention", type=ATTENTIONS, default=Computation.attention, help=ATTENTION_HELP), LINEAR
 )
