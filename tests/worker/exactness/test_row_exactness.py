@@ -67,7 +67,7 @@ def test_the_probe_finds_rows_of_a_target_whose_logits_hold_until_its_next_forwa
     target = TargetModel(copy.copy(embedded_targets["bfloat16"].forwards), embedded_targets["bfloat16"].files)
     run, kept = target.forwards.run, torch.zeros(64, target.vocab_size)
 
-    def overwriting(groups: list[SequenceRows]) -> tuple[torch.Tensor, torch.Tensor]:
+    def overwriting(groups: list[SequenceRows], *_: object) -> tuple[torch.Tensor, torch.Tensor]:
         hidden, logits = run(groups)
         kept[: len(logits)] = logits
         kept[0] += float(len(groups) > 1)
