@@ -27,7 +27,7 @@ from swiftbatch.worker.sampling.sequence import Sequence
 
 @dataclass
 class BlockTrack:
-    """What a sequence's blocks see: sinks, and the newest positions, as `BlockModel.context` returns them."""
+    """Context of a sequence's blocks: sinks, and the newest positions, as `BlockModel.context` returns them."""
 
     room: TorchRoom
     nothing: torch.Tensor  # of no positions
