@@ -167,11 +167,11 @@ def tiny_config(kind: str, window: int = 100, has_wide_heads: bool = False) -> P
 
 
 def tiny_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> Any:
-    """Make random norms and sinks too: their initial ones and zeros would hide mistakes."""
+    """Make norms, sinks and routers random too: their initial ones and zeros would hide mistakes."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).to(dtype).eval().requires_grad_(False)
     for parameter in model.parameters():
-        if parameter.ndim == 1:
+        if parameter.ndim == 1 or not parameter.any():
             parameter += 0.1 * torch.randn_like(parameter)
     return model
 
@@ -375,7 +375,8 @@ Others are refused by name, as are unknown metadata that may change a layer.
 
 - **Tokens** are exactly those of a folder with the dequantized matrices: the numbers that the file's types define in
   float32, rounded once to `--dtype`. On a GPU that is a run with `--linear triton`: see
-  [Packed weights](gpu.md#packed-weights). llama.cpp quantizes activations, so its tokens may differ.
+  [Packed weights](gpu.md#packed-weights). llama.cpp quantizes activations, so its tokens may differ; a run
+  with `--linear int8` quantizes them likewise: [Rows in 8 bits](kernels.md#rows-in-8-bits).
 - **Ends.** A text ends at the end tokens of the metadata, and at `<|im_end|>`, `<|eot_id|>`, `<end_of_turn>` and the
   like.
 - **The tokenizer** is made from the file's vocabulary. Models `llama` (SentencePiece) and `gpt2` (bytes) run, with

@@ -31,6 +31,7 @@ from tests.worker.session.session_parts import (
     make_run,
     record,
     session,
+    step_one_by_one,
     to_the_end,
     until,
 )
@@ -63,6 +64,11 @@ class Breaking:
             return found
 
         patch.setattr(part, name, breaking)
+
+
+@pytest.fixture(autouse=True)
+def _one_step_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    step_one_by_one(monkeypatch)  # a job of 90 tokens would end before the fault comes
 
 
 @pytest.fixture
@@ -120,7 +126,6 @@ class TestABrokenGPU:
     ) -> None:
         worker = begun(run, tiny_model, 3)
         broken = Breaking(monkeypatch, NativeForwards, "run")
-        monkeypatch.setattr("swiftbatch.worker.engine.engine.MOST_STEPS", 1)
         broken.error = error
         with pytest.raises(GPUFailedError, match=r"^the GPU failed: CUDA error: an illegal memory access[^\n]*$"):
             worker.work(Orders(), 10.0)
@@ -208,7 +213,6 @@ class TestAFullMemory:
     def test_in_a_step_puts_the_youngest_job_back_and_the_others_go_on(
         self, run: Run, tiny_model: Path, undisturbed: dict[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("swiftbatch.worker.engine.engine.MOST_STEPS", 1)
         full = Breaking(monkeypatch, NativeForwards, "run", num_times=1)
         session_ = session(run, tiny_model)
         full.error = full_memory
@@ -222,7 +226,6 @@ class TestAFullMemory:
     def test_twice_in_a_step_loses_the_worker_but_no_token(
         self, run: Run, tiny_model: Path, undisturbed: dict[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("swiftbatch.worker.engine.engine.MOST_STEPS", 1)
         full = Breaking(monkeypatch, NativeForwards, "run", num_times=2)
         worker = begun(run, tiny_model, 2)
         full.error = full_memory
