@@ -205,6 +205,12 @@ static bool are_narrow(const uint8_t *codes, long count) {
     return are;
 }
 
+static bool is_linear(const float table[LANES]) {
+    bool is = true;
+    for (int i = 0; i < LANES; i++) is &= table[i] == (float)i;
+    return is;
+}
+
 static void find_wholes(quantized_part *part) {
     part->unit = 1.0f;
     for (int i = 0; i < LANES; i++)
@@ -232,6 +238,7 @@ quantized_part *quantized_new(const quantized_rows *rows, int depth, int count, 
     part->data = weights_take((size_t)(num_blocks * part->block_bytes));
     memcpy(part->table, rows->table, sizeof(float) << bits);
     if (bits == 4 && part->fate == AS_INTEGERS) find_wholes(part);
+    else if (bits == 4 && HAS_LINEAR && is_linear(part->table)) part->code = CODE_LINEAR;
     part->is_narrow = part->fate == AS_INTEGERS && part->code == CODE_INT8 && are_narrow(rows->codes, (long)count * depth);
     part->like = first_like(part);
     int most_abreast = part->fate == AS_INTEGERS ? 1 : MOST_ABREAST;  // integers are read block by block

@@ -6,6 +6,8 @@
 
 #if defined(__AVX512F__)
 enum { MOST_FEW_ROWS = 8, MOST_FEW_BLOCKS = 4 };
+#elif defined(__AVX2__)
+enum { MOST_FEW_ROWS = 4, MOST_FEW_BLOCKS = 1 };
 #else
 enum { MOST_FEW_ROWS = 1, MOST_FEW_BLOCKS = 1 };
 #endif

@@ -21,6 +21,13 @@ INLINE void spread_lanes(const int fate, vec numbers, vec out[2]) {
     out[0] = out[1] = numbers;
 }
 
+// Rounds a number to bf16, to nearest even: 8 of its 24 digits stay. Holds for zeros and from 2^-126 up to 2^110
+// (Veltkamp's splitting; in sums of this width ties come out even).
+INLINE vec round_weight(vec a) {
+    vec spread = vec_mul(a, vec_set(0x1p16f + 1));
+    return vec_sub(spread, vec_sub(spread, a));
+}
+
 // Without offsets, -0 is added, which changes no bit, not even the sign of a zero.
 INLINE group_numbers numbers_of_group(const int code, const int fate, const quantized_part *part,
                                       const uint8_t *header, int group) {
@@ -38,7 +45,7 @@ INLINE void next_weights(const int code, const int fate, codebook book, const gr
     unpack(code, book, from, step, out);
     for (int i = 0; i < 2; i++) {
         out[i] = vec_fma(out[i], group->scale[i], group->offset[i]);
-        if (fate == ROUNDED) out[i] = vec_round_bf16(out[i]);
+        if (fate == ROUNDED) out[i] = round_weight(out[i]);
     }
 }
 
@@ -162,6 +169,14 @@ INLINE void multiply_abreast(const int code, const int fate, const few_job *job,
         FEW_ROWS_TIMES(2, 1);
     } else {
         FEW_ROWS_TIMES(1, 4);
+    }
+#elif defined(__AVX2__)
+    if (job->num_rows > 2) {
+        FEW_ROWS_TIMES(4, 1);
+    } else if (job->num_rows == 2) {
+        FEW_ROWS_TIMES(2, 1);
+    } else {
+        FEW_ROWS_TIMES(1, 1);
     }
 #endif
     FEW_ROWS_TIMES(1, 1);
@@ -292,5 +307,9 @@ void quantized_multiply(const quantized_block *blocks, int count, int behind, in
         MULTIPLY(CODE_UINT8, EXACT);
         MULTIPLY(CODE_E4M3, NARROW);
         MULTIPLY(CODE_E4M3, EXACT);
+#if HAS_LINEAR
+        MULTIPLY(CODE_LINEAR, NARROW);
+        MULTIPLY(CODE_LINEAR, EXACT);
+#endif
     }
 }

@@ -8,7 +8,15 @@ typedef struct {
     const float *table;  // of all
 } codebook;
 
-INLINE int code_bits(int code) { return code == CODE_TABLE ? 4 : 8; }
+// CODE_TABLE with the codes themselves as numbers, which loading finds where `HAS_LINEAR`.
+enum { CODE_LINEAR = CODE_E4M3 + 1 };
+#if defined(__AVX512F__)
+#define HAS_LINEAR 0  // one permutation looks up all lanes
+#else
+#define HAS_LINEAR 1
+#endif
+
+INLINE int code_bits(int code) { return code == CODE_TABLE || code == CODE_LINEAR ? 4 : 8; }
 
 #if defined(__AVX512F__)
 #define E4M3_UNIT 256.0f  // factor from `unpack` to the codes' numbers
@@ -35,6 +43,7 @@ INLINE words words_load(const uint8_t *from) { return _mm512_loadu_si512(from); 
 INLINE words words_shift(words a, int bits) { return _mm512_srli_epi32(a, (unsigned)bits); }
 // by the lowest four bits
 INLINE vec words_lookup(words a, codebook book) { return _mm512_permutexvar_ps(a, book.numbers); }
+INLINE vec words_codes(words a) { return _mm512_cvtepi32_ps(_mm512_and_si512(a, _mm512_set1_epi32(15))); }
 
 INLINE vec vec_load_half(const void *from) { return _mm512_cvtph_ps(_mm256_loadu_si256(from)); }
 
@@ -68,6 +77,8 @@ INLINE __m256 half_lookup(codebook book, __m256i a) {
 }
 // by the lowest four bits
 INLINE vec words_lookup(words a, codebook book) { return (vec){half_lookup(book, a.low), half_lookup(book, a.high)}; }
+INLINE __m256 half_codes(__m256i a) { return _mm256_cvtepi32_ps(_mm256_and_si256(a, _mm256_set1_epi32(15))); }
+INLINE vec words_codes(words a) { return (vec){half_codes(a.low), half_codes(a.high)}; }
 
 // Moves exponent and fraction of a half into place in a float, whose exponents begin 112 lower.
 INLINE __m256 half_of_halves(const void *from) {
@@ -107,6 +118,11 @@ INLINE vec words_lookup(words a, codebook book) {
     for (int i = 0; i < LANES; i++) numbers[i] = book.table[a.part[i / 4][i % 4] & 15];
     return vec_load(numbers);
 }
+INLINE vec words_codes(words a) {
+    vec numbers;
+    EACH_PART numbers.part[i] = __builtin_convertvector(a.part[i] & 15, quad);
+    return numbers;
+}
 
 // Moves exponent and fraction of a half into place in a float, whose exponents begin 112 lower.
 INLINE vec vec_load_half(const void *from) {
@@ -125,10 +141,12 @@ INLINE vec vec_load_half(const void *from) {
 
 // Unpacks two vectors, at 2 * step and 2 * step + 1, of the span that begins at `from`.
 INLINE void unpack(const int code, codebook book, const uint8_t *from, const int step, vec out[2]) {
-    if (code == CODE_TABLE) {
+    if (code_bits(code) == 4) {
         words both = words_load(from);
-        out[0] = words_lookup(words_shift(both, 8 * step), book);
-        out[1] = words_lookup(words_shift(both, 8 * step + 4), book);
+        for (int i = 0; i < 2; i++) {
+            words shifted = words_shift(both, 8 * step + 4 * i);
+            out[i] = code == CODE_LINEAR ? words_codes(shifted) : words_lookup(shifted, book);
+        }
     } else {
         out[0] = byte_numbers(code, book, from);
         out[1] = byte_numbers(code, book, from + LANES);
