@@ -41,6 +41,8 @@ IN_LIBRARY = Path(__file__).with_name("peer_generation.py")  # only the librarie
 ROOM = 2  # times the requested tokens, so that no sequence of a batch ends early
 INSTRUCTIONS = ("AMX_INT8", "AVX512_BF16", "AVX512_VNNI", "AVX512", "AVX_VNNI", "AVX2", "AVX")  # the best one first
 OURS = f"swiftbatch {BASELINE}"
+EXACT = "cublas"  # on a CPU: the exact products
+FASTEST: dict[str, tuple[str, ...]] = {"--llama-cpp": (), "--ik-llama-cpp": ("-rtr",)}  # weights repacked for this CPU
 
 
 class Options(TextOptions):
@@ -58,7 +60,8 @@ def run(options: Options) -> Iterator[Record]:
     """Measure llama.cpp, ik_llama.cpp, vLLM and OpenVINO on the same GGUF file beside swiftbatch, all in turns.
 
     Figures are tokens a second: of one stream behind 512 and behind 4,096 tokens, of a prompt of 512, and of eight
-    streams behind 512. llama.cpp's programs are `llama-batched-bench`, libraries are given as their Python.
+    streams behind 512. llama.cpp's programs are `llama-batched-bench`, libraries are given as their Python. `--linear
+    int8` measures swiftbatch with exact products and with rows of 8 bits.
 
     \b
     Example:
@@ -71,16 +74,17 @@ def run(options: Options) -> Iterator[Record]:
     for name, path in (programs | libraries).items():
         if path is not None and not (path.is_file() and os.access(path, os.X_OK)):
             raise BenchError(f"{name} {path}: there is no such program")
-    ours = _Ours(options)
-    rounds: dict[str, Callable[[], Record]] = {
-        f"swiftbatch {engine}": functools.partial(ours.measure, engine) for engine in (BASELINE, DEFAULT_ENGINE)
+    ours = [_Ours(options.model_copy(update={"linear": each})) for each in dict.fromkeys((EXACT, options.linear))]
+    rounds = {name: turn for each in ours for name, turn in each.turns()}
+    rounds |= {
+        name[2:]: functools.partial(_in_llama_cpp, name, path, options) for name, path in programs.items() if path
     }
-    for name, path in programs.items():
-        if path is not None:
-            rounds[name.removeprefix("--")] = functools.partial(_in_llama_cpp, name, path, options)
-    for name, path in libraries.items():
-        if path is not None:
-            rounds[name.removeprefix("--")] = functools.partial(_in_a_library, name, path, options, ours.text)
+    text = ours[0].text
+    rounds |= {
+        name[2:]: functools.partial(_in_a_library, name, path, options, text)
+        for name, path in libraries.items()
+        if path
+    }
     for number in range(options.num_rounds):
         order = [*rounds][number % len(rounds) :] + [*rounds][: number % len(rounds)]
         for name in order:
@@ -120,6 +124,12 @@ class _Ours:
         self._long, self._fresh = self._target.new_cache(LONG + room), self._target.new_cache(SHORT)
         self._short = [self._target.new_cache(SHORT + room) for _ in range(TOGETHER)]
         self._num_jobs = 0
+
+    def turns(self) -> Iterator[tuple[str, Callable[[], Record]]]:
+        linear = self._options.linear
+        for engine in self._engines:
+            name = f"swiftbatch {engine}" + (f" {linear}" if linear != EXACT else "")
+            yield name, functools.partial(self.measure, engine)
 
     def measure(self, name: str) -> Record:
         engine = self._engines[name]
@@ -164,8 +174,10 @@ def _in_llama_cpp(name: str, program: Path, options: Options) -> Record:
     rows: dict[tuple[int, int], list[float]] = {}
     for prompt, numbers in ((SHORT, (1, TOGETHER)), (LONG, (1,))):
         sizes: Record = {"-c": numbers[-1] * (prompt + options.num_tokens), "-npp": prompt, "-ntg": options.num_tokens}
-        sizes |= {"-npl": ",".join(map(str, numbers)), "-t": options.num_threads, "-m": options.model}
-        done = _run([str(program), *(str(part) for pair in sizes.items() for part in pair)], f"{name} {program}")
+        sizes |= {"-npl": ",".join(map(str, numbers)), "-t": options.num_threads, "-m": Path(options.model).resolve()}
+        given = [str(part) for pair in sizes.items() for part in pair] + ["-fa", "on", "-pps", *FASTEST[name]]
+        with tempfile.TemporaryDirectory(prefix="swiftbatch-peers-") as folder:  # some write a log
+            done = _run([str(program.resolve()), *given], f"{name} {program}", folder=folder)
         for line in (done.stdout + done.stderr).splitlines():
             cells = re.findall(r"[\d.]+", line) if line.startswith("|") else []
             if len(cells) == 10:  # PP, TG, B, N_KV, T_PP, S_PP, T_TG, S_TG, T, S
@@ -234,10 +246,13 @@ def in_library(
     return figures
 
 
-def _run(command: list[str], name: str, further: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def _run(
+    command: list[str], name: str, further: dict[str, str] | None = None, folder: str | None = None
+) -> subprocess.CompletedProcess[str]:
     """Raise BenchError with the last line of a command that fails."""
+    environment = os.environ | (further or {})
     try:
-        done = subprocess.run(command, env=os.environ | (further or {}), capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
     except OSError as error:
         raise BenchError(f"{name}: cannot be started: {error.strerror}") from error
     if done.returncode != 0:

@@ -71,6 +71,7 @@ FEWEST_REPEATS = 2  # a single measurement may include page faults, or another p
 LEAST_SECONDS = 1e-9  # lower bound, because a coarse clock may return 0
 ROUTED_EVERY = 8  # steps between two corrections by the number of experts that steps used
 LONG_SECONDS = 0.3  # bound for all times of one forward; a slow forward is timed less often
+MOST_SECONDS = 4.0  # behind these, lengths from the third on are left to the line through the first two
 
 
 @dataclass(frozen=True)
@@ -208,19 +209,22 @@ def step_costs_of(target: TargetModel) -> Costs:
 def measure_step_costs(target: TargetModel) -> StepCosts:
     """Time forwards over an empty cache of several lengths. Takes a second with the embedded model."""
     cache, lengths = _probe_cache(target)
-    seconds = np.zeros((len(lengths), len(ROW_COUNTS)))
-    for i, length in enumerate(lengths):
+    seconds: list[list[float]] = []
+    started = seconds_now()
+    for length in lengths:
+        if len(seconds) >= 2 and seconds_now() - started > MOST_SECONDS:
+            break
         cache.roll_back(0)
         cache.advance(length)
         rows = [_probe_rows(cache, number, target.vocab_size) for number in ROW_COUNTS]
         forwards = [functools.partial(target.verify, [each]) for each in rows]
-        seconds[i] = _least_seconds(target, forwards)
+        seconds.append(_least_seconds(target, forwards))
     # disturbances only add time, so fewer rows never take more than the best time of more rows
-    rising = np.minimum.accumulate(seconds[:, ::-1], axis=1)[:, ::-1]
+    rising = np.minimum.accumulate(np.array(seconds)[:, ::-1], axis=1)[:, ::-1]
     counts = target.forwards.expert_counts
     spread = None if counts is None else _measure_spread(target, cache, counts)
     known = (target.forwards.rows_per_forward, target.forwards.has_experts, spread, _full_seconds(target, cache))
-    return StepCosts(lengths, rising, *known)
+    return StepCosts(lengths[: len(seconds)], rising, *known)
 
 
 def _full_seconds(target: TargetModel, cache: FullKVCache) -> float | None:

@@ -32,7 +32,7 @@ SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CODES_PER_WORD = 8  # with 4 bits, a group must start at a word
 LEAST_NORMAL = 2.0**-126  # bf16 products treat smaller numbers as zero
 LEAST_SCALE = 2.0**-90  # products of codes with such scales are never subnormal, even if offsets are that small
-MOST_SCALE = 2.0**100  # the kernels widen e4m3 with a scale 256 times as large
+MOST_SCALE = 2.0**100  # the kernels widen e4m3 with a scale 256 times as large, and round numbers below 2^110
 
 
 class CQuantizedRows(ctypes.Structure):
@@ -107,13 +107,10 @@ def _is_exact_in_kernels(matrix: PackedMatrix) -> bool:
         return False
     if matrix.code == "e4m3" and bool(((matrix.codes & 127) == 127).any()):  # NaN
         return False
-    sizes = matrix.scales.abs()
-    if bool((sizes > MOST_SCALE).any()):
+    parts = torch.stack([each.abs() for each in (matrix.scales, matrix.offsets) if each is not None])
+    if bool((parts > MOST_SCALE).any()):
         return False
-    is_tiny = (sizes < LEAST_SCALE) & (sizes > 0)
-    if matrix.offsets is not None:
-        is_tiny |= (matrix.offsets.abs() < LEAST_SCALE) & (matrix.offsets != 0)
-    rows = is_tiny.any(dim=1)
+    rows = ((parts < LEAST_SCALE) & (parts > 0)).any(dim=0).any(dim=1)
     if not bool(rows.any()):
         return True
     numbers = replace(matrix.rows(rows), dtype=torch.float32).dequantized().abs()

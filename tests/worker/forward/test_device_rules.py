@@ -112,6 +112,16 @@ def test_large_caches_are_timed_at_all_lengths_in_the_memory_of_one_layer(
     assert (costs.seconds > 0).all()
 
 
+def test_where_forwards_are_slow_two_lengths_are_timed_and_longer_ones_follow_from_them(
+    tiny: dict[str, TargetModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_costs, "PROBE_LENGTHS", (64, 512, 1024))
+    monkeypatch.setattr(step_costs, "MOST_SECONDS", 0.0)
+    monkeypatch.setattr(step_costs, "seconds_of", lambda *_: 0.5)
+    costs = measure_step_costs(tiny["float32"])
+    assert (costs.lengths, costs.at(4, 1024)) == ((64, 512), 0.5)
+
+
 def test_where_the_memory_is_short_costs_are_timed_in_the_memory_of_one_layer(
     tiny: dict[str, TargetModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:

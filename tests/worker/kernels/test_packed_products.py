@@ -115,6 +115,16 @@ def test_a_product_has_the_bits_of_the_matrix_of_numbers(variant: str, code: Cod
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+def test_a_number_halfway_between_two_of_bf16_becomes_the_even_one(variant: str) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).repeat(16, 1)
+    signs = torch.tensor([1.0, -1.0]).repeat(8)[:, None]
+    matrix = PackedMatrix("uint8", codes, signs, BF16, 256 * signs)  # of nine bits: each odd one is halfway
+    packed, plain = Product(Team(load_library(variant), 1), matrix).both(torch.eye(256))
+    assert torch.equal(packed, plain)
+    assert sorted(set(plain.view(torch.float32)[:, 0].tolist())) == [256.0 + 2 * each for each in range(129)]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_scales_of_two_levels_have_the_bits_of_the_floats_that_they_stand_for(variant: str) -> None:
     team = Team(load_library(variant), 2)
     for dtype in (BF16, FLOAT32):
@@ -174,6 +184,7 @@ def test_numbers_that_the_kernels_would_not_give_to_the_bit_are_taken_as_numbers
     assert quantized_rows(dataclasses.replace(matrix, codes=codes)) is None
     scales[3, 1] = 2.0**120  # converted through a larger number
     assert quantized_rows(dataclasses.replace(matrix, scales=scales)) is None
+    assert quantized_rows(dataclasses.replace(matrix, offsets=scales)) is None
     scales[3, 1] = 2.0**-126  # its numbers are below what products treat as nonzero
     assert quantized_rows(dataclasses.replace(matrix, scales=scales)) is None
     zeros = torch.zeros_like(codes)

@@ -17,6 +17,7 @@ from swiftbatch.worker.kernels.cuda.row_kernels import is_padding, normed_row
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedMLA
 from swiftbatch.worker.kernels.cuda.tree_attention import (
     LOG2_E,
+    MERGE_STAGES,
     SCALE_TO_LOG2,
     TAIL_TILE_ROWS,
     KeptLayer,
@@ -66,7 +67,7 @@ class MLAShape:
             "KEYS": 32 if self.dtype == torch.bfloat16 else 16,
             "HALF": max(LEAST_DEPTH, triton.next_power_of_2(self.latent.rank) // 2),
             "num_warps": 8,
-            "num_stages": 2,
+            "num_stages": 3,
         }
 
     def tail_constants(self) -> dict[str, Any]:
@@ -223,7 +224,7 @@ def latent_tail_merge(
     acc = dot(probabilities, values, tl.zeros([TILE_ROWS, DEPTH], tl.float32))
 
     blocks_per_split = split_blocks(num_blocks, NUM_SPLITS, LEAST_BLOCKS)
-    for split in range(0, tl.cdiv(num_blocks, tl.maximum(blocks_per_split, 1))):
+    for split in tl.range(0, tl.cdiv(num_blocks, tl.maximum(blocks_per_split, 1)), num_stages=MERGE_STAGES):
         place = split * (NUM_ROWS * NUM_HEADS) + row_head
         highest, total, acc = merge_split(output_ptr, lse_ptr, place, is_real, highest, total, acc, columns, RANK)
     is_place = is_real[:, None] & (columns < RANK)[None, :]

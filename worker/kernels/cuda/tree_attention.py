@@ -320,7 +320,7 @@ class AttentionShape:
     dtype: torch.dtype
     num_rows: int = NUM_ROWS
     least_blocks: int = 0  # of a split; 0: as follows from `num_rows`
-    num_stages: int = 2  # of the loop over a prefix; no bit depends on it
+    num_stages: int = 3  # of the loop over a prefix: at 2 it waits for each page number; no bit depends on it
 
     def __post_init__(self) -> None:
         """Raise ValueError for more query heads per KV head than `tail_merge` supports."""

@@ -76,8 +76,9 @@ INLINE void tile(const int rows, const int blocks, const int kind, int depth, co
         for (int n = 0; n < blocks; n++) vec_store(c + r * ldc + n * LANES, sum[r][n]);
 }
 
+// Eight rows are two tiles of four, because two rows alone leave products waiting for each other.
 #define TILE(NUM_ROWS)                                                                                          \
-    for (; rows - r >= NUM_ROWS; r += NUM_ROWS)                                                                 \
+    for (; rows - r >= NUM_ROWS && !(NUM_ROWS == 6 && rows - r == 8); r += NUM_ROWS)                            \
     tile(NUM_ROWS, blocks, kind, depth, a + r * lda * a_bytes, lda, from, b.block, b.step,                      \
          share_of(b, block, r, NUM_ROWS, rows), c + r * ldc, ldc, add)
 
