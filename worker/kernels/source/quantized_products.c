@@ -175,8 +175,6 @@ INLINE void multiply_abreast(const int code, const int fate, const few_job *job,
         FEW_ROWS_TIMES(4, 1);
     } else if (job->num_rows == 2) {
         FEW_ROWS_TIMES(2, 1);
-    } else {
-        FEW_ROWS_TIMES(1, 1);
     }
 #endif
     FEW_ROWS_TIMES(1, 1);
