@@ -170,8 +170,8 @@ def tiny_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> 
     """Make norms, sinks and routers random too: their initial ones and zeros would hide mistakes."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).to(dtype).eval().requires_grad_(False)
-    for parameter in model.parameters():
-        if parameter.ndim == 1 or not parameter.any():
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1 or ("router" in name and not parameter.any()):
             parameter += 0.1 * torch.randn_like(parameter)
     return model
 
