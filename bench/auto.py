@@ -12,7 +12,7 @@ from unittest import mock
 
 import numpy as np
 
-from bench.options import Floats, Ints, Names
+from bench.options import Engines, Floats, Ints
 from bench.tables import Record, only
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker import decode_bench
@@ -52,7 +52,7 @@ class Options(BenchOptions):
     """The grid; `auto` and plain decoding always run."""
 
     text: Path
-    engines: Names = tuple(name for name in ENGINES if name not in (Computation.engine, BASELINE))
+    engines: Engines = tuple(name for name in ENGINES if name not in (Computation.engine, BASELINE))
     positions: Ints = (4096,)
     slots: Ints = (1, 4, 8)  # sequences per step
     num_tokens: Ints = (256,)  # per job

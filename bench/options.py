@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import torch
-from pydantic import BeforeValidator
+from pydantic import AfterValidator, BeforeValidator
 
 from swiftbatch.jobs.json_records import Frozen
 from swiftbatch.jobs.run.run_records import AttentionName, Device
 from swiftbatch.worker.config import Computation
-from swiftbatch.worker.decode_bench import BenchError, BenchOptions
+from swiftbatch.worker.decode_bench import BY_NAME, BenchError, BenchOptions
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.kernels.native_library import chosen_variant
 from swiftbatch.worker.model.model_files import locate_model
@@ -28,7 +28,14 @@ def _split(text: Any) -> Any:
     return tuple(part.strip() for part in text.split(",") if part.strip()) if isinstance(text, str) else text
 
 
+def _known(names: tuple[str, ...]) -> tuple[str, ...]:
+    if unknown := [name for name in names if name not in BY_NAME]:
+        raise ValueError(f"there is no engine {unknown[0]!r}; known: {', '.join(BY_NAME)}")
+    return names
+
+
 Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
+Engines = Annotated[Names, AfterValidator(_known)]
 Ints = Annotated[tuple[int, ...], BeforeValidator(_split)]
 Floats = Annotated[tuple[float, ...], BeforeValidator(_split)]
 

@@ -13,6 +13,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from pydantic import PositiveInt
+
 import swiftbatch
 from bench.options import TextOptions
 from bench.tables import Record
@@ -39,6 +41,7 @@ SHORT, LONG, TOGETHER = 512, 4096, 8
 FIGURES = (f"after {SHORT}", f"after {LONG}", f"prompt of {SHORT}", f"{TOGETHER} after {SHORT}")  # tokens a second
 IN_LIBRARY = Path(__file__).with_name("peer_generation.py")  # only the libraries' Python imports it
 ROOM = 2  # times the requested tokens, so that no sequence of a batch ends early
+MOST_SECONDS = 3600
 INSTRUCTIONS = ("AMX_INT8", "AVX512_BF16", "AVX512_VNNI", "AVX512", "AVX_VNNI", "AVX2", "AVX")  # the best one first
 OURS = f"swiftbatch {BASELINE}"
 EXACT = "cublas"  # on a CPU: the exact products
@@ -52,8 +55,8 @@ class Options(TextOptions):
     ik_llama_cpp: Path | None = None  # its llama-batched-bench
     vllm: Path | None = None  # a Python with vLLM
     openvino: Path | None = None  # a Python with openvino-genai
-    num_tokens: int = 64
-    num_rounds: int = 3
+    num_tokens: PositiveInt = 64
+    num_rounds: PositiveInt = 3
 
 
 def run(options: Options) -> Iterator[Record]:
@@ -69,26 +72,28 @@ def run(options: Options) -> Iterator[Record]:
     """
     if not options.model.endswith(".gguf"):
         raise BenchError(f"--model {options.model}: expected a GGUF file, which all programs read")
-    programs = {"--llama-cpp": options.llama_cpp, "--ik-llama-cpp": options.ik_llama_cpp}
-    libraries = {"--vllm": options.vllm, "--openvino": options.openvino}
-    for name, path in (programs | libraries).items():
-        if path is not None and not (path.is_file() and os.access(path, os.X_OK)):
-            raise BenchError(f"{name} {path}: there is no such program")
+    programs = _programs({"--llama-cpp": options.llama_cpp, "--ik-llama-cpp": options.ik_llama_cpp})
+    libraries = _programs({"--vllm": options.vllm, "--openvino": options.openvino})
     ours = [_Ours(options.model_copy(update={"linear": each})) for each in dict.fromkeys((EXACT, options.linear))]
     rounds = {name: turn for each in ours for name, turn in each.turns()}
-    rounds |= {
-        name[2:]: functools.partial(_in_llama_cpp, name, path, options) for name, path in programs.items() if path
-    }
+    rounds |= {name[2:]: functools.partial(_in_llama_cpp, name, path, options) for name, path in programs.items()}
     text = ours[0].text
     rounds |= {
-        name[2:]: functools.partial(_in_a_library, name, path, options, text)
-        for name, path in libraries.items()
-        if path
+        name[2:]: functools.partial(_in_a_library, name, path, options, text) for name, path in libraries.items()
     }
     for number in range(options.num_rounds):
         order = [*rounds][number % len(rounds) :] + [*rounds][: number % len(rounds)]
         for name in order:
             yield {"program": name, "round": number} | rounds[name]()
+
+
+def _programs(given: dict[str, Path | None]) -> dict[str, Path]:
+    """Return the programs that were given, by option. Raises BenchError."""
+    found = {name: path.absolute() for name, path in given.items() if path is not None}
+    for name, path in found.items():
+        if not (path.is_file() and os.access(path, os.X_OK)):
+            raise BenchError(f"{name} {path}: there is no such program")
+    return found
 
 
 def shown(records: list[Record], options: Options) -> list[Record]:
@@ -177,22 +182,22 @@ def _in_llama_cpp(name: str, program: Path, options: Options) -> Record:
         sizes |= {"-npl": ",".join(map(str, numbers)), "-t": options.num_threads, "-m": Path(options.model).resolve()}
         given = [str(part) for pair in sizes.items() for part in pair] + ["-fa", "on", "-pps", *FASTEST[name]]
         with tempfile.TemporaryDirectory(prefix="swiftbatch-peers-") as folder:  # some write a log
-            done = _run([str(program.resolve()), *given], f"{name} {program}", folder=folder)
+            done = _run([str(program), *given], f"{name} {program}", folder=folder)
         for line in (done.stdout + done.stderr).splitlines():
-            cells = re.findall(r"[\d.]+", line) if line.startswith("|") else []
+            cells = [float(each) for each in re.findall(r"\d+(?:\.\d+)?", line)] if line.startswith("|") else []
             if len(cells) == 10:  # PP, TG, B, N_KV, T_PP, S_PP, T_TG, S_TG, T, S
-                rows[int(cells[0]), int(cells[2])] = [float(cells[5]), float(cells[7])]
+                rows[int(cells[0]), int(cells[2])] = [cells[5], cells[7]]
     wanted = ((SHORT, 1, 1), (LONG, 1, 1), (SHORT, 1, 0), (SHORT, TOGETHER, 1))
     if not {each[:2] for each in wanted} <= rows.keys():
         raise BenchError(f"{name} {program}: expected llama-batched-bench with its table, it printed another text")
-    return _about_llama_cpp(program) | dict(
+    return _about_llama_cpp(name, program) | dict(
         zip(FIGURES, (rows[prompt, number][place] for prompt, number, place in wanted), strict=True)
     )
 
 
-def _about_llama_cpp(program: Path) -> Record:
+def _about_llama_cpp(name: str, program: Path) -> Record:
     """Return a program's version, and the best instructions that its library names if it is a file of its own."""
-    told = _run([str(program), "--version"], str(program))
+    told = _run([str(program), "--version"], f"{name} {program}")
     version = re.search(r"version: (.*)", told.stdout + told.stderr)
     library = re.search(
         r"libllama\.so\S* => (\S+)", subprocess.run(["ldd", program], capture_output=True, text=True).stdout
@@ -242,7 +247,13 @@ def in_library(
         words = {"library": library, "model": model, "options": options, "batches": batches, "found": str(found)}
         asked.write_text(json.dumps(words), encoding="utf-8")
         _run([str(python), "-P", str(IN_LIBRARY), str(asked)], f"--{library} {python}", threads | {"PYTHONPATH": ""})
-        figures: Record = json.loads(found.read_text(encoding="utf-8"))
+        try:
+            figures: Record = json.loads(found.read_text(encoding="utf-8"))
+            timed = len(figures["batches"]) == len(batches) and {"version", "instructions"} <= figures.keys()
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            timed = False
+    if not timed:
+        raise BenchError(f"--{library} {python}: expected a Python with this library, it wrote no figures")
     return figures
 
 
@@ -252,9 +263,14 @@ def _run(
     """Raise BenchError with the last line of a command that fails."""
     environment = os.environ | (further or {})
     try:
-        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, env=environment, cwd=folder, capture_output=True, check=False, timeout=MOST_SECONDS,
+            text=True, errors="replace",
+        )  # fmt: skip
     except OSError as error:
         raise BenchError(f"{name}: cannot be started: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        raise BenchError(f"{name}: it did not end within {MOST_SECONDS} s") from error
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise BenchError(f"{name}: it ended with exit code {done.returncode}: {last}")

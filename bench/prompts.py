@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from pydantic import PositiveInt
 
-from bench.options import Names
+from bench.options import Engines
 from bench.tables import Record
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.decode_bench import (
@@ -40,11 +41,11 @@ class Options(BenchOptions):
     """Jobs with prompts of `prompt` tokens; the next one starts when one of `slots` jobs ends."""
 
     text: Path
-    engines: Names = (BASELINE, DEFAULT_ENGINE)
-    prompt: int = 550
-    num_tokens: int = 128  # per job, half as many to half as many again
-    slots: int = 8
-    num_jobs: int = 24
+    engines: Engines = (BASELINE, DEFAULT_ENGINE)
+    prompt: PositiveInt = 550
+    num_tokens: PositiveInt = 128  # per job, half as many to half as many again
+    slots: PositiveInt = 8
+    num_jobs: PositiveInt = 24
 
 
 def run(options: Options) -> Iterator[Record]:

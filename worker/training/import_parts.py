@@ -71,6 +71,7 @@ PLAIN = {"hidden_act": "silu", "rope_scaling": None}  # keys of a config, and th
 PLAIN_3 = PLAIN | {"num_hidden_layers": 1, "logit_scale": 1.0}
 PLAIN_3 |= dict.fromkeys(("norm_before_residual", "fc_norm", "norm_output"), False)
 PLAIN_BLOCK = PLAIN | {"use_sliding_window": False, "markov_head_type": "vanilla"}
+MOST_BLOCK = 64  # tokens of a block; published ones have 16 or fewer
 LAYERS_READ = "eagle_aux_hidden_state_layer_ids"
 NOT_OURS: dict[str, Any] = {"expansion_size": 0, "fusion": "none", "has_token_enhanced_head": False}
 HEADS = "medusa_layers.0.linear.weight"  # TokenSwift's name of its first head
@@ -137,6 +138,9 @@ def _import_layer(kind: str, folder: Path, files: ModelFiles, output: Path) -> P
     checked = _checked(kind, folder, tensors, expected)
     model = _model_of(config)
     model.load_state_dict(checked)
+    for name, each in model.state_dict().items():
+        if not each.bfloat16().isfinite().all():
+            raise ModelError(f"{folder}: {_their_name(name, kind)} has numbers that bfloat16 does not hold")
     file = _free(output / GRIFFIN_FILE)
     save_griffin(output, model, files.fingerprint, _origin(kind, folder))
     return file
@@ -198,12 +202,15 @@ def _block_config(folder: Path, tensors: Mapping[str, Tensor], files: ModelFiles
         if (form := said["architectures"]) not in (DFLASH, DSPARK):
             raise ValueError(f"its architectures are {form!r:.80}, and we compute {DFLASH} and {DSPARK}")
         given = said["dflash_config"] if form == DFLASH else said
+        if not isinstance(given, dict):
+            raise ValueError(f"its dflash_config is {given!r:.80}")
         if form == DFLASH and (other := sorted({*given} - {"mask_token_id", "target_layer_ids"})):
             raise ValueError(f"its dflash_config has {', '.join(other):.80}")
-        if {*said.get("layer_types", ())} - {"full_attention"}:
-            raise ValueError(f"its layer_types are {said['layer_types']!r:.80}")
+        types = said.get("layer_types") or []
+        if not isinstance(types, list) or any(each != "full_attention" for each in types):
+            raise ValueError(f"its layer_types are {types!r:.80}")
         mask, size = COUNT.of(given, "mask_token_id"), SIZE.of(said, "block_size")
-        if mask >= files.vocab_size or size < 2:
+        if mask >= files.vocab_size or not 2 <= size <= MOST_BLOCK:
             raise ValueError(f"its mask_token_id is {mask:,} of {files.vocab_size:,} tokens, in blocks of {size}")
         return BlockConfig(
             **_sizes(said),
@@ -225,8 +232,10 @@ def _layers_read(said: Config, num_layers: int) -> tuple[int, ...]:
     given = said.get("eagle_config") or {}
     if not isinstance(given, dict) or given.get("use_aux_hidden_state") not in (None, True):
         raise ValueError(f"its eagle_config is {given!r:.80}")
-    layers = given.get(LAYERS_READ) or [1, num_layers // 2 - 1, num_layers - 4]
-    return layers_within(LAYERS_READ, layers, num_layers)
+    layers = given.get(LAYERS_READ)
+    return layers_within(
+        LAYERS_READ, [1, num_layers // 2 - 1, num_layers - 4] if layers is None else layers, num_layers
+    )
 
 
 def layers_within(key: str, layers: Any, num_layers: int) -> tuple[int, ...]:
@@ -243,7 +252,7 @@ def _in_target_order(folder: Path, tensors: dict[str, Tensor], config: GriffinCo
         if config.draft_vocab_size != config.vocab_size:
             raise ModelError(f"{folder}: `d2t` is missing; {expected}")
         moves = torch.zeros(config.vocab_size, dtype=torch.int64)
-    if moves.is_floating_point() or moves.shape != (config.draft_vocab_size,):
+    if moves.dtype not in (torch.int32, torch.int64) or moves.shape != (config.draft_vocab_size,):
         raise ModelError(f"{folder}: `d2t` is {moves.dtype} {list(moves.shape)}; {expected}")
     ids = torch.arange(len(moves)) + moves.long()
     if len(ids.unique()) < len(ids) or int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
