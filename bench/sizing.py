@@ -8,9 +8,9 @@ from itertools import product
 
 from bench.options import JSONOptions as Options
 from bench.tables import Record
-from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS, SLOT_LENGTHS
+from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, SLOT_LENGTHS
 from swiftbatch.worker.kernels.kernel_sizes import MLASizes
-from swiftbatch.worker.kv.gpu_memory_plan import KEPT, GPUMemory, most_together, one_slot, splits_of
+from swiftbatch.worker.kv.gpu_memory_plan import KEPT, GPUMemory, most_together, one_slot
 from swiftbatch.worker.kv.kv_capacity import GB, NUM_UNWRITTEN, held_in_windows
 from swiftbatch.worker.kv.model_sizes import ExpertSizes, ModelSizes, PackedPart
 
@@ -53,10 +53,6 @@ MODELS = {
 GPU = "H100 80 GB"
 
 
-def gpu_memory(num_multiprocessors: int, free_bytes: int, sizes: ModelSizes = MODELS["Llama 3.1 8B"]) -> GPUMemory:
-    return GPUMemory(free_bytes, splits_of(num_multiprocessors, sizes))
-
-
 def packed_table() -> list[Record]:
     """Return GB of weights in each form, and the jobs that fit one H100, also with 8-bit keys and values."""
     jobs = [f"jobs of {length:,}{words}" for words in ("", ", keys in fp8") for length in SLOT_LENGTHS]
@@ -66,7 +62,7 @@ def packed_table() -> list[Record]:
 
 def _packed_rows() -> Iterator[list[str]]:
     for model, form, sizes in packed_models():
-        gpu = gpu_memory(GPUS[GPU], GPU_BYTES - CONTEXT_BYTES, sizes)
+        gpu = GPUMemory(GPU_BYTES - CONTEXT_BYTES)
         kept = (sizes, replace(sizes, kv_dtype="fp8")) if sizes.latent is None else (sizes,)
         jobs = [_most_jobs(each, gpu, length) for each in kept for length in SLOT_LENGTHS]
         jobs += ["-"] * (2 * len(SLOT_LENGTHS) - len(jobs))
@@ -83,7 +79,7 @@ def _window_rows() -> Iterator[list[str]]:
     for (model, plain), length in product(WINDOWED.items(), SLOT_LENGTHS):
         if model in EXPERTS:
             plain = replace(plain, packed=(PackedPart(EXPERTS[model][2], 4, 32),), experts=CHOSEN[model])
-        gpu = gpu_memory(GPUS[GPU], GPU_BYTES - CONTEXT_BYTES, plain)
+        gpu = GPUMemory(GPU_BYTES - CONTEXT_BYTES)
         forgetting = replace(plain, held=held_in_windows(plain.windows, NUM_UNWRITTEN))
         both = (forgetting, plain)
         figures = [f"{one_slot(sizes, gpu, length).needs[KEPT].per_slot / GB:.2f}" for sizes in both]

@@ -12,7 +12,7 @@ from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.json_records import Frozen
 from swiftbatch.worker.constraints.thinking import KNOWN
 from swiftbatch.worker.drafters.catalogue import ENGINES
-from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, most_together, splits_of
+from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, most_together
 from swiftbatch.worker.kv.kv_capacity import (
     ITEM_SIZES,
     NUM_UNWRITTEN,
@@ -146,7 +146,7 @@ def _refuse_without_pickles(model: str) -> None:
 DTYPE = "bfloat16"  # bytes and slots are reported for it
 GPU_BYTES = 84_000_000_000  # 80 GiB less what programs cannot use
 CONTEXT_BYTES = 600_000_000  # an estimate of CUDA's own memory
-GPUS = {"A100 80 GB": 108, "H100 80 GB": 132}
+GPUS = ("A100 80 GB", "H100 80 GB")
 SLOT_LENGTHS = (8_192, 32_768, 100_000)
 
 
@@ -252,8 +252,8 @@ def _formats(source: Source, layout: Layout | None) -> dict[str, int]:
 def _slots(sizes: ModelSizes, most_positions: int) -> dict[str, dict[int, int]]:
     sizes = replace(sizes, held=held_in_windows(sizes.windows, NUM_UNWRITTEN))
     found: dict[str, dict[int, int]] = {}
-    for name, num_multiprocessors in GPUS.items():
-        gpu = GPUMemory(GPU_BYTES - CONTEXT_BYTES, splits_of(num_multiprocessors, sizes))
+    for name in GPUS:
+        gpu = GPUMemory(GPU_BYTES - CONTEXT_BYTES)
         lengths = [length for length in SLOT_LENGTHS if length <= most_positions]
         found[name] = {length: most_together(sizes, gpu, length) for length in lengths}
     return found

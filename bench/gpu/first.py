@@ -100,7 +100,7 @@ def _first_token(run: Run) -> float:
     return min(attempt.timeline.started for attempt in attempts if attempt.timeline is not None)
 
 
-NUM_STAGES, LEAST_BLOCKS = (2, 3, 5), (0, 8)  # 0: as the kernels are now
+NUM_STAGES = (2, 3, 5)
 
 
 def many_jobs(trial: Trial) -> Iterator[Try]:
@@ -116,20 +116,15 @@ def _attended(parts: Parts, num_jobs: int, length: int) -> Finding:
     layer = OneLayer(parts, num_jobs, length + BLOCK)
     placed = layer.placed(random.Random(1), length, num_jobs, num_jobs, shorter=0)
     num_bytes, query = prefix_bytes(parts, placed), layer.random_query(1)[:num_jobs]
-    rows, num_differing = list[Row](), 0
+    rows, found = list[Row](), list[torch.Tensor]()
     assert isinstance(layer.attention, TritonAttention)
-    for least_blocks in LEAST_BLOCKS:
-        found = list[torch.Tensor]()
-        for stages in NUM_STAGES:
-            shape = dataclasses.replace(layer.attention.shape, num_stages=stages, least_blocks=least_blocks)
-            layer.attention.shape = shape
-            found.append(layer.attended(query, placed))
-            seconds = parts.seconds(layer.attend)
-            figures = {"ms": 1000 * seconds, "TB/s": num_bytes / seconds / 1e12}
-            rows.append({"stages": stages, "least blocks": least_blocks or "as now"} | figures)
-        num_differing += sum(not each.equal(found[0]) for each in found[1:])
-    num_tried = len(LEAST_BLOCKS) * (len(NUM_STAGES) - 1)
-    words = differing_bits(num_differing, num_tried, "results of other numbers of stages")
+    for stages in NUM_STAGES:
+        layer.attention.shape = dataclasses.replace(layer.attention.shape, num_stages=stages)
+        found.append(layer.attended(query, placed))
+        seconds = parts.seconds(layer.attend)
+        rows.append({"stages": stages, "ms": 1000 * seconds, "TB/s": num_bytes / seconds / 1e12})
+    num_differing = sum(not each.equal(found[0]) for each in found[1:])
+    words = differing_bits(num_differing, len(found) - 1, "results of other numbers of stages")
     return Finding(passed=num_differing == 0, words=words, rows=rows)
 
 

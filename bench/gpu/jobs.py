@@ -166,7 +166,7 @@ def target_of(parts: Parts, num_slots: int, longest: int) -> ArenaTarget:
     """Make the model over its own arena."""
     arena = _arena(parts, num_slots, longest)
     fill(arena)
-    forwards = CudaForwards(parts.weights, arena, frozenset(), parts.num_splits, parts.kernels, parts.capture)
+    forwards = CudaForwards(parts.weights, arena, frozenset(), parts.kernels, parts.capture)
     return ArenaTarget(forwards, parts.files)
 
 

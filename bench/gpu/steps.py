@@ -66,9 +66,7 @@ def _fitting(parts: Parts, options: Options) -> dict[int, list[int]]:
     sizes = read_sizes(parts.files, options.dtype)
     assert sizes is not None
     kernels = parts.kernels
-    gpu = GPUMemory(
-        free_bytes(parts.device) + sizes.weight_bytes, parts.num_splits, kernels.attention, kernels.num_rows
-    )
+    gpu = GPUMemory(free_bytes(parts.device) + sizes.weight_bytes, kernels.attention, kernels.num_rows)
     num_behind = max(options.num_tokens, options.num_read, *options.rows)
     lengths = sorted(length for length in options.lengths if length + num_behind <= parts.files.max_positions)
     counts = sorted({1, NUM_CACHES, *options.slots})

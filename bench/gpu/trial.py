@@ -26,13 +26,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from swiftbatch.jobs.run.run_records import Dtype
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding
-from swiftbatch.worker.exactness.gpu_doctor.model_under_test import NUM_SPLITS_ELSEWHERE, Extent, Parts
+from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Extent, Parts
 from swiftbatch.worker.forward.cuda.cuda_loading import hold_gemms_steady
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights, handed_over, stacked_weights
 from swiftbatch.worker.kernels.gpu_kernel_choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, Code, PackedExperts, PackedMatrix, Weight, plain
-from swiftbatch.worker.kv.gpu_memory_plan import splits_of
-from swiftbatch.worker.kv.model_sizes import sizes_of
 from swiftbatch.worker.model.decoder_config import read_decoder_config
 from swiftbatch.worker.model.decoder_loading import decoder_of
 from swiftbatch.worker.model.digests import TEXT_FILES, Digests
@@ -170,6 +168,8 @@ SMALL_SIZES = TrialSizes(  # for Triton's interpreter, which takes a second per 
         lengths=(0, 65),
         row_counts=(1, 4),
         slot_counts=(1, 2),
+        many_slots=(3,),
+        mixed_length=140,
         num_positions=4,
         num_rows=1,
         most_nodes=2,
@@ -237,11 +237,8 @@ class Trial:
     def family_parts(self, family: Family) -> Parts:
         """Make the family's weights on demand."""
         config, dtype, device = family.text_config, torch.bfloat16, self.device
-        sizes, num_splits = sizes_of(config, 0, "bfloat16"), NUM_SPLITS_ELSEWHERE
-        assert sizes is not None
         if device.type == "cuda":
             hold_gemms_steady()
-            num_splits = splits_of(torch.cuda.get_device_properties(device).multi_processor_count, sizes)
         positions = config["max_position_embeddings"]
         files = ModelFiles(family.name, Path(family.name), Digests({}, {}), positions, config["vocab_size"])
 
@@ -251,7 +248,7 @@ class Trial:
 
         # unpacked products use cuBLAS, as in workers; CPUs have none of these sums
         kernels = DEFAULT_KERNELS if device.type == "cuda" else CudaKernels(linear="triton")
-        made = Parts(files, dtype, device, num_splits, load, kernels=kernels)
+        made = Parts(files, dtype, device, load, kernels=kernels)
         made.extent = self.sizes.extent
         return made
 

@@ -23,10 +23,10 @@ from swiftbatch.worker.config import Computation
 from swiftbatch.worker.drafters.catalogue import PLAIN_ENGINE, engine_entry
 from swiftbatch.worker.exactness.doctor_verdicts import known_verdict, verdict_key
 from swiftbatch.worker.forward.hardware import cpu_capability, hardware_of, has_cuda, own_gpu
-from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
+from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels, refuse_kv_dtype
 from swiftbatch.worker.kernels.native_library import chosen_numerics
-from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, RunLoad, most_rows, rows_that_pay, splits_of
+from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, RunLoad, most_rows, rows_that_pay
 from swiftbatch.worker.kv.kv_capacity import NUM_UNWRITTEN, held_in_windows, refuse_offload
 from swiftbatch.worker.kv.model_sizes import read_sizes
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
@@ -146,7 +146,7 @@ def with_rows(manifest: RunManifest, files: ModelFiles, jobs: JobIndex, settings
         sizes = replace(sizes, held=held_in_windows(sizes.windows, NUM_UNWRITTEN))
     load = RunLoad(num_jobs, float(held.mean()), manifest.engine != PLAIN_ENGINE)
     most = most_rows(capability, sizes.item_size, bool(sizes.packed) or manifest.linear == "triton")
-    gpu = GPUMemory(max(0, free_bytes - CONTEXT_BYTES), splits_of(max(GPUS.values()), sizes))
+    gpu = GPUMemory(max(0, free_bytes - CONTEXT_BYTES))
     num_rows = rows_that_pay(sizes, gpu, load, most)
     return with_model(manifest.model_copy(update={"num_rows": num_rows}), files)
 

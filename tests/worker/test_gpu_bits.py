@@ -77,7 +77,7 @@ def _numbers_as_a_gpu_has_them() -> None:
 def target_over(parts: Parts, arena: KVArena) -> ArenaTarget:
     """Make the model over an empty arena."""
     arena.buffer.zero_()
-    forwards = CudaForwards(parts.weights, arena, frozenset(), parts.num_splits, parts.kernels, parts.capture)
+    forwards = CudaForwards(parts.weights, arena, frozenset(), parts.kernels, parts.capture)
     return ArenaTarget(forwards, parts.files)
 
 

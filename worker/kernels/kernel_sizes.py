@@ -10,7 +10,9 @@ MIN_ROWS = 2  # a single row may take another kernel (matrix times vector), with
 FEWEST_COLUMNS = 64  # with fewer columns, bits of torch's bf16 products depend on the batch (measured)
 NUM_ROWS = 64  # rows to which a forward on a GPU is padded by default
 ROW_CHOICES = (NUM_ROWS, 128, 256)  # whole tiles of every kernel
-LEAST_BLOCK_ROWS = 32  # beyond NUM_ROWS, a split has at least one block per this many rows of a forward
+HEAD_BLOCKS = 8  # the fewest of a split of a GPU's attention: a split of one block costs more than it saves
+LATENT_BLOCKS = 4  # the same for latent vectors, whose blocks have twice the bytes of a head's
+MOST_SPLITS = 64  # of a prefix; longer ones have longer splits
 MOST_SLOTS = 32  # up to here twice the jobs give a fifth more tokens (docs/speed.md), but each job takes longer
 LANES = 16  # numbers that the kernels multiply at once, so all widths are multiples of it
 BLOCK_DEPTH = 128  # numbers along the depth that a GPU's matrix products read per step
@@ -46,9 +48,9 @@ def most_slots(num_rows: int) -> int:
     return MOST_SLOTS if num_rows == NUM_ROWS else num_rows
 
 
-def least_blocks(num_rows: int) -> int:
-    """Return the minimum of blocks per split; with many jobs, splits of one block cost more than they save."""
-    return 1 if num_rows == NUM_ROWS else num_rows // LEAST_BLOCK_ROWS
+def num_splits(capacity: int, least_blocks: int) -> int:
+    """Return the most splits of a prefix in a cache of `capacity` positions."""
+    return min(MOST_SPLITS, -(-capacity // (BLOCK * least_blocks)))
 
 
 def fills_blocks(group: int, depth: int) -> bool:

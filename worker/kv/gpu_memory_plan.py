@@ -8,7 +8,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from swiftbatch.jobs.run.run_records import AttentionName
-from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS, NUM_ROWS, ROW_CHOICES, most_slots
+from swiftbatch.worker.kernels.kernel_sizes import (
+    HEAD_BLOCKS,
+    LATENT_BLOCKS,
+    MOST_SLOTS,
+    NUM_ROWS,
+    ROW_CHOICES,
+    most_slots,
+    num_splits,
+)
 from swiftbatch.worker.kv.kv_capacity import (
     GB,
     GPU_PAGE,
@@ -34,22 +42,6 @@ GRAPH_RESERVE = 400_000_000  # an estimate of graphs, cuBLAS workspaces, samplin
 SLACK = 0.015  # share of the free memory for what no plan counts, such as float64 log-probabilities and copies of pages
 
 
-PROGRAMS_PER_MULTIPROCESSOR = 4  # attention runs two waves of two, limited by shared memory
-LATENT_TILE_HEADS = 64  # a program with so many heads takes a whole multiprocessor
-
-
-def splits_of(num_multiprocessors: int, sizes: ModelSizes, num_rows: int = NUM_ROWS) -> int:
-    """Return the number of parts into which attention splits a prefix; the result's bits depend on this number.
-
-    Forwards of more rows have fewer parts, so that the partial sums take the same memory.
-    """
-    if sizes.latent is None:
-        num_splits = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // sizes.num_kv_heads
-    else:
-        num_splits = num_multiprocessors // -(-sizes.num_heads // LATENT_TILE_HEADS)
-    return max(1, num_splits * NUM_ROWS // num_rows)
-
-
 def slot_capacity(max_length: int) -> int:
     return -(-(max_length + MAX_TREE_NODES) // CAPACITY_BLOCK) * CAPACITY_BLOCK
 
@@ -61,29 +53,28 @@ PADDED_ROWS: dict[AttentionName, Callable[[int], int]] = {
 }
 
 
+class Need(NamedTuple):
+    """Bytes for one purpose."""
+
+    once: int
+    per_slot: int = 0
+
+
 @dataclass(frozen=True)
 class GPUMemory:
     """Properties of a GPU that a plan needs."""
 
     free_bytes: int  # measured after the GPU's context is created
-    num_splits: int  # see `splits_of`
     attention: AttentionName = "triton"
     num_rows: int = NUM_ROWS
 
-    def with_rows(self, num_rows: int) -> GPUMemory:
-        num_splits = max(1, self.num_splits * self.num_rows // num_rows)
-        return replace(self, num_splits=num_splits, num_rows=num_rows)
-
-    def scratch_bytes(self, sizes: ModelSizes) -> int:
-        """Return the bytes of float32 outputs and log-sum-exp per split, row and head."""
-        return self.num_rows * self._bytes_per_row(sizes)
-
-    def slot_scratch_bytes(self, sizes: ModelSizes) -> int:
-        """Return the bytes that each slot adds to attention's partial sums."""
-        return PADDED_ROWS[self.attention](sizes.num_heads // sizes.num_kv_heads) * self._bytes_per_row(sizes)
-
-    def _bytes_per_row(self, sizes: ModelSizes) -> int:
-        return self.num_splits * sizes.num_heads * (sizes.value_dim + 1) * 4
+    def sum_bytes(self, sizes: ModelSizes, capacity: int) -> Need:
+        """Return the bytes of attention's partial sums: float32 outputs and log-sum-exp per split, row and head."""
+        least_blocks = HEAD_BLOCKS if sizes.latent is None else LATENT_BLOCKS
+        splits = num_splits(capacity, least_blocks)
+        row_bytes = splits * sizes.num_heads * (sizes.value_dim + 1) * FLOAT_BYTES
+        num_padded = PADDED_ROWS[self.attention](sizes.num_heads // sizes.num_kv_heads)
+        return Need(self.num_rows * row_bytes, num_padded * row_bytes)
 
 
 @dataclass(frozen=True)
@@ -114,13 +105,6 @@ class SlotsWanted:
     engine: DraftMemoryOf | None = None  # adds the engine's bytes
     can_lack_engine: bool = False  # False: without room for the engine, no plan fits
     num_unwritten: int | None = None  # positions by which checkpoints lag; None: caches forget nothing
-
-
-class Need(NamedTuple):
-    """Bytes for one purpose."""
-
-    once: int
-    per_slot: int = 0
 
 
 WEIGHTS, KEPT, DRAFTS = "weights", "keys, values and states", "drafts"
@@ -202,7 +186,7 @@ def one_slot(sizes: ModelSizes, gpu: GPUMemory, longest_job: int, drafts: DraftM
         WEIGHTS: Need(sizes.weight_bytes),
         KEPT: Need(0, sizes.kept_bytes(slot_capacity(longest_job)) + sizes.state_bytes),
         DRAFTS: Need(drafts.part_bytes, drafts.slot_bytes),
-        SUMS: Need(gpu.scratch_bytes(sizes), gpu.slot_scratch_bytes(sizes)),
+        SUMS: gpu.sum_bytes(sizes, slot_capacity(longest_job)),
         ROWS: Need(_row_bytes(sizes, gpu.num_rows) + _sampling_bytes(sizes, gpu.num_rows)),
         GRAPHS: Need(GRAPH_RESERVE + int(SLACK * gpu.free_bytes)),
     }
@@ -211,7 +195,7 @@ def one_slot(sizes: ModelSizes, gpu: GPUMemory, longest_job: int, drafts: DraftM
 
 def draft_model_memory(sizes: ModelSizes, length: int, num_rows: int = NUM_ROWS) -> DraftMemory:
     """Return the bytes of a draft model, which has one slot more than the target."""
-    model = decoder_memory(sizes, GPUMemory(0, draft_splits(length), num_rows=num_rows), length)
+    model = decoder_memory(sizes, GPUMemory(0, num_rows=num_rows), length)
     return DraftMemory(model.part_bytes + model.slot_bytes, model.slot_bytes)
 
 
@@ -219,10 +203,6 @@ def decoder_memory(sizes: ModelSizes, gpu: GPUMemory, length: int) -> DraftMemor
     """Return the bytes of a decoder with the target's slots."""
     plan, row_bytes = one_slot(sizes, gpu, length), _row_bytes(sizes, gpu.num_rows, DECODED_BYTES)
     return DraftMemory(plan.needs[WEIGHTS].once + plan.needs[SUMS].once + row_bytes, plan.needs[KEPT].per_slot)
-
-
-def draft_splits(length: int) -> int:
-    return slot_capacity(length) // CAPACITY_BLOCK
 
 
 def _row_bytes(sizes: ModelSizes, num_rows: int, logit_bytes: int = LOGIT_BYTES) -> int:
@@ -383,5 +363,5 @@ def most_rows(capability: int | None, item_size: int, is_packed: bool) -> int:
 
 
 def most_together(sizes: ModelSizes, gpu: GPUMemory, length: int) -> int:
-    plans = {num_rows: one_slot(sizes, gpu.with_rows(num_rows), length) for num_rows in ROW_CHOICES}
+    plans = {num_rows: one_slot(sizes, replace(gpu, num_rows=num_rows), length) for num_rows in ROW_CHOICES}
     return max(min(most_slots(num_rows), plan.num_fitting) for num_rows, plan in plans.items())

@@ -118,7 +118,7 @@ def test_a_resumed_cache_with_other_bits_is_told(parts: Parts, monkeypatch: pyte
 
 
 def test_lengths_that_have_no_room_are_left_out() -> None:
-    sizes, gpu = MODELS["Llama 3.1 8B"], GPUMemory(83_400_000_000, num_splits=54)
+    sizes, gpu = MODELS["Llama 3.1 8B"], GPUMemory(83_400_000_000)
     lengths = [1000, 20_000, 50_000, 100_000]
     assert fitting_lengths(sizes, gpu, lengths, 4096, 1) == lengths
     assert fitting_lengths(sizes, gpu, lengths, 4096, 4) == lengths

@@ -16,7 +16,7 @@ from swiftbatch.worker.forward.forward_interface import Forwards
 from swiftbatch.worker.kernels.cuda.cuda_decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights, stacked_layer
-from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kernels.quantized_weights import AnyLinear
 from swiftbatch.worker.kv.cache_rows import CacheShape
 from swiftbatch.worker.kv.slot_arena import KVArena
@@ -44,9 +44,7 @@ class CudaGriffin(CudaDecoder):
         around, device, sizes = forwards.surroundings, forwards.device, weights.sizes
         layer, no_norm = stacked_layer(weights.layer, device), torch.empty(0, device=device)
         stacked = StackedWeights(sizes, around.embedding, [layer], no_norm, around.head, weights.rotary)
-        capacity = arena.buffer.shape[4]  # one attention split per block of a window
-        linear = LINEAR_KERNELS[forwards.kernels.linear]
-        super().__init__(stacked, arena.buffer, capacity, capacity // BLOCK, linear)
+        super().__init__(stacked, arena.buffer, arena.buffer.shape[4], LINEAR_KERNELS[forwards.kernels.linear])
         self._features = features.flatten(0, 1)
         self._fuse, self._norms = weights.fuse, weights.parts  # the unstacked layer is not kept
         self._expand, self._contract = weights.expand, weights.contract

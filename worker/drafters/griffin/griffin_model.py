@@ -34,10 +34,10 @@ from swiftbatch.worker.drafters.griffin.published_layers import (
 )
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, LayerWeights, layer_weights, linear_of
-from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import HEAD_BLOCKS, NUM_ROWS, num_splits
 from swiftbatch.worker.kernels.quantized_weights import Linear
 from swiftbatch.worker.kernels.rope_scaling import Rotary, default_frequencies
-from swiftbatch.worker.kv.gpu_memory_plan import CAPACITY_BLOCK, NO_DRAFTS, DraftMemory, slot_capacity
+from swiftbatch.worker.kv.gpu_memory_plan import NO_DRAFTS, DraftMemory, slot_capacity
 from swiftbatch.worker.kv.model_sizes import ModelSizes, num_parameters
 from swiftbatch.worker.model.model_files import ModelFiles, let_others_read
 from swiftbatch.worker.sampling.cuda.sampling_rows import BLOCK, NUM_MASKED
@@ -338,7 +338,7 @@ def ranking_bytes(vocab: int) -> int:
 
 
 def _scratch_bytes(config: GriffinConfig) -> int:
-    return CAPACITY // CAPACITY_BLOCK * NUM_ROWS * config.num_heads * (config.head_dim + 1) * 4
+    return num_splits(CAPACITY, HEAD_BLOCKS) * NUM_ROWS * config.num_heads * (config.head_dim + 1) * 4
 
 
 def _slot_bytes(config: GriffinConfig, sizes: ModelSizes) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from swiftbatch.worker.drafters.griffin.cuda_draft_rows import CudaRows
 from swiftbatch.worker.drafters.griffin.draft_layer_kernels import join, keep
-from swiftbatch.worker.drafters.mtp.predictor import NUM_ENTRIES, NUM_PLACES, NUM_SPLITS, PredictorWeights
+from swiftbatch.worker.drafters.mtp.predictor import NUM_ENTRIES, NUM_PLACES, PredictorWeights
 from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.forward.forward_interface import Forwards
 from swiftbatch.worker.kernels.cuda.cuda_decoder import CudaDecoder
@@ -53,7 +53,7 @@ class CudaPredictor(CudaDecoder):
             weights.rotary,
         )
         super().__init__(
-            stacked, arena.buffer, forwards.arena.capacity, NUM_SPLITS, LINEAR_KERNELS[forwards.kernels.linear],
+            stacked, arena.buffer, forwards.arena.capacity, LINEAR_KERNELS[forwards.kernels.linear],
             turns=turns if are_alike(rotary, weights.rotary) else None,
         )  # fmt: skip
         self._norms = weights.token_norm.to(device), weights.hidden_norm.to(device)

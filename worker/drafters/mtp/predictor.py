@@ -183,7 +183,6 @@ WINDOW = 16 * BLOCK  # newest rows always seen; grows to twice as many before it
 NUM_ENTRIES = NUM_SINKS + 2 * WINDOW
 NUM_PLACES = RING + NUM_SINKS + WINDOW  # places of waiting hidden states and of a draft's features
 MOST_AT_ONCE = 4 * BLOCK  # rows of a sequence in one call
-NUM_SPLITS = 8  # attention splits on a GPU; more would take more memory than they save time
 
 
 @dataclass
@@ -271,7 +270,7 @@ def predictor_memory(part: Path, files: ModelFiles, sizes: ModelSizes) -> DraftM
     layer = sizes_of_stored(one_layer_config(config), predictor.layout.heads, DTYPES[sizes.item_size])
     if layer is None:
         return NO_DRAFTS
-    decoder = decoder_memory(layer, GPUMemory(0, NUM_SPLITS), NUM_ENTRIES)
+    decoder = decoder_memory(layer, GPUMemory(0), NUM_ENTRIES)
     numbers = NUM_ROWS * 2 * layer.hidden + _stacked_numbers(layer)  # joined rows
     part_bytes = decoder.part_bytes + numbers * layer.item_size + _join_bytes(predictor, layer)
     features = NUM_PLACES * layer.hidden * layer.item_size

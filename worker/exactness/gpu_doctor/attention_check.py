@@ -15,7 +15,7 @@ from swiftbatch.worker.kernels.cuda.attention_backends import ATTENTION_KERNELS,
 from swiftbatch.worker.kernels.cuda.cuda_graph import Upload
 from swiftbatch.worker.kernels.cuda.cuda_row_table import TableLayout
 from swiftbatch.worker.kernels.cuda.tree_attention import KeptLayer
-from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS, ROW_CHOICES
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 
@@ -39,20 +39,31 @@ def check_attention(parts: Parts) -> Finding:
 
 
 def check_attention_speed(parts: Parts) -> Finding:
-    """Time the reading of keys and values at the greatest length; a slow result is not a failure."""
-    length, rng = attended_lengths(parts)[-1], random.Random(1)
-    layer = OneLayer(parts, max(parts.extent.slot_counts), length)
-    rows: list[Row] = []
-    for num_slots in parts.extent.slot_counts:
-        for num_rows in TIMED_ROWS:
-            placed = layer.placed(rng, length, num_slots, num_slots * num_rows)
-            layer.attended(layer.random_query(1), placed)
-            seconds = parts.seconds(layer.attend)
-            num_bytes = prefix_bytes(parts, placed)
-            row: Row = {"length": length, "slots": num_slots, "rows": sum(len(each) for each, _ in placed)}
-            rows.append(row | {"ms": 1000 * seconds, "GB/s": num_bytes / seconds / 1e9})
-    best = max(float(row["GB/s"]) for row in rows)
-    return Finding(passed=True, words=f"keys and values are read at up to {best:,.1f} GB/s", rows=rows)
+    """Time the reading of keys and values, of few long jobs and of many mixed ones; slowness is not a failure."""
+    rng, longest, extent = random.Random(1), attended_lengths(parts)[-1], parts.extent
+    layer = OneLayer(parts, max(extent.slot_counts), longest)
+    rows = [
+        _timed(parts, layer, layer.placed(rng, longest, num_slots, num_slots * num_rows))
+        for num_slots in extent.slot_counts
+        for num_rows in TIMED_ROWS
+    ]
+    mixed = min(longest, extent.mixed_length)
+    for num_slots in extent.many_slots:
+        wide = parts.with_rows(next(number for number in ROW_CHOICES if number >= num_slots))
+        layer = OneLayer(wide, num_slots, mixed)
+        rows.append(_timed(wide, layer, layer.placed(rng, mixed, num_slots, num_slots, shorter=mixed // num_slots)))
+    best, many = (max(float(row["GB/s"]) for row in part) for part in (rows, rows[-len(extent.many_slots) :]))
+    words = f"keys and values are read at up to {best:,.1f} GB/s, of many mixed jobs at {many:,.1f}"
+    return Finding(passed=True, words=words, rows=rows)
+
+
+def _timed(parts: Parts, layer: OneLayer, placed: list[Placed]) -> Row:
+    num_rows = sum(len(rows) for rows, _ in placed)
+    layer.attended(layer.random_query(1)[:num_rows], placed)
+    seconds, num_bytes = parts.seconds(layer.attend), prefix_bytes(parts, placed)
+    longest = max(rows.cache.length for rows, _ in placed)
+    row: Row = {"length": longest, "slots": len(placed), "rows": num_rows}
+    return row | {"ms": 1000 * seconds, "GB/s": num_bytes / seconds / 1e9}
 
 
 def attended_lengths(parts: Parts) -> list[int]:
@@ -106,7 +117,7 @@ class OneLayer:
         self.arena = parts.arena(num_slots, longest, num_layers=1)
         self.arena.buffer.normal_(generator=parts.generator(4))
         num_rows = parts.kernels.num_rows
-        shape = shape_of(sizes, parts.num_splits, num_rows)
+        shape = shape_of(sizes, num_rows)
         capacity, pages = self.arena.capacity, self.arena.pages
         table = (num_slots, capacity, shape.rows_per_group, capacity, sizes.vocab)
         self._layout = TableLayout(*table, page=None if pages is None else pages.page, num_rows=num_rows)

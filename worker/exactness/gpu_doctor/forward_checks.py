@@ -126,7 +126,6 @@ def digest_elsewhere(parts: Parts) -> str:
         "model": str(parts.files.path),
         "dtype": str(parts.dtype).removeprefix("torch."),
         "device": parts.device.type,
-        "num_splits": parts.num_splits,
         "kernels": dataclasses.asdict(parts.kernels),
         "lengths": parts.extent.work_lengths,
     }
@@ -143,7 +142,6 @@ def main(order: dict[str, Any]) -> None:
     files = locate_model(str(order["model"]))
     kernels = CudaKernels(**order["kernels"])
     parts = Parts.of(files, str(order["dtype"]), torch.device(str(order["device"])), kernels)
-    parts.num_splits = int(str(order["num_splits"]))
     lengths = order["lengths"]
     assert isinstance(lengths, list)
     print(work_digest(parts.target(len(lengths), max(lengths) + ROOM), lengths))

@@ -56,7 +56,6 @@ class FirstRun(Frozen):
     model: str
     model_fingerprint: str
     dtype: str
-    num_splits: int
     num_rows: int
     attention: AttentionName
     linear: LinearName  # the checks passed with this kernel
@@ -79,8 +78,7 @@ class FirstRun(Frozen):
                 head += f"; those by {self.asked_linear} failed: use --linear {self.linear}, which is exact"
         else:
             head = f"STOPPED at {self.failed.name}: {self.failed.finding.words}"
-        sizes = f"{self.num_splits} splits, {self.num_rows} rows"
-        model = f"model {self.model} ({self.model_fingerprint[:12]}), {self.dtype}, {sizes}"
+        model = f"model {self.model} ({self.model_fingerprint[:12]}), {self.dtype}, {self.num_rows} rows"
         return "\n".join([head, model, "still unproved:", *(f"  - {each}" for each in self.unproved)])
 
 
@@ -112,7 +110,6 @@ def _first_run(parts: Parts, asked: CudaKernels, results: list[Result], checks: 
         model=parts.files.name,
         model_fingerprint=parts.files.fingerprint,
         dtype=str(parts.dtype).removeprefix("torch."),
-        num_splits=parts.num_splits,
         num_rows=parts.kernels.num_rows,
         attention=parts.kernels.attention,
         linear=parts.kernels.linear,

@@ -21,14 +21,11 @@ from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
 from swiftbatch.worker.kernels.gpu_kernel_choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.kv.cache_rows import CacheShape, states_of
 from swiftbatch.worker.kv.full_cache import FullKVCache
-from swiftbatch.worker.kv.gpu_memory_plan import splits_of
 from swiftbatch.worker.kv.host_copies import CudaLane, Staging, computing_stream
 from swiftbatch.worker.kv.model_sizes import read_sizes
 from swiftbatch.worker.kv.slot_arena import KVArena
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import ModelFiles
-
-NUM_SPLITS_ELSEWHERE = 3  # used on devices without multiprocessors
 
 
 @dataclass(frozen=True)
@@ -39,6 +36,8 @@ class Extent:
     lengths: tuple[int, ...] = (0, 1, 63, 64, 1000, 4096, 32_768, 102_400)
     row_counts: tuple[int, ...] = (1, 4, 16, 64)
     slot_counts: tuple[int, ...] = (1, 4)
+    many_slots: tuple[int, ...] = (32, 128)  # timed with one row each, at lengths up to `mixed_length`
+    mixed_length: int = 4096
     num_positions: int = 64
     num_rows: int = 10_000  # rows of trees, compared with plain decoding
     most_nodes: int = MOST_NODES
@@ -66,7 +65,6 @@ class Parts:
     files: ModelFiles
     dtype: torch.dtype
     device: torch.device
-    num_splits: int
     load: Callable[[], StackedWeights | None]  # returns None if the kernels do not support the model
     extent: Extent = field(default_factory=Extent)
     kernels: CudaKernels = DEFAULT_KERNELS
@@ -75,25 +73,21 @@ class Parts:
     @classmethod
     def of(cls, files: ModelFiles, dtype: str, device: torch.device, kernels: CudaKernels = DEFAULT_KERNELS) -> Parts:
         """Prepare the model without loading it. Raises ModelError if the kernels are missing or do not fit."""
-        num_splits, sizes = NUM_SPLITS_ELSEWHERE, read_sizes(files, dtype)
-        if sizes is not None:
+        if (sizes := read_sizes(files, dtype)) is not None:
             kernels.refuse_absent()
             kernels.refuse_unfit(dtype, sizes.head_dim)
-        if device.type == "cuda" and sizes is not None:
-            hold_gemms_steady()
-            num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-            num_splits = splits_of(num_multiprocessors, sizes, kernels.num_rows)
+            if device.type == "cuda":
+                hold_gemms_steady()
 
         def load() -> StackedWeights | None:
             weights = dense_weights(files, DTYPES[dtype], device)
             return None if weights is None else stacked_weights(weights, device, handed_over(weights))
 
-        return cls(files, DTYPES[dtype], device, num_splits, load, kernels=kernels)
+        return cls(files, DTYPES[dtype], device, load, kernels=kernels)
 
     def with_rows(self, num_rows: int) -> Parts:
         made = copy.copy(self)
         made.kernels = replace(self.kernels, num_rows=num_rows)
-        made.num_splits = max(1, self.num_splits * self.kernels.num_rows // num_rows)
         return made
 
     def seconds(self, work: Work) -> float:
@@ -129,9 +123,7 @@ class Parts:
         """Return the model over an arena of zeros."""
         arena = self.arena(num_slots, max_length)
         arena.buffer.zero_()
-        forwards = CudaForwards(
-            self.weights, arena, frozenset(), self.num_splits, self.kernels, capture or self.capture
-        )
+        forwards = CudaForwards(self.weights, arena, frozenset(), self.kernels, capture or self.capture)
         return ArenaTarget(forwards, self.files)
 
     def generator(self, seed: int) -> torch.Generator:

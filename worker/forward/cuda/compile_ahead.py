@@ -22,14 +22,12 @@ from swiftbatch.worker.kernels.cuda.cuda_graph import Graph, Repeated, Work
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS, ROW_CHOICES, most_slots
-from swiftbatch.worker.kv.gpu_memory_plan import splits_of
 from swiftbatch.worker.kv.kv_capacity import GPU_PAGE, PoolSize
-from swiftbatch.worker.kv.model_sizes import read_sizes
 from swiftbatch.worker.kv.slot_arena import KVArena
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 
-MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132}  # of an A100, and of an H100 or H200
+GPUS = ("sm_80", "sm_90")  # an A100, and an H100 or H200
 PAGES_OF_A_JOB = (15, 16)  # Triton compiles another form if a stride is a multiple of 16
 
 
@@ -61,15 +59,14 @@ def compile_model(files: ModelFiles, dtype: torch.dtype, gpu: str, num_rows: int
     """Compile forwards and draws of jobs of up to `num_pages` pages. Raises ModelError for a model without kernels."""
     triton.runtime.driver.set_active(AbsentGPU(gpu))
     cpu = torch.device("cpu")
-    weights, sizes = dense_weights(files, dtype, cpu), read_sizes(files, str(dtype).removeprefix("torch."))
-    if weights is None or sizes is None:
+    weights = dense_weights(files, dtype, cpu)
+    if weights is None:
         raise ModelError(f"model {files.name}: it has no kernels on a GPU, so there is nothing to compile")
     shape = cuda_cache_shape(weights, cpu, None)
     arena = KVArena(shape, most_slots(num_rows), num_pages * GPU_PAGE - 1, PoolSize(2 * num_pages))
-    num_splits = splits_of(MULTIPROCESSORS[gpu], sizes, num_rows)
     stacked = stacked_weights(weights, cpu)
     kernels = CudaKernels(linear="triton", num_rows=num_rows)  # has all kernels that cuBLAS leaves, and products
-    CudaForwards(stacked, arena, frozenset(), num_splits, kernels, run_once).new_batch_sampler()
+    CudaForwards(stacked, arena, frozenset(), kernels, run_once).new_batch_sampler()
 
 
 def run_once(work: Work, device: torch.device) -> Graph:
@@ -80,7 +77,7 @@ def run_once(work: Work, device: torch.device) -> Graph:
 
 @click.command()
 @click.option("--model", required=True, help="Model to compile kernels for, as for submit.")
-@click.option("--gpu", "gpus", multiple=True, type=click.Choice(list(MULTIPROCESSORS)), default=list(MULTIPROCESSORS))
+@click.option("--gpu", "gpus", multiple=True, type=click.Choice(GPUS), default=GPUS)
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
 @click.option("--rows", "num_rows", type=click.Choice(ROW_CHOICES), default=NUM_ROWS, show_default=True)
 def main(model: str, gpus: tuple[str, ...], dtype: str, num_rows: int) -> None:

@@ -110,7 +110,6 @@ class CudaForwards:
         weights: StackedWeights,
         arena: KVArena,
         eos_token_ids: frozenset[int],
-        num_splits: int,
         kernels: CudaKernels,
         capture: Capture = capture,
     ) -> None:
@@ -123,12 +122,12 @@ class CudaForwards:
         self.cache_shape = arena.shape
         self._weights = weights
         kernels = kernels.for_weights(weights.is_packed)
-        self.num_splits, self.kernels, self.capture = num_splits, kernels, capture
+        self.kernels, self.capture = kernels, capture
         self.rows_per_forward = kernels.num_rows
         windowed = None if arena.windowed is None else arena.windowed.place
         attention, linear = ATTENTION_KERNELS[kernels.attention], LINEAR_KERNELS[kernels.linear]
         self._decoder = CudaDecoder(
-            weights, arena.buffer, arena.capacity, num_splits, linear, attention=attention, pages=arena.pages,
+            weights, arena.buffer, arena.capacity, linear, attention=attention, pages=arena.pages,
             states=arena.states, num_rows=kernels.num_rows, windowed=windowed,
         )  # fmt: skip
         self._table = Upload(self._decoder.table_buffer)

@@ -26,12 +26,10 @@ from swiftbatch.worker.kv.gpu_memory_plan import (
     PlanMemory,
     SlotsWanted,
     draft_model_memory,
-    draft_splits,
     most_of_a_job,
     plan_memory,
     plan_pages,
     slot_capacity,
-    splits_of,
 )
 from swiftbatch.worker.kv.host_copies import CudaLane, Staging, computing_stream
 from swiftbatch.worker.kv.kv_capacity import (
@@ -79,12 +77,10 @@ def load_cuda_forwards(
     kernels.refuse_absent()
     kernels.refuse_unfit(dtype_name, sizes.head_dim)
     hold_gemms_steady()
-    num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    num_splits = splits_of(num_multiprocessors, sizes, kernels.num_rows)
-    gpu = GPUMemory(settled_free_bytes(device), num_splits, kernels.attention, kernels.num_rows)
+    gpu = GPUMemory(settled_free_bytes(device), kernels.attention, kernels.num_rows)
     plan = plan_wanted(wanted, sizes, gpu)
     staging = Staging(CudaLane(device), computing_stream(device))
-    return planned_forwards(files, dtype, device, plan, num_splits, eos_token_ids, staging, kernels, kv_dtype)
+    return planned_forwards(files, dtype, device, plan, eos_token_ids, staging, kernels, kv_dtype)
 
 
 def plan_wanted(wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory) -> MemoryPlan:
@@ -103,7 +99,6 @@ def planned_forwards(
     dtype: torch.dtype,
     device: torch.device,
     plan: MemoryPlan,
-    num_splits: int,
     eos_token_ids: frozenset[int],
     staging: Staging | None,
     kernels: CudaKernels = DEFAULT_KERNELS,
@@ -125,7 +120,7 @@ def planned_forwards(
     try:
         arena = arena_of(shape, plan, staging)
         arena.holds_engine = plan.has_engine
-        return CudaForwards(stacked, arena, eos_token_ids, num_splits, kernels)
+        return CudaForwards(stacked, arena, eos_token_ids, kernels)
     except ValueError:  # the kernels have no tiles for these sizes
         return None
 
@@ -171,7 +166,7 @@ def forwards_beside(target: Forwards, files: ModelFiles, longest_job: int, num_s
     arena = KVArena(shape, num_slots, longest_job)
     try:
         kernels = CudaKernels(linear=target.kernels.linear, num_rows=target.rows_per_forward)
-        return CudaForwards(stacked, arena, frozenset(), draft_splits(longest_job), kernels, target.capture)
+        return CudaForwards(stacked, arena, frozenset(), kernels, target.capture)
     except ValueError:  # the kernels have no tiles for these sizes
         return None
 
@@ -191,13 +186,13 @@ def drafts_of(wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory) -> DraftMe
     if wanted.partial_budget:
         longest = slot_capacity(wanted.longest_job) - MAX_TREE_NODES  # the longest sequence that fits in a slot
         chunk = wanted.partial_chunk
-        slot_bytes += partial_positions(wanted.partial_budget, longest, chunk) * sizes.bytes_per_position
+        num_positions = partial_positions(wanted.partial_budget, longest, chunk)
+        slot_bytes += num_positions * sizes.bytes_per_position
+        part_bytes += gpu.sum_bytes(sizes, num_positions).once
         if chunk == 0:  # a build reads a layer's keys and values
             part_bytes += longest * 2 * sizes.num_kv_heads * sizes.head_dim * sizes.item_size
         else:  # has one job's mean keys, contiguous
             part_bytes += longest // (chunk or CHUNK_SIZE) * sizes.bytes_per_position // 2
-        if gpu.attention == "flash":  # it adds no biases, so rounds have partial sums of their own
-            part_bytes += gpu.scratch_bytes(sizes)
     if wanted.draft is not None:
         model = draft_model_memory(wanted.draft, wanted.draft_length, gpu.num_rows)
         part_bytes, slot_bytes = part_bytes + model.part_bytes, slot_bytes + model.slot_bytes

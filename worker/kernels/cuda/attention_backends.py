@@ -28,6 +28,7 @@ from swiftbatch.worker.kernels.cuda.tree_attention import (
 from swiftbatch.worker.kernels.cuda.triton_primitives import rounded
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
 from swiftbatch.worker.kernels.gpu_kernel_choice import flash_version
+from swiftbatch.worker.kernels.kernel_sizes import HEAD_BLOCKS, LATENT_BLOCKS, num_splits
 from swiftbatch.worker.kernels.layer_specs import SEES_ALL
 
 
@@ -74,12 +75,14 @@ class TritonAttention(RowsInOrder):
     def __init__(self, shape: AttentionShape, layout: TableLayout, scale: float, device: torch.device) -> None:
         num_heads = shape.num_kv_heads * shape.heads_per_kv
         self.shape, self.scale = shape, scale
-        self.scratch = Scratch.empty(shape.num_splits, num_heads, shape.head_dim, device, shape.num_rows)
+        self.scratch = Scratch.empty(
+            num_splits(layout.capacity, HEAD_BLOCKS), num_heads, shape.head_dim, device, shape.num_rows
+        )
         self.query = torch.zeros(shape.num_rows, num_heads, shape.head_dim, dtype=shape.dtype, device=device)
 
     @property
     def numerics(self) -> str:
-        return f"{len(self.scratch.lse)} splits"
+        return f"splits of {HEAD_BLOCKS} blocks"
 
     def attend(self, layer: int, kept: KeptLayer, table: CudaRowTable[Tensor], mixed: Tensor) -> None:
         attend(self.shape, self.query, kept, table, self.scratch, mixed, self.scale)
@@ -95,12 +98,13 @@ class MLAAttention(RowsInOrder):
     def __init__(self, shape: MLAShape, layout: TableLayout, scale: float, device: torch.device) -> None:
         self.shape, self.scale = shape, scale
         num_rows, latent = shape.num_rows, shape.latent
-        self.scratch = Scratch.empty(shape.num_splits, shape.num_heads, latent.rank, device, num_rows)
+        splits = num_splits(layout.capacity, LATENT_BLOCKS)
+        self.scratch = Scratch.empty(splits, shape.num_heads, latent.rank, device, num_rows)
         self.query = torch.zeros(num_rows, shape.num_heads, latent.entry_dim, dtype=shape.dtype, device=device)
 
     @property
     def numerics(self) -> str:
-        return f"latent, {len(self.scratch.lse)} splits"
+        return f"latent, splits of {LATENT_BLOCKS} blocks"
 
     def attend(self, layer: int, kept: KeptLayer, table: CudaRowTable[Tensor], mixed: Tensor) -> None:
         attend_to_latents(self.shape, self.query, kept, table, self.scratch, mixed, self.scale)
@@ -111,9 +115,6 @@ class MLAAttention(RowsInOrder):
 
 # Attention with flash-attn's kernel for prefixes, in two launches per layer. Splits depend on a slot's capacity, so a
 # row's bits depend on its boundary and that capacity.
-
-
-MOST_SPLITS = 128  # flash-attn's limit
 
 
 @triton.jit
@@ -164,8 +165,7 @@ class FlashAttention:
 
         self._call: Any = flash_attn_with_kvcache
         self._shape, self._scale = shape, scale
-        self._num_splits = min(shape.num_splits, MOST_SPLITS)
-        self._capacity = layout.capacity
+        self._capacity, self._num_splits = layout.capacity, num_splits(layout.capacity, HEAD_BLOCKS)
         self._size = (layout.num_groups, shape.rows_per_group * shape.heads_per_kv, shape.num_kv_heads, shape.head_dim)
         num_places, num_heads = layout.num_groups * shape.rows_per_group, shape.num_kv_heads * shape.heads_per_kv
         size = (num_places, num_heads, shape.head_dim)
@@ -223,7 +223,7 @@ class FlashAttention:
 
 def packed_constants(shape: AttentionShape) -> dict[str, Any]:
     given = shape.tail_constants() | {"ROWS_PER_GROUP": shape.rows_per_group}
-    unknown = ("NUM_ROWS", "NUM_SPLITS", "LEAST_BLOCKS", "WINDOW", "SOFTCAP_LOG2", "HAS_SINKS")
+    unknown = ("NUM_ROWS", "LEAST_BLOCKS", "WINDOW", "SOFTCAP_LOG2", "HAS_SINKS")
     return {name: value for name, value in given.items() if name not in unknown}
 
 
@@ -235,12 +235,12 @@ AttentionKernel = Callable[[AttentionShape, TableLayout, float, torch.device], A
 ATTENTION_KERNELS: dict[AttentionName, AttentionKernel] = {"triton": TritonAttention, "flash": FlashAttention}
 
 
-def shape_of(sizes: DecoderSizes, num_splits: int, num_rows: int) -> AttentionShape | MLAShape:
+def shape_of(sizes: DecoderSizes, num_rows: int) -> AttentionShape | MLAShape:
     """Return the shape that the kernels are compiled for. Raises ValueError if they do not support the sizes."""
     if sizes.latent is not None:
-        return MLAShape(sizes.num_heads, sizes.latent, num_splits, sizes.dtype, num_rows)
+        return MLAShape(sizes.num_heads, sizes.latent, sizes.dtype, num_rows)
     heads = (sizes.num_kv_heads, sizes.num_heads // sizes.num_kv_heads, sizes.head_dim)
-    return AttentionShape(*heads, num_splits, sizes.dtype, num_rows)
+    return AttentionShape(*heads, sizes.dtype, num_rows)
 
 
 def new_attention(

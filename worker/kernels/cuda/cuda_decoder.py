@@ -58,7 +58,6 @@ class CudaDecoder:
         weights: StackedWeights,
         arena: Tensor,
         num_positions: int,
-        num_splits: int,
         linear: LinearKernel,
         attention: AttentionKernel = TritonAttention,
         pages: PageTable | None = None,
@@ -87,7 +86,7 @@ class CudaDecoder:
             for rows, view, in_window in zip(places, views, self._in_windows, strict=True)
         ]
         capacity = arena.shape[4] if pages is None else pages.capacity
-        shape = self._shape = shape_of(sizes, num_splits, num_rows)
+        shape = self._shape = shape_of(sizes, num_rows)
         num_angles = weights.rotary.num_rows(num_positions)
         table = (arena.shape[2], capacity, shape.rows_per_group, num_angles, sizes.vocab, BLOCK)
         self.layout = TableLayout(*table, None if pages is None else pages.page, num_rows, windowed is not None)
@@ -119,8 +118,8 @@ class CudaDecoder:
         num_slots, capacity = arena.shape[2], arena.shape[4]
         other.layout = replace(self.layout, num_slots=num_slots, capacity=capacity, boundary_step=1, page=None)
         other._allocate_table(arena.device)
-        if not isinstance(self.attention, TritonAttention | MLAAttention):  # flash-attn adds no biases
-            other.attention = new_attention(TritonAttention, self._shape, other.layout, self.sizes.scale, arena.device)
+        # flash-attn adds no biases, and partial sums follow from a capacity
+        other.attention = new_attention(TritonAttention, self._shape, other.layout, self.sizes.scale, arena.device)
         return other
 
     @property

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
 from swiftbatch.worker.kernels.cuda.gemm import e4m3, signed_byte
-from swiftbatch.worker.kernels.cuda.triton_primitives import in_one_place, narrowed, rounded
+from swiftbatch.worker.kernels.cuda.triton_primitives import INTERPRETED, in_one_place, narrowed, rounded
 from swiftbatch.worker.kernels.kv_codes import LARGEST, cuda_row_width
 
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds a number to an integer in the low bits
@@ -52,6 +52,67 @@ def load_kept(rows, seen, columns, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr,
     codes = load_rows(rows + columns[None, :], seen, columns, HEAD_DIM, MASKED).to(tl.int32) & 0xFF
     numbers = signed_byte(codes) if kept == tl.int8 else e4m3(codes)
     return narrowed(in_one_place(numbers * scales, codes.shape[0], codes.shape[1]), dtype)
+
+
+# Four codes become two pairs of bfloat16, exactly. A signed byte is 128 plus its low seven bits, less 128, or less 256
+# if its highest bit is set. An E4M3 code's bits move to their places, and 2^120 corrects the exponent's bias.
+INT8_PAIRS = tl.constexpr("""
+{
+.reg .b32 low, high, size, sign, one;
+mov.b32 one, 0x3F803F80;
+prmt.b32 low, $2, 0, 0x4140;
+prmt.b32 high, $2, 0, 0x4342;
+lop3.b32 size, low, 0x007F007F, 0x43004300, 0xEA;
+lop3.b32 sign, low, 0x00800080, 0xC300C300, 0xEA;
+fma.rn.bf16x2 $0, size, one, sign;
+lop3.b32 size, high, 0x007F007F, 0x43004300, 0xEA;
+lop3.b32 sign, high, 0x00800080, 0xC300C300, 0xEA;
+fma.rn.bf16x2 $1, size, one, sign;
+}
+""")
+E4M3_PAIRS = tl.constexpr("""
+{
+.reg .b32 low, high, size, moved, power, zero;
+mov.b32 power, 0x7B807B80;
+mov.b32 zero, 0x80008000;
+prmt.b32 low, $2, 0, 0x1404;
+prmt.b32 high, $2, 0, 0x3424;
+shr.u32 size, low, 4;
+and.b32 size, size, 0x07F007F0;
+lop3.b32 moved, low, 0x80008000, size, 0xEA;
+fma.rn.bf16x2 $0, moved, power, zero;
+shr.u32 size, high, 4;
+and.b32 size, size, 0x07F007F0;
+lop3.b32 moved, high, 0x80008000, size, 0xEA;
+fma.rn.bf16x2 $1, moved, power, zero;
+}
+""")
+
+
+@triton.jit
+def load_codes(rows, seen, columns, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr, dtype: tl.constexpr):
+    """Load columns of rows that start at `rows [num_rows, 1]` as exact numbers of a dtype, without their scales."""
+    codes = load_rows(rows + columns[None, :], seen, columns, HEAD_DIM, MASKED)
+    code: tl.constexpr = codes.dtype
+    if code != tl.int8 and code != tl.uint8:
+        return codes
+    if INTERPRETED or dtype == tl.float32:
+        codes = codes.to(tl.int32) & 0xFF
+        numbers = signed_byte(codes) if code == tl.int8 else e4m3(codes)
+    else:
+        pairs: tl.constexpr = INT8_PAIRS if code == tl.int8 else E4M3_PAIRS
+        numbers = tl.inline_asm_elementwise(pairs, "=r,=r,r", [codes], tl.bfloat16, is_pure=True, pack=4)
+    return in_one_place(numbers, codes.shape[0], codes.shape[1]).to(dtype)
+
+
+@triton.jit
+def load_scales(rows, seen, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr):
+    """Load the scales of rows of codes, `[num_rows]` float32; rows of numbers have the scale 1."""
+    scales = tl.full([rows.shape[0]], 1.0, tl.float32)
+    if rows.dtype.element_ty == tl.int8 or rows.dtype.element_ty == tl.uint8:
+        found = load_rows(scale_pointers(rows, HEAD_DIM), seen, tl.arange(0, 1), 1, MASKED)
+        scales = tl.sum(found, 1)
+    return scales
 
 
 @triton.jit

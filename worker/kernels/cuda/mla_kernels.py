@@ -22,12 +22,15 @@ from swiftbatch.worker.kernels.cuda.tree_attention import (
     TAIL_TILE_ROWS,
     KeptLayer,
     Scratch,
+    blocks_of,
     merge_split,
-    split_blocks,
+    resident_programs,
+    split_at,
+    splits_of_groups,
 )
 from swiftbatch.worker.kernels.cuda.triton_primitives import dot, rounded
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
-from swiftbatch.worker.kernels.kernel_sizes import BLOCK, BLOCK_DEPTH, LANES, NUM_ROWS, MLASizes, least_blocks
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, BLOCK_DEPTH, LANES, LATENT_BLOCKS, NUM_ROWS, MLASizes
 from swiftbatch.worker.kernels.layer_specs import NormForm
 from swiftbatch.worker.kernels.quantized_weights import AnyLinear
 
@@ -40,7 +43,6 @@ class MLAShape:
 
     num_heads: int
     latent: MLASizes
-    num_splits: int
     dtype: torch.dtype
     num_rows: int = NUM_ROWS
 
@@ -94,8 +96,7 @@ class MLAShape:
             "RANK": self.latent.rank,
             "TURNED": self.latent.rope_dim,
             "SPUN": triton.next_power_of_2(self.latent.rope_dim),
-            "NUM_SPLITS": self.num_splits,
-            "LEAST_BLOCKS": least_blocks(self.num_rows),
+            "LEAST_BLOCKS": LATENT_BLOCKS,
             "BLOCK": BLOCK,
         }
 
@@ -126,29 +127,44 @@ def latent_block(
     return new_highest, total, acc_first, acc_second
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_groups"])
 def latent_prefix_split(
     query_ptr, kept_ptr, bias_ptr, pages_ptr, output_ptr, lse_ptr, groups_ptr,
+    num_groups, scale_log2, stride_slot, stride_entry, stride_bias, stride_pages,
+    NUM_ROWS: tl.constexpr, NUM_HEADS: tl.constexpr, RANK: tl.constexpr, TURNED: tl.constexpr,
+    LEAST_BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr, TILE_ROWS: tl.constexpr, NUM_TILES: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr, HALF: tl.constexpr, SPUN: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Each program takes every n-th split and tile of heads, and does what `prefix_split` does."""
+    splits_of_group = splits_of_groups(groups_ptr, num_groups, NUM_ROWS, LEAST_BLOCKS, 0, BLOCK)
+    ends = tl.cumsum(splits_of_group, 0)
+    own, num_programs = tl.program_id(0), tl.num_programs(0)
+    for turn in range(0, tl.cdiv(tl.sum(splits_of_group, 0) * NUM_TILES - own, num_programs)):
+        item = own + turn * num_programs
+        group, split = split_at(item // NUM_TILES, splits_of_group, ends)
+        attend_latent_split(
+            query_ptr, kept_ptr, bias_ptr, pages_ptr, output_ptr, lse_ptr, groups_ptr + group * 4, split,
+            item % NUM_TILES, scale_log2, stride_slot, stride_entry, stride_bias, stride_pages,
+            NUM_ROWS, NUM_HEADS, RANK, TURNED, LEAST_BLOCKS, HAS_BIAS, TILE_ROWS, BLOCK, KEYS, HALF, SPUN, PAGE,
+        )  # fmt: skip
+
+
+@triton.jit
+def attend_latent_split(
+    query_ptr, kept_ptr, bias_ptr, pages_ptr, output_ptr, lse_ptr, group_ptr, split, tile,
     scale_log2, stride_slot, stride_entry, stride_bias, stride_pages,
     NUM_ROWS: tl.constexpr, NUM_HEADS: tl.constexpr, RANK: tl.constexpr, TURNED: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, LEAST_BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr, TILE_ROWS: tl.constexpr,
-    NUM_TILES: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, HALF: tl.constexpr, SPUN: tl.constexpr,
-    PAGE: tl.constexpr,
+    LEAST_BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    KEYS: tl.constexpr, HALF: tl.constexpr, SPUN: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Program (group and tile of its heads, split): does what `prefix_split` does, `KEYS` entries at a time."""
-    group_ptr = groups_ptr + tl.program_id(0) // NUM_TILES * 4
-    split = tl.program_id(1)
+    """Attend with a tile of a group's heads to one split of their prefix, `KEYS` entries at a time."""
     slot = tl.load(group_ptr).to(tl.int64)
     num_rows = tl.load(group_ptr + 2)
     boundary = tl.load(group_ptr + 3)
-    num_blocks = tl.cdiv(boundary, BLOCK)
-    blocks_per_split = split_blocks(num_blocks, NUM_SPLITS, LEAST_BLOCKS)
-    start = split * blocks_per_split
-    end = tl.minimum(start + blocks_per_split, num_blocks)
-    if (start >= end) | (num_rows == 0):
-        return
-
-    place = tl.program_id(0) % NUM_TILES * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    _, end, split_blocks = blocks_of(boundary, LEAST_BLOCKS, 0, BLOCK)
+    start = split * split_blocks
+    end = tl.minimum(start + split_blocks, end)
+    place = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
     is_real = place < num_rows * NUM_HEADS
     row_head = tl.load(group_ptr + 1) * NUM_HEADS + place
     first, spun = tl.arange(0, HALF), tl.arange(0, SPUN)
@@ -187,13 +203,13 @@ def latent_tail_merge(
     query_ptr, kept_ptr, output_ptr, lse_ptr, mixed_ptr, rows_ptr, tail_slots_ptr,
     scale_log2, stride_slot, stride_entry,
     NUM_ROWS: tl.constexpr, NUM_HEADS: tl.constexpr, RANK: tl.constexpr, TURNED: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, LEAST_BLOCKS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    DEPTH: tl.constexpr, SPUN: tl.constexpr,
+    LEAST_BLOCKS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
+    SPUN: tl.constexpr,
 ):  # fmt: skip
     """Program (row, heads, part of their values): merges the row's tail, then the splits of its prefix in order."""
     row = tl.program_id(0)
     slot = tl.load(rows_ptr + row * 5).to(tl.int64)
-    num_blocks = tl.cdiv(tl.load(rows_ptr + row * 5 + 1), BLOCK)
+    boundary = tl.load(rows_ptr + row * 5 + 1)
     tail_length = tl.load(rows_ptr + row * 5 + 2)
     if tail_length == 0:
         return
@@ -223,8 +239,8 @@ def latent_tail_merge(
     probabilities = rounded(probabilities, values.dtype).to(values.dtype)
     acc = dot(probabilities, values, tl.zeros([TILE_ROWS, DEPTH], tl.float32))
 
-    blocks_per_split = split_blocks(num_blocks, NUM_SPLITS, LEAST_BLOCKS)
-    for split in tl.range(0, tl.cdiv(num_blocks, tl.maximum(blocks_per_split, 1)), num_stages=MERGE_STAGES):
+    _, end, split_blocks = blocks_of(boundary, LEAST_BLOCKS, 0, BLOCK)
+    for split in tl.range(0, tl.cdiv(end, split_blocks), num_stages=MERGE_STAGES):
         place = split * (NUM_ROWS * NUM_HEADS) + row_head
         highest, total, acc = merge_split(output_ptr, lse_ptr, place, is_real, highest, total, acc, columns, RANK)
     is_place = is_real[:, None] & (columns < RANK)[None, :]
@@ -247,9 +263,10 @@ def attend_to_latents(
     """
     entries, scale_log2, strides = kept.keys, scale * SCALE_TO_LOG2, (kept.keys.stride(0), kept.keys.stride(2))
     bias, pages, *more_strides = kept.prefix_arguments()
-    latent_prefix_split[(len(table.groups) * shape.num_tiles, shape.num_splits)](
+    latent_prefix_split[(resident_programs(query.device, 1),)](  # shared memory allows no second
         query, entries, bias, pages, scratch.output, scratch.lse, table.groups,
-        scale_log2, *strides, *more_strides, **kept.prefix_constants(), **shape.prefix_constants(),
+        len(table.groups), scale_log2, *strides, *more_strides,
+        **kept.prefix_constants(), **shape.prefix_constants(),
     )  # fmt: skip
     constants = shape.tail_constants()
     num_parts = triton.cdiv(shape.latent.rank, shape.tail_depth)

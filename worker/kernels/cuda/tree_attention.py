@@ -12,12 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, PageTable
-from swiftbatch.worker.kernels.cuda.kv_kernels import load_kept, load_rows
+from swiftbatch.worker.kernels.cuda.kv_kernels import load_codes, load_rows, load_scales
 from swiftbatch.worker.kernels.cuda.triton_primitives import dot, rounded
-from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS, least_blocks
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, HEAD_BLOCKS, MOST_SPLITS, NUM_ROWS
 from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+SPLITS = tl.constexpr(MOST_SPLITS)
 
 
 @triton.jit
@@ -30,20 +31,37 @@ def softcapped(scores, SOFTCAP_LOG2: tl.constexpr):
 
 
 @triton.jit
-def first_block_of(boundary, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the first block of a prefix that at least one row after `boundary` sees."""
+def blocks_of(boundary, LEAST_BLOCKS: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the first and the end block that at least one row after `boundary` sees, and the blocks per split.
+
+    All follow from positions alone. A prefix with biases may end within a block.
+    """
+    first_block = 0
     if WINDOW:
-        return tl.maximum(boundary - WINDOW + 1, 0) // BLOCK
-    return 0
+        first_block = tl.maximum(boundary - WINDOW + 1, 0) // BLOCK
+    end = tl.cdiv(boundary, BLOCK)
+    return first_block, end, tl.maximum(tl.cdiv(end - first_block, SPLITS), LEAST_BLOCKS)
 
 
 @triton.jit
-def split_blocks(num_blocks, NUM_SPLITS: tl.constexpr, LEAST_BLOCKS: tl.constexpr):
-    """Return the number of blocks per split, which depends only on the length of the rows' own prefix."""
-    blocks = tl.cdiv(num_blocks, NUM_SPLITS)
-    if LEAST_BLOCKS > 1:
-        blocks = tl.maximum(blocks, LEAST_BLOCKS)
-    return blocks
+def splits_of_groups(
+    groups_ptr, num_groups, MOST_GROUPS: tl.constexpr, LEAST_BLOCKS: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return the number of splits of every group's prefix, `[MOST_GROUPS]`; padding has none."""
+    groups = tl.arange(0, MOST_GROUPS)
+    is_group = groups < num_groups
+    num_rows = tl.load(groups_ptr + groups * 4 + 2, mask=is_group, other=0)
+    boundaries = tl.load(groups_ptr + groups * 4 + 3, mask=is_group, other=0)
+    first_blocks, ends, split_blocks = blocks_of(boundaries, LEAST_BLOCKS, WINDOW, BLOCK)
+    return tl.where(num_rows > 0, tl.cdiv(ends - first_blocks, split_blocks), 0)
+
+
+@triton.jit
+def split_at(place, splits_of_group, ends):
+    """Return the group and its split at a place among all groups' splits, which end at `ends [most_groups]`."""
+    is_before = ends <= place
+    return tl.sum(is_before.to(tl.int32), 0), place - tl.sum(tl.where(is_before, splits_of_group, 0), 0)
 
 
 @triton.jit
@@ -61,8 +79,9 @@ def attend_block(
     second = HALF + first
     padded: tl.constexpr = HEAD_DIM < 2 * HALF
     seen = bias > float("-inf")  # hidden entries may contain anything, also NaN
-    keys = load_kept(key_ptr + places, seen, whole, HEAD_DIM, HAS_BIAS or padded, query.dtype)
-    scores = dot(query, tl.trans(keys), tl.zeros([query.shape[0], keys.shape[0]], tl.float32)) * scale_log2
+    keys = load_codes(key_ptr + places, seen, whole, HEAD_DIM, HAS_BIAS or padded, query.dtype)
+    factors = load_scales(key_ptr + places, seen, HEAD_DIM, HAS_BIAS) * scale_log2
+    scores = dot(query, tl.trans(keys), tl.zeros([query.shape[0], keys.shape[0]], tl.float32)) * factors[None, :]
     scores = softcapped(scores, SOFTCAP_LOG2)
     if HAS_BIAS:
         scores += (bias * LOG2_E)[None, :]
@@ -75,8 +94,9 @@ def attend_block(
     probabilities = tl.exp2(scores - known[:, None])
     decay = tl.exp2(highest - known)
     total = total * decay + tl.sum(probabilities, 1)
-    values_first = load_kept(value_ptr + places, seen, first, HEAD_DIM, HAS_BIAS, query.dtype)
-    values_second = load_kept(value_ptr + places, seen, second, HEAD_DIM, HAS_BIAS or padded, query.dtype)
+    values_first = load_codes(value_ptr + places, seen, first, HEAD_DIM, HAS_BIAS, query.dtype)
+    values_second = load_codes(value_ptr + places, seen, second, HEAD_DIM, HAS_BIAS or padded, query.dtype)
+    probabilities *= load_scales(value_ptr + places, seen, HEAD_DIM, HAS_BIAS)[None, :]
     probabilities = rounded(probabilities, values_first.dtype).to(values_first.dtype)
     acc_first = dot(probabilities, values_first, acc_first * decay[:, None])
     acc_second = dot(probabilities, values_second, acc_second * decay[:, None])
@@ -138,18 +158,6 @@ def attend_blocks(
 
 
 @triton.jit
-def blocks_of_split(
-    boundary, split, NUM_SPLITS: tl.constexpr, LEAST_BLOCKS: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Return first and end block of a split of a prefix."""
-    num_blocks = tl.cdiv(boundary, BLOCK)  # a prefix with biases may end within a block
-    first_block = first_block_of(boundary, WINDOW, BLOCK)
-    blocks_per_split = split_blocks(num_blocks - first_block, NUM_SPLITS, LEAST_BLOCKS)
-    start = first_block + split * blocks_per_split
-    return start, tl.minimum(start + blocks_per_split, num_blocks)
-
-
-@triton.jit
 def rows_of_group(
     first_row, num_rows, kv_head, num_heads: tl.constexpr, HEADS_PER_KV: tl.constexpr, TILE_ROWS: tl.constexpr
 ):
@@ -160,26 +168,46 @@ def rows_of_group(
     return index, is_real, row_head
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_groups"])
 def prefix_split(
     query_ptr, key_ptr, value_ptr, bias_ptr, pages_ptr, output_ptr, lse_ptr, groups_ptr, rows_ptr,
+    num_groups, scale_log2, stride_slot, stride_head, stride_entry, stride_bias, stride_pages,
+    NUM_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr,
+    LEAST_BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    HALF: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP_LOG2: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Each program takes every n-th split and KV head: attends to the split's keys, and stores output and LSE."""
+    splits_of_group = splits_of_groups(groups_ptr, num_groups, NUM_ROWS, LEAST_BLOCKS, WINDOW, BLOCK)
+    ends = tl.cumsum(splits_of_group, 0)
+    own, num_programs = tl.program_id(0), tl.num_programs(0)
+    for turn in tl.range(0, tl.cdiv(tl.sum(splits_of_group, 0) * NUM_KV_HEADS - own, num_programs), disable_licm=True):
+        item = own + turn * num_programs
+        group, split = split_at(item // NUM_KV_HEADS, splits_of_group, ends)
+        attend_split(
+            query_ptr, key_ptr, value_ptr, bias_ptr, pages_ptr, output_ptr, lse_ptr, groups_ptr + group * 4,
+            rows_ptr, split, item % NUM_KV_HEADS,
+            scale_log2, stride_slot, stride_head, stride_entry, stride_bias, stride_pages,
+            NUM_ROWS, NUM_KV_HEADS, HEADS_PER_KV, HEAD_DIM, LEAST_BLOCKS, HAS_BIAS, TILE_ROWS, BLOCK, HALF, WINDOW,
+            SOFTCAP_LOG2, PAGE,
+        )  # fmt: skip
+
+
+@triton.jit
+def attend_split(
+    query_ptr, key_ptr, value_ptr, bias_ptr, pages_ptr, output_ptr, lse_ptr, group_ptr, rows_ptr, split, kv_head,
     scale_log2, stride_slot, stride_head, stride_entry, stride_bias, stride_pages,
     NUM_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, LEAST_BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr, TILE_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, HALF: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP_LOG2: tl.constexpr, PAGE: tl.constexpr,
+    LEAST_BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    HALF: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP_LOG2: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Program (group and KV head, split): attends to the split's blocks of keys, and stores output and LSE."""
-    group_ptr = groups_ptr + tl.program_id(0) // NUM_KV_HEADS * 4
-    kv_head = tl.program_id(0) % NUM_KV_HEADS
-    split = tl.program_id(1)
+    """Attend with a group's rows to one split of their prefix."""
     slot = tl.load(group_ptr).to(tl.int64)
     first_row = tl.load(group_ptr + 1)
     num_rows = tl.load(group_ptr + 2)
     boundary = tl.load(group_ptr + 3)
-    start, end = blocks_of_split(boundary, split, NUM_SPLITS, LEAST_BLOCKS, WINDOW, BLOCK)
-    if (start >= end) | (num_rows == 0):
-        return
-
+    first_block, end, split_blocks = blocks_of(boundary, LEAST_BLOCKS, WINDOW, BLOCK)
+    start = first_block + split * split_blocks
+    end = tl.minimum(start + split_blocks, end)
     num_heads: tl.constexpr = NUM_KV_HEADS * HEADS_PER_KV
     index, is_real, row_head = rows_of_group(first_row, num_rows, kv_head, num_heads, HEADS_PER_KV, TILE_ROWS)
     columns = tl.arange(0, 2 * HALF)
@@ -231,13 +259,15 @@ def attend_tail(
     if WINDOW:
         seen = seen & (n >= tail_length - WINDOW)
     places = tl.load(tail_slots_ptr + n).to(tl.int64)[:, None] * stride_entry
-    keys = load_kept(key_ptr + places, seen, columns, HEAD_DIM, True, query.dtype)
-    scores = dot(query, tl.trans(keys), tl.zeros([query.shape[0], BLOCK], tl.float32)) * scale_log2
+    keys = load_codes(key_ptr + places, seen, columns, HEAD_DIM, True, query.dtype)
+    factors = load_scales(key_ptr + places, seen, HEAD_DIM, True) * scale_log2
+    scores = dot(query, tl.trans(keys), tl.zeros([query.shape[0], BLOCK], tl.float32)) * factors[None, :]
     scores = tl.where(seen[None, :], softcapped(scores, SOFTCAP_LOG2), float("-inf"))
     highest = tl.max(scores, 1)
     probabilities = tl.exp2(scores - highest[:, None])
     total = tl.sum(probabilities, 1)
-    values = load_kept(value_ptr + places, seen, columns, HEAD_DIM, True, query.dtype)
+    values = load_codes(value_ptr + places, seen, columns, HEAD_DIM, True, query.dtype)
+    probabilities *= load_scales(value_ptr + places, seen, HEAD_DIM, True)[None, :]
     probabilities = rounded(probabilities, values.dtype).to(values.dtype)
     return highest, total, dot(probabilities, values, tl.zeros([query.shape[0], columns.shape[0]], tl.float32))
 
@@ -247,15 +277,14 @@ def tail_merge(
     query_ptr, key_ptr, value_ptr, output_ptr, lse_ptr, mixed_ptr, rows_ptr, tail_slots_ptr, sinks_ptr,
     scale_log2, stride_slot, stride_head, stride_entry,
     NUM_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, LEAST_BLOCKS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP_LOG2: tl.constexpr, HAS_SINKS: tl.constexpr,
+    LEAST_BLOCKS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP_LOG2: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Program (row, KV head): merges the row's tail, a sink, then the splits of its prefix in order."""
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     slot = tl.load(rows_ptr + row * 5).to(tl.int64)
     boundary = tl.load(rows_ptr + row * 5 + 1)
-    num_blocks = tl.cdiv(boundary, BLOCK) - first_block_of(boundary, WINDOW, BLOCK)
     tail_length = tl.load(rows_ptr + row * 5 + 2)
     if tail_length == 0:
         return
@@ -278,8 +307,8 @@ def tail_merge(
         decay = tl.exp2(highest - new_highest)
         highest, total, acc = new_highest, total * decay + tl.exp2(sinks - new_highest), acc * decay[:, None]
 
-    blocks_per_split = split_blocks(num_blocks, NUM_SPLITS, LEAST_BLOCKS)
-    for split in tl.range(0, tl.cdiv(num_blocks, tl.maximum(blocks_per_split, 1)), num_stages=MERGE_STAGES):
+    first_block, end, split_blocks = blocks_of(boundary, LEAST_BLOCKS, WINDOW, BLOCK)
+    for split in tl.range(0, tl.cdiv(end - first_block, split_blocks), num_stages=MERGE_STAGES):
         place = split * (NUM_ROWS * num_heads) + row_head
         highest, total, acc = merge_split(output_ptr, lse_ptr, place, is_real, highest, total, acc, columns, HEAD_DIM)
     is_place = is_real[:, None] & (columns < HEAD_DIM)[None, :]
@@ -291,6 +320,7 @@ def tail_merge(
 
 SCALE_TO_LOG2 = math.log2(math.e)
 TAIL_TILE_ROWS = 16  # the most query heads per KV head; tensor cores support no fewer rows
+PROGRAMS = 2  # of `prefix_split` on a multiprocessor: shared memory allows no more
 WIDEST_FOR_FOUR_WARPS = 128  # accumulators of wider heads need more registers
 
 
@@ -298,15 +328,19 @@ WIDEST_FOR_FOUR_WARPS = 128  # accumulators of wider heads need more registers
 class Scratch:
     """Partial results of prefixes, in buffers that all layers share because layers run in turn."""
 
-    output: Tensor  # [num_splits, num_rows, num_heads, head_dim] float32
-    lse: Tensor  # [num_splits, num_rows, num_heads] float32, base 2
+    output: Tensor  # [most_splits, num_rows, num_heads, head_dim] float32
+    lse: Tensor  # [most_splits, num_rows, num_heads] float32, base 2
 
     @classmethod
-    def empty(
-        cls, num_splits: int, num_heads: int, head_dim: int, device: torch.device, num_rows: int = NUM_ROWS
-    ) -> Scratch:
+    def empty(cls, num_splits: int, num_heads: int, head_dim: int, device: torch.device, num_rows: int) -> Scratch:
         size = (num_splits, num_rows, num_heads)
         return cls(torch.empty(*size, head_dim, device=device), torch.empty(size, device=device))
+
+
+def resident_programs(device: torch.device, per_multiprocessor: int) -> int:
+    """Return how many programs run at the same time; together they walk all splits, so that none begins in vain."""
+    is_gpu = device.type == "cuda"
+    return per_multiprocessor * (torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 1)
 
 
 @dataclass(frozen=True)
@@ -316,10 +350,8 @@ class AttentionShape:
     num_kv_heads: int
     heads_per_kv: int  # 1 to 16
     head_dim: int
-    num_splits: int
     dtype: torch.dtype
     num_rows: int = NUM_ROWS
-    least_blocks: int = 0  # of a split; 0: as follows from `num_rows`
     num_stages: int = 3  # of the loop over a prefix: at 2 it waits for each page number; no bit depends on it
 
     def __post_init__(self) -> None:
@@ -370,8 +402,7 @@ class AttentionShape:
             "NUM_KV_HEADS": self.num_kv_heads,
             "HEADS_PER_KV": self.heads_per_kv,
             "HEAD_DIM": self.head_dim,
-            "NUM_SPLITS": self.num_splits,
-            "LEAST_BLOCKS": self.least_blocks or least_blocks(self.num_rows),
+            "LEAST_BLOCKS": HEAD_BLOCKS,
             "BLOCK": BLOCK,
         }
 
@@ -413,9 +444,9 @@ def attend(
     Leaves padding rows unchanged, allocates nothing.
     """
     bias, pages, *strides = kept.prefix_arguments()
-    prefix_split[(len(table.groups) * shape.num_kv_heads, shape.num_splits)](
+    prefix_split[(resident_programs(query.device, PROGRAMS),)](
         query, kept.keys, kept.values, bias, pages, scratch.output, scratch.lse, table.groups, table.rows,
-        scale * SCALE_TO_LOG2, *kept.keys.stride()[:3], *strides,
+        len(table.groups), scale * SCALE_TO_LOG2, *kept.keys.stride()[:3], *strides,
         **kept.prefix_constants(), **shape.prefix_constants(kept.view),
     )  # fmt: skip
     tail_merge[(shape.num_rows, shape.num_kv_heads)](

@@ -233,7 +233,7 @@ def test_what_is_held_on_the_device_is_planned_for(target: TargetModel, one_laye
     files, sizes = target.files, read_sizes(target.files, "float32")
     assert sizes is not None
     needs = ENGINES["griffin"].memory_of(files.path / PARTS_FOLDER / GRIFFIN_FILE, files)
-    drafts = drafts_of(SlotsWanted(100, engine=needs), sizes, GPUMemory(10**9, 3))
+    drafts = drafts_of(SlotsWanted(100, engine=needs), sizes, GPUMemory(10**9))
     rows = rows_of(load_griffin(None, target), target, GriffinOptions().breadth)
     assert isinstance(rows, CudaRows)
     bytes_held(target.forwards.surroundings, known := set[int]())  # type: ignore[attr-defined]

@@ -248,7 +248,7 @@ def test_what_is_held_on_the_device_is_planned_for(name: str, tmp_path: Path) ->
     target = on_a_gpu(tmp_path)
     sizes, wanted = read_sizes(target.files, "float32"), slots_wanted("mtp", target.files, "float32", 100, None)
     assert sizes is not None
-    planned = drafts_of(wanted, sizes, GPUMemory(10**9, 3))
+    planned = drafts_of(wanted, sizes, GPUMemory(10**9))
     forwards = target.forwards
     held = bytes_held(forwards_of(target)._rows, known={id(forwards.surroundings)})  # type: ignore[attr-defined]
     room = planned.part_bytes + NUM_SLOTS * planned.slot_bytes
@@ -260,22 +260,20 @@ def test_auto_has_the_layer_where_it_has_room(tmp_path: Path) -> None:
     files = locate_model(str(tmp_path))
     sizes, wanted = read_sizes(files, "float32"), slots_wanted("auto", files, "float32", 100, None)
     assert sizes is not None
-    with_layer, without = (
-        drafts_of(each, sizes, GPUMemory(10**9, 3)) for each in (wanted, replace(wanted, engine=None))
-    )
+    with_layer, without = (drafts_of(each, sizes, GPUMemory(10**9)) for each in (wanted, replace(wanted, engine=None)))
     assert with_layer.part_bytes > without.part_bytes
     assert with_layer.slot_bytes > without.slot_bytes
-    memory = plan_wanted(replace(wanted, num_slots=1), sizes, GPUMemory(10**12, 3))
+    memory = plan_wanted(replace(wanted, num_slots=1), sizes, GPUMemory(10**12))
     assert memory.has_engine
     needed = memory.used_bytes - int(SLACK * memory.free_bytes) - with_layer.part_bytes // 2
     least = int(needed / (1 - SLACK))
-    tight = plan_wanted(replace(wanted, num_slots=1), sizes, GPUMemory(least, 3))
+    tight = plan_wanted(replace(wanted, num_slots=1), sizes, GPUMemory(least))
     assert not tight.has_engine
     assert tight.num_slots == 1
     with pytest.raises(KVRoomError):  # this names the layer
-        plan_wanted(replace(wanted, num_slots=1, can_lack_engine=False), sizes, GPUMemory(least, 3))
+        plan_wanted(replace(wanted, num_slots=1, can_lack_engine=False), sizes, GPUMemory(least))
     for plan, has_room in ((replace(memory, num_pages=9), True), (replace(tight, num_pages=9), False)):
-        made = planned_forwards(files, torch.float32, torch.device("cpu"), plan, 3, frozenset(), None)
+        made = planned_forwards(files, torch.float32, torch.device("cpu"), plan, frozenset(), None)
         assert made is not None
         assert made.arena.holds_engine == has_room
     target = on_a_gpu(tmp_path)

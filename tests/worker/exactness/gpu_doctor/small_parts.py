@@ -20,6 +20,8 @@ SMALL = Extent(
     lengths=(0, 65, 300),
     row_counts=(1, 4),
     slot_counts=(1, 2),
+    many_slots=(3, 70),
+    mixed_length=140,
     num_positions=16,
     num_rows=1,
     most_nodes=2,
@@ -38,7 +40,7 @@ def one_layer(shape: Shape) -> StackedWeights:
 
 def small_parts(files: ModelFiles, dtype: torch.dtype = FLOAT32, linear: LinearName = "triton") -> Parts:
     weights = one_layer(Shape(dtype=dtype))
-    return Parts(files, dtype, CPU, 3, lambda: weights, SMALL, CudaKernels(linear=linear))
+    return Parts(files, dtype, CPU, lambda: weights, SMALL, CudaKernels(linear=linear))
 
 
 def row_by_row(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:

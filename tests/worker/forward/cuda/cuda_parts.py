@@ -28,7 +28,6 @@ from tests.worker.kv.window_parts import spoil_free_pages
 from tests.worker.model.test_kinds_engines import decode
 
 CPU = torch.device("cpu")
-NUM_SPLITS = 3
 PAGE = 64  # positions
 
 
@@ -93,7 +92,7 @@ def cuda_target(
     leave_unwritten(arena.buffer)
     stacked = stacked_weights(weights, CPU)
     kernels = CudaKernels(attention, linear, num_rows)
-    forwards = CudaForwards(stacked, arena, frozenset(), NUM_SPLITS, kernels, capture=CheckedGraph)
+    forwards = CudaForwards(stacked, arena, frozenset(), kernels, capture=CheckedGraph)
     return TargetModel(forwards, files)
 
 

@@ -29,9 +29,8 @@ weights = dense_weights(files, torch.bfloat16, cpu)
 shape, stacked = cuda_cache_shape(weights, cpu, None), stacked_weights(weights, cpu)
 for num_slots, longest, num_pages in ((5, 1000, 12), (32, 5000, 37), (17, 8000, 64), (1, 300, 3)):
     arena = KVArena(shape, num_slots, longest, PoolSize(num_pages))
-    splits = splits_of(MULTIPROCESSORS["sm_90"], read_sizes(files, "bfloat16"), NUM_ROWS)
     kernels = CudaKernels(linear="triton")
-    CudaForwards(stacked, arena, frozenset(), splits, kernels, run_once).new_batch_sampler()
+    CudaForwards(stacked, arena, frozenset(), kernels, run_once).new_batch_sampler()
 print(found[True] > 30, sorted(missed))
 """
 

@@ -52,7 +52,7 @@ def test_a_plan_counts_the_bytes_that_an_arena_takes(files: ModelFiles, dtype: s
     sizes = dataclasses.replace(sizes, kv_dtype="fp8")
     forwards = cuda_target(files, getattr(torch, dtype), 3, 200, kv_dtype="fp8").forwards
     assert isinstance(forwards, CudaForwards)
-    plan = plan_pages(sizes, GPUMemory(10**10, 3), 200, 3)
+    plan = plan_pages(sizes, GPUMemory(10**10), 200, 3)
     assert forwards.arena.pool_size is not None
     num_positions = forwards.arena.pool_size.num_pages * forwards.arena.pool_size.page
     assert num_positions * plan.page_bytes == GPU_PAGE * forwards.arena.buffer.nbytes

@@ -4,7 +4,6 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,7 +32,7 @@ def files(one_layer_model: Path, monkeypatch: pytest.MonkeyPatch) -> ModelFiles:
 @pytest.mark.parametrize(
     ("kernels", "words"),
     [
-        (CudaKernels(linear="triton"), "12 splits, triton"),
+        (CudaKernels(linear="triton"), "splits of 8 blocks, triton"),
         (CudaKernels("flash", "triton"), "flash 2.8.3 prefixes in splits of 256, triton"),
     ],
 )
@@ -46,8 +45,6 @@ def test_a_gpu_runs_the_kernels_that_the_run_chose(
         planned.append(gpu)
         return plan_memory(sizes, gpu, 64, 1)
 
-    processors = SimpleNamespace(multi_processor_count=6)  # 4 programs each for 2 KV heads: 12 splits
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: processors)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 10**9))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(loading, "CudaLane", lambda device: None)
@@ -76,16 +73,16 @@ def test_a_model_of_more_heads_than_the_kernels_take_is_left_to_others(one_layer
     files = locate_model(str(folder))
     sizes = read_sizes(files, "float32")
     assert sizes is not None
-    plan = plan_memory(sizes, GPUMemory(10**9, 3), 64, 1)
-    assert planned_forwards(files, torch.float32, torch.device("cpu"), plan, 3, frozenset(), None) is None
+    plan = plan_memory(sizes, GPUMemory(10**9), 64, 1)
+    assert planned_forwards(files, torch.float32, torch.device("cpu"), plan, frozenset(), None) is None
 
 
 def test_a_dense_model_has_the_slots_of_its_plan(one_layer_model: Path) -> None:
     files = locate_model(str(one_layer_model))
     sizes = read_sizes(files, "float32")
     assert sizes is not None
-    plan = plan_memory(sizes, GPUMemory(10**9, 3), 64, 3)
-    forwards = planned_forwards(files, torch.float32, torch.device("cpu"), plan, 3, frozenset(), None)
+    plan = plan_memory(sizes, GPUMemory(10**9), 64, 3)
+    forwards = planned_forwards(files, torch.float32, torch.device("cpu"), plan, frozenset(), None)
     assert forwards is not None
     assert forwards.arena.num_slots == 3
     assert forwards.arena.longest_job >= 64

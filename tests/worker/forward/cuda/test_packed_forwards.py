@@ -33,7 +33,7 @@ def forwards_of(weights: DecoderWeights, shape: Shape, linear: LinearName) -> Cu
     arena = KVArena(cache_shape(shape), 1, 200)
     arena.buffer.fill_(torch.nan)
     stacked = stacked_weights(weights, CPU)
-    return CudaForwards(stacked, arena, frozenset(), 3, CudaKernels(linear=linear), capture=CheckedGraph)
+    return CudaForwards(stacked, arena, frozenset(), CudaKernels(linear=linear), capture=CheckedGraph)
 
 
 def outputs(forwards: CudaForwards) -> list[torch.Tensor]:

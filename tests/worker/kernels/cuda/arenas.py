@@ -19,7 +19,6 @@ from swiftbatch.worker.sampling.draft_tree import DraftTree
 from tests.worker.kernels.kernel_parts import Shape, cache_shape, noise, random_tree
 
 CAPACITY = 1024
-NUM_SPLITS = 3
 NAN = float("nan")
 
 Placed = tuple[SequenceRows, int]  # rows and their slot
@@ -36,7 +35,7 @@ class Arena:
     @property
     def layout(self) -> TableLayout:
         shape = self.shape
-        attention = AttentionShape(shape.num_kv_heads, shape.group, shape.head_dim, NUM_SPLITS, shape.dtype)
+        attention = AttentionShape(shape.num_kv_heads, shape.group, shape.head_dim, shape.dtype)
         return TableLayout(len(self.caches), CAPACITY, attention.rows_per_group, CAPACITY, shape.vocab)
 
     def table(self, sequences: Sequence[Placed], pages: PageTable | None = None) -> CudaRowTable[Tensor]:

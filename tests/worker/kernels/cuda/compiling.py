@@ -95,6 +95,16 @@ def compiled(name: str, dtype: str, capability: int) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
+def num_spilled(machine_code: str) -> int:
+    """Count accesses of the stack in innermost loops, or anywhere if there is no loop."""
+    places = [(int(place, 16), what) for place, what in re.findall(r"/\*([0-9a-f]{4,5})\*/ +([^;]*);", machine_code)]
+    ends = [(place, re.search(r"BRA .*?0x([0-9a-f]+)", what)) for place, what in places]
+    loops = [(int(found[1], 16), end) for end, found in ends if found and int(found[1], 16) < end]
+    inner = [loop for loop in loops if not any(loop[0] <= o[0] and o[1] <= loop[1] for o in loops if o != loop)]
+    stacked = [place for place, what in places if re.match(r"(@\S+ )?(STL|LDL)", what)]
+    return sum(any(start <= place <= end for start, end in inner) for place in stacked) if inner else len(stacked)
+
+
 def described(name: str, dtype: str, capability: int) -> dict[str, Any]:
     """Return registers and stack bytes (0: no spills) per thread, and shared memory."""
     drawing = drawing_launches()
@@ -102,15 +112,19 @@ def described(name: str, dtype: str, capability: int) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
-        usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        usage, machine_code = (
+            subprocess.run([CUOBJDUMP, what, file.name], capture_output=True, text=True, check=True).stdout
+            for what in ("-res-usage", "-sass")
+        )
     layouts = re.findall(r"#ttg.nvidia_mma<\{[^}]*warpsPerCTA = \[([^\]]*)\]", made.asm["ttgir"])
-    ops = ("wgmma.mma_async", "mma.sync", "cp.async", "bar.sync", "cvt.rn.bf16x2.f32")
+    ops = ("wgmma.mma_async", "mma.sync", "cp.async", "bar.sync", "cvt.rn.bf16x2.f32", "fma.rn.bf16x2")
     return {
         "kernel": name,
         "dtype": dtype,
         "capability": capability,
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),  # type: ignore[index]
         "stack": int(re.search(r"STACK:(\d+)", usage)[1]),  # type: ignore[index]
+        "spilled": num_spilled(machine_code),
         "local": int(re.search(r"LOCAL:(\d+)", usage)[1]),  # type: ignore[index]
         "shared": made.metadata.shared,
         "warps": made.metadata.num_warps,

@@ -47,16 +47,17 @@ from tests.worker.kernels.cuda.product_constants import (
 )
 
 MOST_ROWS = ROW_CHOICES[-1]
-HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, NUM_SPLITS = 32, 8, 128, 14336, 54  # Llama 3.1 8B
+HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 32, 8, 128, 14336  # Llama 3.1 8B
 KEPT = {"int8": "*i8", "e4m3": "*u8"}  # by the end of a kernel's name: 8-bit keys and values
 OTHER_WIDTHS = (96, 256)
 JOINED = (1024, 4096, 7168)  # of Qwen3.5 0.8B, GLM 4.5 Air, DeepSeek V3
 NO_PAGES: dict[str, Any] = {"PAGE": 0, "pages_ptr": None}
+PAGES: dict[str, Any] = {"PAGE": GPU_PAGE}
 
 
 def kernels(dtype: str) -> dict[str, Made]:
     """Return every kernel by report name."""
-    attention = AttentionShape(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM, NUM_SPLITS, DTYPES[dtype])
+    attention = AttentionShape(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM, DTYPES[dtype])
     found: dict[str, Made] = {}
     for width in (HEAD_DIM, *OTHER_WIDTHS):
         constants = dataclasses.replace(attention, head_dim=width)
@@ -65,14 +66,14 @@ def kernels(dtype: str) -> dict[str, Made]:
         found[f"prefix{name}"] = tree_attention.prefix_split, plain
         found[f"tail{name}"] = tail_attention.tail_merge, without(constants.tail_constants(), "HAS_SINKS", "sinks_ptr")
         found[f"packed tail{name}"] = tail_merge_packed, packed_constants(constants)
-    paged = without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | {"PAGE": GPU_PAGE}
+    paged = without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | PAGES
     found["prefix in pages"] = tree_attention.prefix_split, paged
     found["prefix with biases"] = (
         tree_attention.prefix_split,
         attention.prefix_constants() | {"HAS_BIAS": True} | NO_PAGES,
     )
     view = AttentionView(4096, 50.0)
-    windowed = without(attention.prefix_constants(view), "HAS_BIAS", "bias_ptr") | {"PAGE": GPU_PAGE}
+    windowed = without(attention.prefix_constants(view), "HAS_BIAS", "bias_ptr") | PAGES
     found["prefix with a window"] = tree_attention.prefix_split, windowed
     found["tail with a window"] = tail_attention.tail_merge, attention.tail_constants(view) | {"HAS_SINKS": True}
     return (
@@ -130,9 +131,9 @@ def gates_of_heads() -> dict[str, Any]:
 
 def latent_kernels(dtype: str) -> dict[str, Made]:
     """Heads of GLM 4.7 Flash and DeepSeek V3 fill several tiles."""
-    sizes, num_heads, paged = MLASizes(512, 768, 192, 64, 256), 20, {"PAGE": GPU_PAGE}
-    attention = mla_kernels.MLAShape(num_heads, sizes, 132, DTYPES[dtype])
-    many = dataclasses.replace(attention, num_heads=128, num_splits=16, num_rows=MOST_ROWS)
+    sizes, num_heads, paged = MLASizes(512, 768, 192, 64, 256), 20, PAGES
+    attention = mla_kernels.MLAShape(num_heads, sizes, DTYPES[dtype])
+    many = dataclasses.replace(attention, num_heads=128, num_rows=MOST_ROWS)
     plain = without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | paged
     keep = latent_products.keep_constants(sizes, sizes.query_rank + sizes.entry_dim, NormForm.TWICE)
     ups = {
@@ -162,12 +163,11 @@ def latent_kernels(dtype: str) -> dict[str, Made]:
 
 
 def coded_kernels(dtype: str) -> dict[str, Made]:
-    attention = AttentionShape(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM, NUM_SPLITS, DTYPES[dtype])
-    paged = {"PAGE": GPU_PAGE}
+    attention = AttentionShape(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM, DTYPES[dtype])
     plain = {
         "prefix": (
             tree_attention.prefix_split,
-            without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | paged,
+            without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | PAGES,
         ),
         "tail": (tail_attention.tail_merge, without(attention.tail_constants(), "HAS_SINKS", "sinks_ptr")),
         "rope": kernels_besides_attention()["rope"],
@@ -176,8 +176,8 @@ def coded_kernels(dtype: str) -> dict[str, Made]:
 
 
 def wide_kernels(dtype: str) -> dict[str, Made]:
-    attention = AttentionShape(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM, 16, DTYPES[dtype], MOST_ROWS)
-    paged = without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | {"PAGE": GPU_PAGE}
+    attention = AttentionShape(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM, DTYPES[dtype], MOST_ROWS)
+    paged = without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | PAGES
     packed = packed_zeros("uint4", HIDDEN, 128, has_offsets=True)
     tile = gemm.tile_rows(torch.zeros(MOST_ROWS, 1, dtype=DTYPES[dtype]))
     choice_of = moe_router.choice_constants(QWEN3, 2048, DTYPES[dtype], False, False, False, MOST_ROWS)

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.forward.tile_packing import tree_rows
+from swiftbatch.worker.kernels.cuda import tree_attention
 from swiftbatch.worker.kernels.cuda.attention_backends import FlashAttention
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, KeptLayer, Scratch, attend
-from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, HEAD_BLOCKS, NUM_ROWS, num_splits
 from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView
 from swiftbatch.worker.sampling.draft_tree import DraftTree
-from tests.worker.kernels.cuda.arenas import CAPACITY, NAN, NUM_SPLITS, Arena, Placed, padded, random_arena, random_rows
+from tests.worker.kernels.cuda.arenas import CAPACITY, NAN, Arena, Placed, padded, random_arena, random_rows
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, Shape, noise
 
 pytestmark = pytest.mark.long
@@ -54,16 +55,14 @@ def attended(
     sequences: Sequence[Placed],
     query: Tensor,
     bias: Tensor | None = None,
-    num_splits: int = NUM_SPLITS,
     view: AttentionView = SEES_ALL,
     page: int | None = None,
-    **knobs: int,
 ) -> Tensor:
     """NaN in scratch and padding makes leaks show."""
     buffer, pages = (arena.buffer, None) if page is None else arena.in_pages(page)
     num_heads, head_dim = query.shape[1:]
-    shape = AttentionShape(buffer.shape[3], num_heads // buffer.shape[3], head_dim, num_splits, query.dtype, **knobs)
-    scratch = Scratch.empty(num_splits, num_heads, head_dim, torch.device("cpu"))
+    shape = AttentionShape(buffer.shape[3], num_heads // buffer.shape[3], head_dim, query.dtype)
+    scratch = Scratch.empty(num_splits(CAPACITY, HEAD_BLOCKS), num_heads, head_dim, torch.device("cpu"), NUM_ROWS)
     scratch.output.fill_(NAN)
     scratch.lse.fill_(NAN)
     mixed = padded(query[:0])
@@ -194,18 +193,32 @@ def test_entries_in_pages_in_any_order_have_the_bits_of_entries_side_by_side(pag
         assert torch.equal(attended(arena, sequences, query, view=view, page=page), side_by_side)
 
 
-@pytest.mark.parametrize("changes", [{"num_splits": 2}, {"least_blocks": 8}], ids=str)
-def test_other_splits_give_other_bits(changes: dict[str, int]) -> None:
+@pytest.mark.parametrize("num_programs", [1, 7, 1000])
+@pytest.mark.parametrize("window", [None, 600])
+def test_any_number_of_programs_gives_the_same_bits(
+    num_programs: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So they do not depend on a GPU's multiprocessors."""
+    arena, sequences = written(Shape(num_kv_heads=2, group=4), (13 * BLOCK, 100, 9 * BLOCK), (2, 3, 30), seed=6)
+    query, view = queries(arena, 35), AttentionView(window)
+    expected = attended(arena, sequences, query, view=view)
+    monkeypatch.setattr(tree_attention, "resident_programs", lambda *_: num_programs)
+    assert torch.equal(attended(arena, sequences, query, view=view), expected)
+
+
+def test_other_splits_give_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     arena, sequences = written(SMALL, (13 * BLOCK,), (2,), seed=6)
     query = queries(arena, 2)
-    plain, other = attended(arena, sequences, query), attended(arena, sequences, query, **changes)
+    plain = attended(arena, sequences, query)
+    monkeypatch.setattr(tree_attention, "HEAD_BLOCKS", 7)
+    other = attended(arena, sequences, query)
     assert not torch.equal(plain, other)
     torch.testing.assert_close(plain, other)
 
 
 def test_more_query_heads_than_a_tile_has_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="found 17 query heads a KV head, expected at most 16"):
-        AttentionShape(1, 17, 64, NUM_SPLITS, BF16)
+        AttentionShape(1, 17, 64, BF16)
 
 
 def view_of(shape: Shape, window: int | None, softcap: float | None, has_sinks: bool) -> AttentionView:

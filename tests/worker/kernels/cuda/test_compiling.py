@@ -98,8 +98,13 @@ def compile_elsewhere(dtype: str, capabilities: tuple[int, ...], names: list[str
     return [json.loads(line) for line in ran.stdout.splitlines()]
 
 
+FEW_BYTES = 32  # of the stack, outside of loops over keys: some loads for each split
+
+
 def fits(report: Report) -> bool:
-    return bool(report["stack"] == 0 and report["shared"] <= SHARED[report["capability"]])
+    most = FEW_BYTES if "prefix" in report["kernel"] else 0
+    spills = report["stack"] > most or report["spilled"] > 0
+    return not spills and report["shared"] <= SHARED[report["capability"]]
 
 
 @KINDS
@@ -230,7 +235,8 @@ def test_keys_and_values_in_8_bits_become_numbers_once_and_are_read_sixteen_byte
             assert report["layouts"] == [[4, 1]]
             assert 2 * 4 * 32 * report["registers"] <= 2**16
             assert report["copied"]["0x10"] == 16, report  # half of bfloat16's
-            assert report["ops"]["cvt.rn.bf16x2.f32"] == 16 + 64, report  # probabilities, and two numbers at a time
+            assert report["ops"]["cvt.rn.bf16x2.f32"] == 16, report  # probabilities
+            assert report["ops"]["fma.rn.bf16x2"] == 2 * 64 * 128 // 128 // 2, report  # two numbers at a time
 
 
 @pytest.mark.parametrize("capabilities", [H100, pytest.param(BOTH, marks=pytest.mark.slow)])

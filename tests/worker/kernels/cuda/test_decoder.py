@@ -16,7 +16,7 @@ from swiftbatch.worker.kernels.cuda.cuda_decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.gemm import LinearKernel, cublas_linear, triton_linear
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
 from swiftbatch.worker.kernels.quantized_weights import Linear
-from tests.worker.kernels.cuda.arenas import CAPACITY, NAN, NUM_SPLITS, Arena, arena_of, random_arena, random_rows
+from tests.worker.kernels.cuda.arenas import CAPACITY, NAN, Arena, arena_of, random_arena, random_rows
 from tests.worker.kernels.cuda.launches import launched
 from tests.worker.kernels.kernel_parts import (
     BF16,
@@ -62,7 +62,7 @@ def decoder_of(
     linear: LinearKernel = cublas_linear,
 ) -> CudaDecoder:
     weights = stacked_weights(random_weights(arena.shape), CPU)
-    return CudaDecoder(weights, arena.buffer, NUM_POSITIONS, NUM_SPLITS, linear)
+    return CudaDecoder(weights, arena.buffer, NUM_POSITIONS, linear)
 
 
 def upload(decoder: CudaDecoder, sequences: Sequence[tuple[Rows, int]]) -> None:
@@ -255,7 +255,7 @@ def test_windows_beside_an_attention_that_knows_none_are_refused() -> None:
         return object()
 
     with pytest.raises(ValueError, match="windows, soft caps or sinks"):
-        CudaDecoder(weights, arena.buffer, NUM_POSITIONS, NUM_SPLITS, cublas_linear, attention=another)
+        CudaDecoder(weights, arena.buffer, NUM_POSITIONS, cublas_linear, attention=another)
 
 
 @pytest.mark.parametrize("windows", [(None, None), (40, None)])

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from swiftbatch.jobs.run.run_records import AttentionName, LinearName
-from swiftbatch.worker.kernels.cuda.attention_backends import ATTENTION_KERNELS, MOST_SPLITS, FlashAttention
+from swiftbatch.worker.kernels.cuda.attention_backends import ATTENTION_KERNELS, FlashAttention
 from swiftbatch.worker.kernels.cuda.cuda_decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, triton_linear
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, KeptLayer
+from swiftbatch.worker.kernels.kernel_sizes import HEAD_BLOCKS, num_splits
 from swiftbatch.worker.kv.gpu_memory_plan import PADDED_ROWS
 from tests.worker.kernels.cuda import flash_stub
-from tests.worker.kernels.cuda.arenas import CAPACITY, NUM_SPLITS, Arena, Placed, padded, random_rows
+from tests.worker.kernels.cuda.arenas import CAPACITY, Arena, Placed, padded, random_rows
 from tests.worker.kernels.cuda.launches import launched
 from tests.worker.kernels.cuda.test_attention import SCALE, alone, exactly, num_rows_of, queries, written
 from tests.worker.kernels.cuda.test_decoder import LAYER, run, upload
@@ -48,14 +49,14 @@ def _stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return
 
 
-def flash_of(arena: Arena, num_splits: int = NUM_SPLITS) -> FlashAttention:
+def flash_of(arena: Arena) -> FlashAttention:
     shape = arena.shape
-    attention = AttentionShape(shape.num_kv_heads, shape.group, shape.head_dim, num_splits, shape.dtype)
+    attention = AttentionShape(shape.num_kv_heads, shape.group, shape.head_dim, shape.dtype)
     return FlashAttention(attention, arena.layout, SCALE, CPU)
 
 
-def attended(arena: Arena, sequences: Sequence[Placed], query: Tensor, num_splits: int = NUM_SPLITS) -> Tensor:
-    attention, table, mixed = flash_of(arena, num_splits), arena.table(sequences), padded(query[:0])
+def attended(arena: Arena, sequences: Sequence[Placed], query: Tensor) -> Tensor:
+    attention, table, mixed = flash_of(arena), arena.table(sequences), padded(query[:0])
     attention.put(query, table)
     attention.attend(1, KeptLayer(*arena.buffer[1]), table, mixed)
     assert mixed[len(query) :].isnan().all()
@@ -115,12 +116,9 @@ def test_a_nan_that_a_row_sees_is_not_passed_over() -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("num_splits", [1, 3, 200])
-def test_the_numerics_name_the_splits_that_are_cut(
-    head_dim: int, num_splits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_numerics_name_the_splits_that_are_cut(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     arena, sequences = written(Shape(head_dim=head_dim), (700,), (1,), seed=4)
-    attention, asked = flash_of(arena, num_splits), list[int]()
+    attention, asked = flash_of(arena), list[int]()
 
     def see(*args: Any, num_splits: int, **kwargs: Any) -> Any:
         asked.append(num_splits)
@@ -128,7 +126,7 @@ def test_the_numerics_name_the_splits_that_are_cut(
 
     monkeypatch.setattr(attention, "_call", see)
     attention.attend(1, KeptLayer(*arena.buffer[1]), arena.table(sequences), padded(queries(arena, 0)))
-    assert asked == [min(num_splits, MOST_SPLITS)]
+    assert asked == [num_splits(CAPACITY, HEAD_BLOCKS)]
     length = flash_stub.split_length(CAPACITY, head_dim, asked[0])
     assert attention.numerics == f"flash 2.8.3 prefixes in splits of {length}"
 
@@ -154,7 +152,7 @@ def test_biases_and_float32_are_refused() -> None:
 
 def decoder_of(arena: Arena) -> CudaDecoder:
     weights = stacked_weights(random_weights(arena.shape), CPU)
-    return CudaDecoder(weights, arena.buffer, 6000, NUM_SPLITS, triton_linear, attention=FlashAttention)
+    return CudaDecoder(weights, arena.buffer, 6000, triton_linear, attention=FlashAttention)
 
 
 @pytest.mark.sample(2)
@@ -172,7 +170,7 @@ def test_a_whole_decoder_is_as_the_reference_and_shows_the_same_queries(shape: S
     expected_rows = [rows for rows, _ in random_rows(random.Random(1), other, sizes)]
     for mine, its in zip(found, whole(ReferenceDecoder(random_weights(shape)).forward(expected_rows)), strict=True):
         assert (mine.float() - its.float()).abs().max() <= 0.03 * its.float().abs().max()
-    in_order = CudaDecoder(decoder._weights, other.buffer, 6000, NUM_SPLITS, triton_linear)
+    in_order = CudaDecoder(decoder._weights, other.buffer, 6000, triton_linear)
     run(in_order, random_rows(random.Random(1), other, sizes), show)
     assert torch.equal(*shown)
 

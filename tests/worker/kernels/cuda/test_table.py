@@ -123,8 +123,8 @@ def test_more_groups_than_a_table_has_are_refused() -> None:
 
 
 def test_a_group_fills_a_tile() -> None:
-    assert AttentionShape(8, 4, 128, 54, torch.bfloat16).rows_per_group == 16
-    assert AttentionShape(8, 5, 128, 54, torch.bfloat16).rows_per_group == 12
+    assert AttentionShape(8, 4, 128, torch.bfloat16).rows_per_group == 16
+    assert AttentionShape(8, 5, 128, torch.bfloat16).rows_per_group == 12
 
 
 def test_layers_with_a_window_have_entries_and_tails_in_their_own_pages_and_all_else_alike() -> None:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.sizing import MODELS, WINDOWED, gpu_memory
+from bench.sizing import MODELS, WINDOWED
 from swiftbatch.worker.forward.cuda.cuda_loading import arena_of
-from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
+from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES
 from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS
 from swiftbatch.worker.kv.cache_rows import CacheShape
 from swiftbatch.worker.kv.gpu_memory_plan import (
@@ -24,7 +24,7 @@ from swiftbatch.worker.kv.kv_capacity import GPU_PAGE, KVRoomError, PoolSize, he
 from swiftbatch.worker.kv.model_sizes import ModelSizes
 
 LLAMA, QWEN = MODELS["Llama 3.1 8B"], MODELS["Qwen2.5 32B"]
-H100 = gpu_memory(GPUS["H100 80 GB"], GPU_BYTES - CONTEXT_BYTES)
+H100 = GPUMemory(GPU_BYTES - CONTEXT_BYTES)
 PAGE_BYTES = GPU_PAGE * LLAMA.bytes_per_position
 
 
@@ -61,7 +61,7 @@ def test_what_has_no_room_is_refused_with_the_numbers() -> None:
 def test_an_arena_takes_what_the_plan_says() -> None:
     shape = CacheShape(4, 2, 32, torch.bfloat16, torch.device("meta"))
     sizes = ModelSizes(0, shape.bytes_per_position(), 4, 2, 32, 64, 128, 100, 2)
-    plan = replace(plan_pages(sizes, GPUMemory(10**9, 8), 1000, 3), num_pages=5)
+    plan = replace(plan_pages(sizes, GPUMemory(10**9), 1000, 3), num_pages=5)
     arena = arena_of(shape, plan, None)
     assert arena.pool_size == PoolSize(5, GPU_PAGE)
     assert arena.buffer.nbytes == 5 * plan.page_bytes
@@ -105,7 +105,7 @@ def test_two_pools_take_what_the_plan_says() -> None:
     shape = CacheShape(5, 2, 32, torch.bfloat16, torch.device("meta"), windows=windows)
     sizes = ModelSizes(0, shape.bytes_per_position(), 4, 2, 32, 64, 128, 100, 2, windows=windows)
     sizes = replace(sizes, held=held_in_windows(windows, 64))
-    plan = plan_pages(sizes, GPUMemory(10**9, 8), 3000, 3)
+    plan = plan_pages(sizes, GPUMemory(10**9), 3000, 3)
     arena = arena_of(shape, plan, None)
     assert plan.windows is not None
     assert arena.windowed is not None
