@@ -113,6 +113,9 @@ class Forwards(Protocol):
     rows_per_forward: int
     """Forwards are padded to multiples of this; 1: each row takes its own time."""
 
+    narrow_rows: tuple[int, ...]
+    """Ascending numbers of rows of cheaper forwards, to which few rows are padded instead, with the same bits."""
+
     can_scan: bool
     """Drafts can scan keys: C kernels run, and rows see all positions as they are."""
 

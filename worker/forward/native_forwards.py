@@ -138,6 +138,7 @@ class NativeForwards:
 
     arena = None
     rows_per_forward = 1
+    narrow_rows: tuple[int, ...] = ()
     never_sampled_ids: torch.Tensor | None = None
 
     def __init__(

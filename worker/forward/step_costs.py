@@ -88,6 +88,7 @@ class StepCosts:
     has_experts: bool = False
     spread: ExpertSpread | None = None  # corrects seconds by the experts of real steps
     full_seconds: float | None = None  # seconds of a whole forward of `rows_per_forward` rows with experts of their own
+    widths: tuple[tuple[int, float], ...] = ()  # rows and seconds of empty forwards, if there are several, ascending
 
     def as_routed(self) -> StepCosts:
         """Return costs corrected by the number of experts in real steps, updated every few steps."""
@@ -117,7 +118,8 @@ class StepCosts:
 
     def _one_forward(self, num_rows: int) -> float:
         beyond = max(0, num_rows - ROW_COUNTS[-1])
-        return self._empty[num_rows - beyond] + beyond * self._row_seconds(num_rows)
+        wider = next((seconds - self.widths[0][1] for rows, seconds in self.widths if num_rows <= rows), 0.0)
+        return self._empty[num_rows - beyond] + beyond * self._row_seconds(num_rows) + wider
 
     def row_prices(self, num_rows: int) -> tuple[float, ...]:
         """Return prices to try for one more row beside `num_rows`, in shared seconds.
@@ -126,7 +128,8 @@ class StepCosts:
         """
         if self.rows_per_forward > 1:
             own = (self._row_seconds(num_rows),) if self.has_experts else ()
-            return (*own, *(price * self._empty[0] / self.rows_per_forward for price in ROW_PRICES))
+            counts = [rows for rows, _ in self.widths] or [self.rows_per_forward]
+            return (*own, *(price * self._empty[0] / rows for rows in counts for price in ROW_PRICES))
         return (self._row_seconds(num_rows),)
 
     def _row_seconds(self, num_rows: int) -> float:
@@ -224,7 +227,7 @@ def measure_step_costs(target: TargetModel) -> StepCosts:
     counts = target.forwards.expert_counts
     spread = None if counts is None else _measure_spread(target, cache, counts)
     known = (target.forwards.rows_per_forward, target.forwards.has_experts, spread, _full_seconds(target, cache))
-    return StepCosts(lengths[: len(seconds)], rising, *known)
+    return StepCosts(lengths[: len(seconds)], rising, *known, _widths(target, cache))
 
 
 def _full_seconds(target: TargetModel, cache: FullKVCache) -> float | None:
@@ -232,10 +235,22 @@ def _full_seconds(target: TargetModel, cache: FullKVCache) -> float | None:
     num_rows, arena = target.forwards.rows_per_forward, target.forwards.arena
     if not target.forwards.has_experts or arena is None or arena.longest_job < num_rows:
         return None
-    cache.roll_back(0)
-    rows = known_rows(cache, _probe_tokens(num_rows, target.vocab_size))
-    [seconds] = _least_seconds(target, [functools.partial(target.verify, rows)])
+    [seconds] = _whole_seconds(target, cache, [num_rows])
     return seconds
+
+
+def _widths(target: TargetModel, cache: FullKVCache) -> tuple[tuple[int, float], ...]:
+    """Time a whole empty forward of each number of rows, as far as the cache has room."""
+    counts, arena = (*target.forwards.narrow_rows, target.forwards.rows_per_forward), target.forwards.arena
+    if len(counts) == 1 or arena is None or arena.longest_job < counts[-1]:
+        return ()
+    return tuple(zip(counts, np.maximum.accumulate(_whole_seconds(target, cache, counts)).tolist(), strict=True))
+
+
+def _whole_seconds(target: TargetModel, cache: FullKVCache, counts: Sequence[int]) -> list[float]:
+    cache.roll_back(0)
+    rows = [known_rows(cache, _probe_tokens(number, target.vocab_size)) for number in counts]
+    return _least_seconds(target, [functools.partial(target.verify, each) for each in rows])
 
 
 def _measure_spread(target: TargetModel, cache: FullKVCache, counts: ExpertCounts) -> ExpertSpread:

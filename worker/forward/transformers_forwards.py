@@ -167,6 +167,7 @@ class TransformersForwards:
         self._attends, self._variant = attends_of(layers, self.dtype, variant), variant
         self._decoder, self._head = decoder_of(model), Head(model)
         self._pads_rows = needs_whole_tiles(self.device.type, self.dtype, _narrowest(self._decoder))
+        self.narrow_rows: tuple[int, ...] = ()
         self.rows_per_forward = 1 if self.device.type == "cpu" else TILE_ROWS
         needs_vectors = self.device.type == "cpu" and has_rests(self._decoder, TILE_ROWS if self._pads_rows else 1)
         # only used if needed, since it slows every call

@@ -338,12 +338,19 @@ class RunLoad:
     num_jobs: int
     mean_length: float  # a job's average number of positions over its time
     has_drafts: bool
+    has_narrow_forwards: bool = False  # few rows run in cheaper forwards, with the same bits
 
 
 def rows_that_pay(sizes: ModelSizes, gpu: GPUMemory, load: RunLoad, most: int) -> int:
-    """Return the smallest row count that fits all concurrent jobs with their drafts, but at most `most`."""
+    """Return the smallest row count that fits all concurrent jobs with their drafts, but at most `most`.
+
+    With narrow forwards it is `most`, for prompts, where its buffers leave room for as many jobs.
+    """
     job_bytes = sizes.kept_bytes(round(load.mean_length + HORIZON / 2)) + sizes.state_bytes
     num_together = max(1, min(load.num_jobs, int(one_slot(sizes, gpu, 1).left_bytes / job_bytes)))
+    widest = one_slot(sizes, replace(gpu, num_rows=most), 1)
+    if load.has_narrow_forwards and min(load.num_jobs, int(widest.left_bytes / job_bytes)) >= num_together:
+        return most
     num_wanted = num_together * (ROWS_OF_A_DRAFT if load.has_drafts else 1)
     for num_rows in ROW_CHOICES:
         if num_rows >= most or (num_rows >= num_wanted and most_slots(num_rows) >= num_together):

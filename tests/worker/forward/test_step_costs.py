@@ -87,6 +87,21 @@ def test_sequences_share_as_many_rows_as_the_run_s_forwards_have(
     assert set(sizes_of(0, num_sequences, wide)) == {num_nodes}
 
 
+def test_wider_forwards_cost_what_was_timed(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = cuda_target(locate_model(str(tiny_model)), torch.float32, num_slots=1, longest_job=300, num_rows=256)
+
+    class SteppedClock:
+        def seconds(self, call: functools.partial[object]) -> float:
+            num_rows = sum(len(rows) for rows in call.args[0])
+            return FORWARD * next(number for number in (64, 128, 256) if num_rows <= number) / 64
+
+    monkeypatch.setattr(step_costs, "Clock", lambda device: SteppedClock())
+    costs = measure_step_costs(target)
+    shared = [costs.shared_seconds(number) / FORWARD for number in (1, 64, 65, 128, 129, 256, 257)]
+    assert shared == pytest.approx([1, 1, 2, 2, 4, 4, 5])
+    assert {price * number for number in (64, 128, 256) for price in costs.row_prices(9)} >= {FORWARD}
+
+
 def test_a_whole_forward_of_rows_with_experts_is_timed_and_not_guessed(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import NAME as STATES_
 from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, LinearKernel, packed_gemm
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
 from swiftbatch.worker.kernels.gpu_kernel_choice import CUBLAS_WORKSPACES, CudaKernels, triton_version, with_kv
-from swiftbatch.worker.kernels.kernel_sizes import BLOCK
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, ROW_CHOICES
 from swiftbatch.worker.kernels.quantized_weights import AnyLinear, PackedLinear
 from swiftbatch.worker.kernels.rope_scaling import Rotary
 from swiftbatch.worker.kv.full_cache import FullKVCache
@@ -36,27 +36,32 @@ from swiftbatch.worker.sampling.cuda.cuda_sampler import CudaBatchSampler
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 
 
+class CapturedForward:
+    """Captured forward of a decoder, and the table that it reads."""
+
+    def __init__(self, decoder: CudaDecoder, device: torch.device, capture: Capture) -> None:
+        self.decoder, self.num_rows = decoder, decoder.layout.num_rows
+        self.table = Upload(decoder.table_buffer)
+        self.graph = capture(decoder.forward, device)
+
+
 class CudaRounds:
     """Draft rounds over one `SparseArena`. The graph is captured in the constructor, before other threads copy."""
 
     def __init__(self, decoder: CudaDecoder, arena: SparseArena, capture: Capture) -> None:
-        self._decoder = decoder.over(arena.buffer, arena.bias)
-        self._table = Upload(self._decoder.table_buffer)
-        self._graph = capture(self._decoder.forward, arena.shape.device)
+        self._captured = CapturedForward(decoder.over(arena.buffer, arena.bias), arena.shape.device, capture)
 
     def check(self, groups: list[SparseRows]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return hidden states `[num_rows, hidden]` and float32 logits `[num_rows, vocab]` of all rows."""
-        num_rows, start = sum(map(len, groups)), 0
-        hidden, logits = (
-            each.new_empty(num_rows, each.shape[1]) for each in (self._decoder.hidden, self._decoder.logits)
-        )
-        for tile in _tiles(groups, self._decoder.layout.num_rows):
-            self._decoder.layout.fill(self._table.buffer(), [(rows, entries_of(rows).slot) for rows in tile])
-            self._table.send()
-            self._graph.replay()
+        num_rows, start, decoder = sum(map(len, groups)), 0, self._captured.decoder
+        hidden, logits = (each.new_empty(num_rows, each.shape[1]) for each in (decoder.hidden, decoder.logits))
+        for tile in _tiles(groups, self._captured.num_rows):
+            decoder.layout.fill(self._captured.table.buffer(), [(rows, entries_of(rows).slot) for rows in tile])
+            self._captured.table.send()
+            self._captured.graph.replay()
             part = slice(start, start + sum(map(len, tile)))
-            hidden[part] = self._decoder.hidden[: part.stop - start]
-            logits[part] = self._decoder.logits[: part.stop - start]
+            hidden[part] = decoder.hidden[: part.stop - start]
+            logits[part] = decoder.logits[: part.stop - start]
             start = part.stop
         return hidden, logits
 
@@ -130,7 +135,6 @@ class CudaForwards:
             weights, arena.buffer, arena.capacity, linear, attention=attention, pages=arena.pages,
             states=arena.states, num_rows=kernels.num_rows, windowed=windowed,
         )  # fmt: skip
-        self._table = Upload(self._decoder.table_buffer)
         num_routed, met = sum(layer.experts is not None for layer in weights.layers), self._decoder.experts_met
         self.expert_counts = None if met is None else CudaExpertCounts(met, num_routed)
         self.surroundings = Surroundings(weights.embedding, weights.head, linear, self._decoder.turns)
@@ -138,7 +142,14 @@ class CudaForwards:
         for each in (arena, arena.windowed):
             if each is not None:
                 each.move_rows = RowMover(each.buffer, capture)
-        self._graph = capture(self._decoder.forward, self.device)
+        is_exact = kernels.linear == "triton" and self._decoder.can_be_narrowed
+        self.narrow_rows = tuple(each for each in ROW_CHOICES if is_exact and each < kernels.num_rows)
+        self._captured = self._capture_all()
+
+    def _capture_all(self) -> list[CapturedForward]:
+        """Capture forwards of every number of rows, the narrowest first."""
+        decoders = [*(self._decoder.narrowed(each) for each in self.narrow_rows), self._decoder]
+        return [CapturedForward(each, self.device, self.capture) for each in decoders]
 
     def new_batch_sampler(self) -> CudaBatchSampler:
         return self._batch_sampler  # shared, because the sampler's buffers are large and draws are sequential
@@ -149,7 +160,7 @@ class CudaForwards:
         computed = (
             f"cuda {hardware_of('cuda')}, workspaces {CUBLAS_WORKSPACES}, {dtype}, torch {torch.__version__}, "
             f"triton {triton_version()}, triton kernels 1, {self._decoder.attention.numerics}, {self.kernels.linear}"
-            f"{self.kernels.rows_suffix}"
+            f"{'' if self.narrow_rows else self.kernels.rows_suffix}"
         )
         states = "" if self._decoder.mixers is None else f", {STATES_NAME}"
         return with_kv(computed + states, self.cache_shape.kv_dtype)
@@ -182,7 +193,7 @@ class CudaForwards:
 
     def queries(self, cache: FullKVCache, token_id: int) -> torch.Tensor:
         groups = [tree_rows(cache, token_id, DraftTree())]
-        self._send(groups)
+        self._send(groups, self._captured[-1])
         queries = self._tap.replay()
         self._note_states(groups)
         return queries
@@ -211,30 +222,31 @@ class CudaForwards:
         """Return final hidden states, `[num_rows, hidden]`, or features, valid until the next forward."""
         if feature_layers and feature_layers != self._decoder.feature_layers:
             self._decoder.hand_out(feature_layers)
-            self._graph = self.capture(self._decoder.forward, self.device)
-        self._send(groups)
-        self._graph.replay()
-        self._note_states(groups)
+            self._captured = self._capture_all()
         num_rows = sum(len(group) for group in groups)
+        captured = next(each for each in self._captured if num_rows <= each.num_rows)
+        self._send(groups, captured)
+        captured.graph.replay()
+        self._note_states(groups)
         if self.expert_counts is not None:
             self.expert_counts.look(num_rows)
         return (self._decoder.features if feature_layers else self._decoder.hidden)[:num_rows]
 
-    def _send(self, groups: list[SequenceRows]) -> None:
+    def _send(self, groups: list[SequenceRows], captured: CapturedForward) -> None:
         computing_stream(self.device).join()
         caches = [group.cache for group in groups]
         placed = list[tuple[SequenceRows, int]]()
         for group, cache in zip(groups, caches, strict=True):
             cache.reserve(group.first_entry + len(group.token_ids))
             placed.append((group, cache.slot))
-        decoder, buffer = self._decoder, self._table.buffer()
+        decoder, buffer = captured.decoder, captured.table.buffer()
         windowed = caches if decoder.layout.has_window_pages else ()
         pages = [cache.pages for cache in caches], [cache.window_pages for cache in windowed]
         decoder.layout.fill(buffer[: decoder.layout.size], placed, *pages)
         if decoder.mixers is not None:
             rows = [StateRows(group, slot, cache.boundary) for (group, slot), cache in zip(placed, caches, strict=True)]
             decoder.mixers.layout.fill(buffer[decoder.layout.size :], rows)
-        self._table.send()
+        captured.table.send()
 
     def _note_states(self, groups: list[SequenceRows]) -> None:
         """Note the states that the forward has stored; one that fails before its launch stores none."""

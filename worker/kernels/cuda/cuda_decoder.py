@@ -44,6 +44,11 @@ from swiftbatch.worker.kernels.quantized_weights import AnyLinear
 from swiftbatch.worker.kernels.rope_cos_sin import angles, kept_as, query_scales
 from swiftbatch.worker.kernels.rope_scaling import Rotary
 
+ROW_BUFFERS = (
+    *("_state", "_normed", "_delta", "_beside", "_scaled", "_qkv", "_mixed", "_gate_up", "_activated"),
+    *("hidden", "features", "logits"),
+)
+
 
 class CudaDecoder:
     """Decoder that runs the rows of its table, with all buffers allocated once.
@@ -120,6 +125,22 @@ class CudaDecoder:
         other._allocate_table(arena.device)
         # flash-attn adds no biases, and partial sums follow from a capacity
         other.attention = new_attention(TritonAttention, self._shape, other.layout, self.sizes.scale, arena.device)
+        return other
+
+    @property
+    def can_be_narrowed(self) -> bool:
+        """Return whether a row's bits are the same in forwards of fewer rows, with products in Triton."""
+        has_others = self._experts is not None or self._latents is not None or self.mixers is not None
+        return isinstance(self.attention, TritonAttention) and not has_others
+
+    def narrowed(self, num_rows: int) -> CudaDecoder:
+        """Return the decoder of forwards of fewer rows, in the first rows of the same buffers."""
+        assert isinstance(self.attention, TritonAttention)
+        other = copy.copy(self)
+        other.layout, other.attention = replace(self.layout, num_rows=num_rows), self.attention.narrowed(num_rows)
+        for name in ROW_BUFFERS:
+            setattr(other, name, getattr(self, name)[:num_rows])
+        other._allocate_table(self.logits.device)
         return other
 
     @property

@@ -336,6 +336,14 @@ class Scratch:
         size = (num_splits, num_rows, num_heads)
         return cls(torch.empty(*size, head_dim, device=device), torch.empty(size, device=device))
 
+    def narrowed(self, num_rows: int) -> Scratch:
+        """Return results of fewer rows in the same memory."""
+        shapes = ((len(each), num_rows, *each.shape[2:]) for each in (self.output, self.lse))
+        return Scratch(*(
+            each.flatten()[: math.prod(shape)].view(shape)
+            for each, shape in zip((self.output, self.lse), shapes, strict=True)
+        ))  # fmt: skip
+
 
 def resident_programs(device: torch.device, per_multiprocessor: int) -> int:
     """Return how many programs run at the same time; together they walk all splits, so that none begins in vain."""

@@ -28,7 +28,7 @@ WANDERING, MEMORY = 0.2, 0.98  # of the logarithm of the speed: its spread, and 
 class _Costs:
     """The true costs of rows, as a quiet machine's probe would have them."""
 
-    has_experts, rows_per_forward = False, 1
+    has_experts, rows_per_forward, narrow_rows = False, 1, ()
 
     def as_routed(self) -> _Costs:
         return self

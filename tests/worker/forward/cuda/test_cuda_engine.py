@@ -151,7 +151,8 @@ def test_a_step_is_two_replays_and_one_wait(files: ModelFiles, monkeypatch: pyte
 
 def test_a_layer_is_ten_launches(files: ModelFiles) -> None:
     target = cuda_target(files, torch.float32)
-    [forward] = [target.forwards._graph]  # type: ignore[attr-defined]
+    [captured] = target.forwards._captured  # type: ignore[attr-defined]
+    forward = captured.graph
     assert isinstance(forward, CheckedGraph)
     num_layers = target.cache_shape.num_layers
     assert len(forward.launches) == num_layers * LAUNCHES_PER_LAYER + 3  # embedding, last norm, head
@@ -194,7 +195,7 @@ def test_a_drafter_s_slots_take_what_was_planned_for_them(
     slot_bytes = (arena.buffer.nbytes + arena.means.nbytes) // 2
     part_bytes = arena.means.nbytes // 4  # one slot's mean keys while chunks are scored
     rounds = target.forwards._rounds[arena]  # type: ignore[attr-defined]
-    sums = rounds._decoder.attention.scratch
+    sums = rounds._captured.decoder.attention.scratch
     part_bytes += sums.output.nbytes + sums.lse.nbytes
     if engine_name == "triforce":
         model = drafter._proposer._draft_model._model.forwards  # type: ignore[attr-defined]

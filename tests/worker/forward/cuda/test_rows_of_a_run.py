@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.step_costs import StepCosts
 from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.forward.tile_packing import known_rows
 from swiftbatch.worker.kernels.gpu_kernel_choice import DEFAULT_KERNELS
 from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS, NUM_ROWS, ROW_CHOICES
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
@@ -65,18 +67,39 @@ def test_more_jobs_than_a_narrow_run_takes_have_plain_decoding_s_tokens(files: M
     target = cuda_target(files, torch.bfloat16, NUM_JOBS, 40, num_rows=num_rows)
     replayed = noted_replays(target)
     together = tokens(target, "token-recycling", range(NUM_JOBS))
-    assert replayed[-2:] == ["forward", "draw"]
+    assert replayed[-2:] == ["forward of 64 rows", "draw"]
     alone = cuda_target(files, torch.bfloat16, 1, 40, num_rows=num_rows)
     last = NUM_JOBS - 1
     assert tokens(alone, "autoregressive", range(last, NUM_JOBS)) == {last: together[last]}
-    narrow = cuda_target(files, torch.bfloat16, 1, 40).forwards.numerics
-    assert "rows" not in narrow
-    assert target.forwards.numerics == f"{narrow}, {num_rows} rows"
+    narrow = cuda_target(files, torch.bfloat16, 1, 40)
+    assert tokens(narrow, "autoregressive", range(last, NUM_JOBS)) == {last: together[last]}
+    assert target.forwards.numerics == narrow.forwards.numerics
+
+
+def test_products_of_cublas_name_their_rows(files: ModelFiles) -> None:
+    wide, narrow = (
+        cuda_target(files, torch.bfloat16, 1, 40, linear="cublas", num_rows=number).forwards for number in (128, 64)
+    )
+    assert (wide.narrow_rows, wide.numerics) == ((), f"{narrow.numerics}, 128 rows")
+
+
+def test_a_forward_is_as_wide_as_its_rows_need_and_has_the_bits_of_any_other(files: ModelFiles) -> None:
+    wide, narrow = (cuda_target(files, torch.bfloat16, 3, 300, num_rows=number) for number in (256, 64))
+    replayed, text = noted_replays(wide), [7 * each % 50 + 5 for each in range(200)]
+    for number, rows in ((3, 64), (70, 128), (200, 256)):
+        replayed.clear()
+        found, expected = (
+            target.verify(known_rows(target.new_cache(300), text[:number])).logits.clone() for target in (wide, narrow)
+        )
+        assert torch.equal(found, expected)
+        assert replayed == [f"forward of {rows} rows"]
 
 
 def noted_replays(target: TargetModel) -> list[str]:
     replayed: list[str] = []
-    graphs = {"forward": target.forwards._graph, "draw": target.forwards._batch_sampler._graphs._plain}  # type: ignore[attr-defined]
+    forwards: Any = target.forwards
+    graphs = {f"forward of {each.num_rows} rows": each.graph for each in forwards._captured}
+    graphs["draw"] = forwards._batch_sampler._graphs._plain
     for name, graph in graphs.items():
         graph.replay = functools.partial(noted, replayed, name, graph.replay)
     return replayed

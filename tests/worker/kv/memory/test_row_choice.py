@@ -36,6 +36,13 @@ def test_jobs_that_have_no_room_beside_others_have_no_rows() -> None:
     assert chosen(200, 100_000) == 64
 
 
+def test_with_narrow_forwards_a_run_has_the_most_rows_unless_their_buffers_cost_jobs() -> None:
+    few, long = RunLoad(2, 1000, False, True), RunLoad(200, 100_000, False, True)
+    assert rows_that_pay(LLAMA, GPU, few, 256) == 256
+    jobs = [int(one_slot(LLAMA, replace(GPU, num_rows=rows), 1).left_bytes / (100_512 * 131_072)) for rows in (64, 256)]
+    assert (rows_that_pay(LLAMA, GPU, long, 256) == 256) == (jobs[0] == jobs[1])
+
+
 def test_no_run_has_more_rows_than_its_gpu_takes_for_nothing() -> None:
     assert chosen(200, 2000, most=128) == 128
     assert chosen(200, 2000, most=64) == 64
