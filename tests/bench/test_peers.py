@@ -97,3 +97,39 @@ def test_a_program_that_fails_or_is_another_one_is_one_line(tmp_path: Path) -> N
         peers._in_llama_cpp("--llama-cpp", program(tmp_path / "fails", FAILS), options)
     with pytest.raises(peers.BenchError, match="expected llama-batched-bench"):
         peers._in_llama_cpp("--llama-cpp", program(tmp_path / "other", "print('hello')"), options)
+    strange = "import sys; sys.stdout.buffer.write(b'|1.2.3|' * 9 + bytes([255, 10]))"
+    with pytest.raises(peers.BenchError, match="expected llama-batched-bench"):
+        peers._in_llama_cpp("--llama-cpp", program(tmp_path / "strange", strange), options)
+
+
+@pytest.mark.parametrize("written", [None, "{", "{}", "[]", '{"batches": []}', '{"batches": [{}]}'])
+def test_a_library_that_writes_no_figures_is_one_line(written: str | None, tmp_path: Path) -> None:
+    code = f"import json, sys\nfound = json.load(open(sys.argv[-1]))['found']\ntext = {written!r}\n"
+    python = program(tmp_path / "python", code + "text is None or open(found, 'w').write(text)")
+    with pytest.raises(peers.BenchError, match=f"--vllm {python}: expected a Python with this library"):
+        peers.in_library("vllm", python, "model.gguf", {}, [[]], 1)
+
+
+def test_a_program_that_hangs_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "MOST_SECONDS", 0.5)
+    hangs = program(tmp_path / "hangs", "import time; time.sleep(600)")
+    with pytest.raises(peers.BenchError, match=f"--llama-cpp {hangs}: it did not end within 0.5 s"):
+        peers._in_llama_cpp("--llama-cpp", hangs, peers.Options(model="model.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("bench", "given", "words"),
+    [
+        ("prompts", ("--slots", "0"), "greater than 0"),
+        ("prompts", ("--engines", "foo"), "there is no engine 'foo'; known: "),
+        ("auto", ("--engines", "foo"), "there is no engine 'foo'; known: "),
+        ("peers", ("--rounds", "0"), "greater than 0"),
+    ],
+)
+def test_options_that_no_bench_can_take_are_one_line(
+    bench: str, given: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    result = CliRunner().invoke(main, [bench, "--text", str(tmp_path / "text"), *given])
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr

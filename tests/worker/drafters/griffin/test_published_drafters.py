@@ -249,6 +249,21 @@ REFUSALS: dict[str, tuple[str, Callable[[Tensors], object], dict[str, Any], str]
         "its dflash_config has projector_type",
     ),
     "windows": ("dflash", len, {"layer_types": ["sliding_attention"] * 2}, "its layer_types are ['sliding_attention'"),
+    "types that are no list": ("dflash", len, {"layer_types": 3}, "its layer_types are 3; expected"),
+    "a list as config": ("dflash", len, {"dflash_config": [1]}, "its dflash_config is [1]; expected"),
+    "endless blocks": ("dflash", len, {"block_size": 10**9}, "in blocks of 1000000000"),
+    "numbers beyond bfloat16": (
+        "eagle3",
+        lambda t: t.update({"fc.weight": torch.full((HIDDEN, 3 * HIDDEN), 1e300, dtype=torch.float64)}),
+        {},
+        "fc.weight has numbers that bfloat16 does not hold",
+    ),
+    "d2t of truths": (
+        "eagle3",
+        lambda t: t.update(d2t=torch.zeros(120, dtype=torch.bool)),
+        {},
+        "`d2t` is torch.bool [120]; expected integers [120]",
+    ),
     "no masks": ("dspark", len, {"mask_token_id": VOCAB}, "its mask_token_id is 289 of 289 tokens, in blocks of 4"),
     "gates": ("dspark", len, {"markov_head_type": "gated"}, "markov_head_type = 'gated'; expected \"vanilla\""),
     "other layers": ("dspark", len, {"num_target_layers": 9}, "config.json has num_target_layers = 9; expected 8"),
@@ -276,6 +291,11 @@ def test_what_is_damaged_or_not_computed_is_refused_in_a_line(
     assert result.output.startswith(f"swiftbatch: {folder}: ")
     assert result.output.count("\n") == 1
     assert not (tmp_path / "parts").exists()
+
+
+def test_layer_types_may_be_null(plain_model: Path, reference: LlamaForCausalLM, tmp_path: Path) -> None:
+    folder = publish(tmp_path / "published", "dflash", drafter_of("dflash", reference), layer_types=None)
+    assert bring(IMPORTED_AS["dflash"], folder, plain_model, tmp_path / "parts").exit_code == 0
 
 
 def test_layers_and_all_tokens_may_be_named_in_the_config(
