@@ -1,0 +1,135 @@
+"""Packed weights in the order in which a GPU's threads multiply them.
+
+Four threads share a column's block of 128 numbers. A thread's codes are adjacent 16-bit words, each of 4 codes of 4 bits
+or 2 of 8 bits. Word (thread t, v, e) has at place p the code of number `v * 8 * places + p * 8 + t * 2 + e`. This is the
+operand of a tensor core's instruction, so decoded numbers stay in their thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK_DEPTH, fills_blocks
+from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, Code, PackedMatrix
+
+TILE_COLUMNS = 128  # of a program, to which columns are padded
+MIDDLE = 8  # of codes from 0 to 15
+COLUMNS_AT_ONCE = 4096  # are repacked together, because their codes take several times the memory
+# Kernels move a code's bits to their places in bfloat16. The scales have the factor that corrects the exponent.
+FACTORS: dict[Code, float] = {"e2m1": 2.0**126, "e4m3": 2.0**120}
+
+
+@dataclass(frozen=True)
+class RepackedMatrix(PackedMatrix):
+    """Packed matrix for GPU kernels; `size` is without the padding.
+
+    `codes [padded columns, padded depth / codes per word] int16`, `scales [padded groups, padded columns]` with the
+    factor of `FACTORS`, in bfloat16 if none rounds and there are no offsets, else float32; `offsets` like them.
+    """
+
+    size: tuple[int, int] = (0, 0)
+    zero: int = 0  # subtracted from the codes of `uint4`
+    is_narrow: bool = False  # each scale is a bfloat16 number, and there are no offsets
+
+    def __post_init__(self) -> None:
+        """Accept all parts, because `repacked` made them."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.size
+
+    @property
+    def padded_depth(self) -> int:
+        return self.codes.shape[1] * 16 // CODE_BITS[self.code]
+
+    @property
+    def group_size(self) -> int:
+        num_groups = len(self.scales)
+        return self.size[1] if num_groups == 1 else self.padded_depth // num_groups
+
+    @property
+    def form(self) -> tuple[Code, int, bool, torch.dtype]:
+        return self.code, self.group_size, self.offsets is not None or self.zero > 0, self.dtype
+
+    def original(self) -> PackedMatrix:
+        """Return the matrix as it was before `repacked`."""
+        columns, depth = self.size
+        num_groups = depth // self.group_size
+        scales = self.scales[:num_groups, :columns].t().float().div(FACTORS.get(self.code, 1)).contiguous()
+        offsets = None if self.offsets is None else self.offsets[:num_groups, :columns].t().contiguous()
+        offsets = -self.zero * scales if self.zero else offsets
+        codes = codes_of_words(self.codes[:columns], CODE_BITS[self.code])[:, : depth * CODE_BITS[self.code] // 8]
+        return PackedMatrix(self.code, codes, scales, self.dtype, offsets)
+
+    def rows(self, chosen: Tensor | slice) -> PackedMatrix:
+        return self.original().rows(chosen)
+
+    def dequantized(self) -> Tensor:
+        return self.original().dequantized()
+
+
+def words_of_codes(codes: Tensor, num_bits: int) -> Tensor:
+    """Return the words `int16` of codes as `PackedMatrix` has them, with the depth padded to whole blocks."""
+    places, per_byte = 16 // num_bits, 8 // num_bits
+    codes = nn.functional.pad(codes, (0, -codes.shape[1] % (BLOCK_DEPTH // per_byte)))
+    if per_byte == 2:
+        codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
+    codes = codes.unflatten(1, (-1, BLOCK_DEPTH // 8 // places, places, 4, 2)).permute(0, 1, 4, 2, 5, 3)
+    if per_byte == 2:
+        codes = codes[..., ::2] | codes[..., 1::2] << 4
+    return codes.contiguous().view(torch.int16).flatten(1)
+
+
+def codes_of_words(words: Tensor, num_bits: int) -> Tensor:
+    """Invert `words_of_codes`, except for the padding."""
+    places, per_byte = 16 // num_bits, 8 // num_bits
+    codes = words.contiguous().view(torch.uint8)
+    if per_byte == 2:
+        codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
+    codes = codes.unflatten(1, (-1, 4, BLOCK_DEPTH // 8 // places, 2, places)).permute(0, 1, 3, 5, 2, 4).flatten(1)
+    return codes[:, ::2] | codes[:, 1::2] << 4 if per_byte == 2 else codes
+
+
+def repacked(matrix: PackedMatrix) -> RepackedMatrix:
+    """Return a matrix that `is_multiplied_packed` accepts for the kernels."""
+    parts = matrix.codes.split(COLUMNS_AT_ONCE)
+    words = torch.cat([words_of_codes(part, CODE_BITS[matrix.code]) for part in parts])
+    return repacked_from(matrix.code, words, matrix.scales, matrix.dtype, matrix.offsets, matrix.shape)
+
+
+def repacked_from(
+    code: Code, words: Tensor, scales: Tensor, dtype: torch.dtype, offsets: Tensor | None, size: tuple[int, int]
+) -> RepackedMatrix:
+    """Return a matrix of words; scales and offsets are as `PackedMatrix` has them."""
+    zero = 0
+    if code == "uint4" and offsets is not None and torch.equal(offsets, -MIDDLE * scales):
+        zero, offsets = MIDDLE, None
+    scales = scales * FACTORS.get(code, 1)
+    narrow = scales.bfloat16()
+    is_narrow = dtype == torch.bfloat16 and offsets is None and torch.equal(narrow.float(), scales)
+    scales = _by_groups(scales, size[1])
+    if is_narrow and size[1] // len(scales) < BLOCK_DEPTH:  # otherwise a thread would copy only two bytes
+        scales = scales.bfloat16()
+    words = nn.functional.pad(words, (0, 0, 0, -len(words) % TILE_COLUMNS))
+    offsets = None if offsets is None else _by_groups(offsets, size[1])
+    return RepackedMatrix(code, words, scales, dtype, offsets, size, zero, is_narrow)
+
+
+def _by_groups(numbers: Tensor, depth: int) -> Tensor:
+    """Transpose `[columns, groups]`, and pad with zeros to whole tiles and blocks."""
+    columns, num_groups = numbers.shape
+    per_block = 1 if num_groups == 1 else max(1, BLOCK_DEPTH * num_groups // depth)
+    return nn.functional.pad(numbers.t(), (0, -columns % TILE_COLUMNS, 0, -num_groups % per_block)).contiguous()
+
+
+def is_multiplied_packed(matrix: PackedMatrix) -> bool:
+    """Return whether `triton_linear` supports a matrix: groups fit blocks, no code is NaN, and no scale overflows.
+
+    Float32 is not supported: tensor cores round it.
+    """
+    fits = matrix.dtype == torch.bfloat16 and fills_blocks(matrix.group_size, matrix.shape[1])
+    is_known = matrix.code != "e4m3" or not ((matrix.codes & 127) == 127).any()
+    return fits and bool(is_known) and bool((matrix.scales * FACTORS.get(matrix.code, 1)).isfinite().all())
