@@ -10,13 +10,16 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from swiftbatch.jobs.run.run_records import LinearName
-from swiftbatch.worker.kernels.cuda.repacked_weights import FACTORS, TILE_COLUMNS, RepackedMatrix, repacked
+from swiftbatch.worker.kernels.cuda.repacked_weights import FACTORS, MOST_TILE_COLUMNS, RepackedMatrix
 from swiftbatch.worker.kernels.cuda.triton_primitives import INTERPRETED, dot, in_one_place, narrowed, rounded
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK_DEPTH, NUM_ROWS
 from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, Code, PackedMatrix, Weight
 
 PLAIN_FORM = {"IS_PACKED": False, "DECODE": None, "ASSEMBLY": None, "PLACES": 1, "ZERO": 0, "FACTOR": 1.0}
 PLAIN_FORM |= {"PADDED_DEPTH": 0, "GROUP": 1, "IS_NARROW": False, "HAS_OFFSETS": False}
+TILE_COLUMNS = 32  # in float32, which has no tensor cores, and of products per head
+MANY_COLUMNS = 16384  # with fewer, tiles are smaller to occupy every multiprocessor
+FEW_TILE_COLUMNS = 64
 MOST_TILE_BYTES = 256  # pipelined blocks must fit an A100's shared memory
 
 
@@ -136,9 +139,7 @@ def asm_of_iq4_nl() -> str:
         "and.b32 b, a, 0x7777; prmt.b32 c, 0x3F2D1801, 0x766A5D4F, b; prmt.b32 d, 0xA6998A81, 0xF1D9C5B5, b;"
         "shr.u32 b, a, 1; lop3.b32 b, b, 0x4444, 0x3210, 0xEA; prmt.b32 {word}, c, d, b;"
     )
-    return (
-        BYTES + shifted(0) + look_up.format(word="first") + shifted(-16) + look_up.format(word="second")
-    ) + "".join(
+    return (BYTES + shifted(0) + look_up.format(word="first") + shifted(-16) + look_up.format(word="second")) + "".join(
         f"prmt.b32 a, first, second, 0x{0x4400 + 0x1111 * place:X};" + BYTE_NUMBER.format(table=IF_CLEAR, place=place)
         for place in range(4)
     )
@@ -195,38 +196,33 @@ def decoded(
         w0, w1 = tl.inline_asm_elementwise(
             ASSEMBLY, "=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
         )
-    numbers = of_place(w1, w0, 1, COLUMNS, BLOCK_DEPTH, PLACES)
     if PLACES == 4:
-        numbers = tl.where(
-            tl.arange(0, 4)[None, None, None, :, None] < 2, numbers, of_place(w3, w2, 3, COLUMNS, BLOCK_DEPTH, PLACES)
-        )
-    return numbers.permute(0, 1, 3, 2, 4).reshape([COLUMNS, BLOCK_DEPTH])
-
-
-@triton.jit
-def of_place(w1, w0, place: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, PLACES: tl.constexpr):
-    VECTORS: tl.constexpr = BLOCK_DEPTH // 8 // PLACES
-    places = tl.arange(0, PLACES)[None, None, None, :, None]
-    a = w0.reshape([COLUMNS, 4, VECTORS, 1, 2])
-    b = w1.reshape([COLUMNS, 4, VECTORS, 1, 2])
-    return tl.where(places < place, a, b).permute(0, 2, 1, 3, 4)
+        w0, w1 = tl.join(w0, w2), tl.join(w1, w3)
+    numbers = tl.join(w0, w1).reshape([COLUMNS, 4, BLOCK_DEPTH // 8 // PLACES, 2, PLACES])
+    return numbers.permute(0, 2, 4, 1, 3).reshape([COLUMNS, BLOCK_DEPTH])
 
 
 @triton.jit
 def of_groups(numbers, COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, GROUPS: tl.constexpr):
     """Repeat `numbers [COLUMNS, GROUPS]` for each member of a group."""
-    return tl.broadcast_to(numbers[:, :, None], [COLUMNS, GROUPS, BLOCK_DEPTH // GROUPS]).reshape([COLUMNS, BLOCK_DEPTH])
+    return tl.broadcast_to(numbers[:, :, None], [COLUMNS, GROUPS, BLOCK_DEPTH // GROUPS]).reshape(
+        [COLUMNS, BLOCK_DEPTH]
+    )
 
 
 @triton.jit
 def weight_block(
-    weight_ptr, codes_ptr, scales_ptr, offsets_ptr, columns, start, stride_group, dtype: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BLOCK_DEPTH: tl.constexpr, IS_PACKED: tl.constexpr,
+    weight_ptr, codes_ptr, scales_ptr, offsets_ptr, first, columns, num_columns, start, stride_group,
+    dtype: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BLOCK_DEPTH: tl.constexpr, IS_PACKED: tl.constexpr,
     DECODE: tl.constexpr, ASSEMBLY: tl.constexpr, PLACES: tl.constexpr, ZERO: tl.constexpr, FACTOR: tl.constexpr,
     PADDED_DEPTH: tl.constexpr, GROUP: tl.constexpr, IS_NARROW: tl.constexpr, HAS_OFFSETS: tl.constexpr,
 ):  # fmt: skip
-    """Return `[COLUMNS, BLOCK_DEPTH]` numbers of `columns [COLUMNS] int64`, from `start` on."""
+    """Return numbers `[COLUMNS, BLOCK_DEPTH]` of `columns` behind column `first`, from `start` on.
+
+    Beyond `num_columns`, packed matrices have padding, and plain ones repeat column `first`.
+    """
     if IS_PACKED:
+        columns = first + columns
         GROUPS: tl.constexpr = max(1, BLOCK_DEPTH // GROUP)
         PER_THREAD: tl.constexpr = BLOCK_DEPTH // 4 // PLACES
         threads, words, groups = tl.arange(0, 4), tl.arange(0, PER_THREAD), tl.arange(0, GROUPS)
@@ -243,11 +239,11 @@ def weight_block(
             if HAS_OFFSETS:
                 found += of_groups(tl.load(offsets_ptr + group_places), COLUMNS, BLOCK_DEPTH, GROUPS)
             found = narrowed(found, dtype)
-        if not INTERPRETED:
-            if not tl.target_info.cuda_capability_geq(9, 0):
-                found = in_one_place(found, COLUMNS, BLOCK_DEPTH)
+        if not INTERPRETED and not tl.target_info.cuda_capability_geq(9, 0):  # or `mma.sync` takes another order
+            found = in_one_place(found, COLUMNS, BLOCK_DEPTH)
     else:
         depth = tl.arange(0, BLOCK_DEPTH)
+        columns = first + tl.where(columns < num_columns, columns, 0)
         places = columns[:, None] * DEPTH + depth[None, :]
         found = read(weight_ptr + places + start, (depth < DEPTH - start)[None, :], DEPTH % BLOCK_DEPTH == 0)
     return found
@@ -269,15 +265,12 @@ def multiply_columns(
     input_ptr += tl.program_id(0) * TILE_ROWS * DEPTH + rows[None, :] * DEPTH + depth[:, None]
     out_ptr += tl.program_id(0) * TILE_ROWS * num_columns
     columns = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
-    is_column = columns < num_columns
-    known = columns.to(tl.int64)  # packed weights have padding
-    if not IS_PACKED:
-        known = tl.where(is_column, known, 0)  # column 0, which is not stored
+    is_column, first = columns < num_columns, tl.full([], 0, tl.int64)
     acc = tl.zeros([TILE_COLUMNS, TILE_ROWS], tl.float32)
     for start in range(0, DEPTH, BLOCK_DEPTH):
         x = read(input_ptr + start, (depth < DEPTH - start)[:, None], DEPTH % BLOCK_DEPTH == 0)
         w = weight_block(
-            weight_ptr, codes_ptr, scales_ptr, offsets_ptr, known, start, stride_group, x.dtype,
+            weight_ptr, codes_ptr, scales_ptr, offsets_ptr, first, columns, num_columns, start, stride_group, x.dtype,
             TILE_COLUMNS, DEPTH, BLOCK_DEPTH, IS_PACKED, DECODE, ASSEMBLY, PLACES, ZERO, FACTOR,
             PADDED_DEPTH, GROUP, IS_NARROW, HAS_OFFSETS,
         )  # fmt: skip
@@ -310,17 +303,24 @@ def tile_rows(rows: Tensor) -> int:
     return min(len(rows), MOST_TILE_BYTES // rows.element_size())
 
 
+def tile_columns(weight: Weight) -> int:
+    """Return the columns per program, on which no bit depends."""
+    if weight.dtype.itemsize > 2:
+        return TILE_COLUMNS
+    return MOST_TILE_COLUMNS if weight.shape[0] >= MANY_COLUMNS else FEW_TILE_COLUMNS
+
+
 def multiply_constants(weight: Weight, has_bias: bool, num_tile_rows: int = NUM_ROWS) -> dict[str, Any]:
     """Return constants, warps and stages of `multiply_columns`."""
-    is_wide = weight.dtype.itemsize > 2
+    is_low = num_tile_rows <= NUM_ROWS
     return form_constants(weight) | {
         "TILE_ROWS": num_tile_rows,
         "DEPTH": weight.shape[1],
         "HAS_BIAS": has_bias,
-        "TILE_COLUMNS": 32 if is_wide else TILE_COLUMNS,
+        "TILE_COLUMNS": tile_columns(weight),
         "BLOCK_DEPTH": BLOCK_DEPTH,
-        "num_warps": 4 if num_tile_rows <= 64 else 8,
-        "num_stages": 4,
+        "num_warps": 4 if is_low else 8,
+        "num_stages": 4 if is_low else 3,
     }
 
 

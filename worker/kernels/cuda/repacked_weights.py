@@ -1,8 +1,8 @@
 """Packed weights in the order in which a GPU's threads multiply them.
 
-Four threads share a column's block of 128 numbers. A thread's codes are adjacent 16-bit words, each of 4 codes of 4 bits
-or 2 of 8 bits. Word (thread t, v, e) has at place p the code of number `v * 8 * places + p * 8 + t * 2 + e`. This is the
-operand of a tensor core's instruction, so decoded numbers stay in their thread.
+Four threads share a column's block of 128 numbers. A thread's codes are adjacent 16-bit words, with 4 codes of 4 bits
+or 2 of 8 bits. Word (thread t, v, e) has at place p the code of number `v * 8 * places + p * 8 + t * 2 + e`. This is
+the operand of a tensor core's instruction, so decoded numbers stay in their thread.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK_DEPTH, fills_blocks
 from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, Code, PackedMatrix
 
-TILE_COLUMNS = 128  # of a program, to which columns are padded
+MOST_TILE_COLUMNS = 128  # of a program, to which columns are padded
 MIDDLE = 8  # of codes from 0 to 15
 COLUMNS_AT_ONCE = 4096  # are repacked together, because their codes take several times the memory
 # Kernels move a code's bits to their places in bfloat16. The scales have the factor that corrects the exponent.
@@ -93,36 +93,34 @@ def codes_of_words(words: Tensor, num_bits: int) -> Tensor:
     return codes[:, ::2] | codes[:, 1::2] << 4 if per_byte == 2 else codes
 
 
-def repacked(matrix: PackedMatrix) -> RepackedMatrix:
-    """Return a matrix that `is_multiplied_packed` accepts for the kernels."""
-    parts = matrix.codes.split(COLUMNS_AT_ONCE)
-    words = torch.cat([words_of_codes(part, CODE_BITS[matrix.code]) for part in parts])
-    return repacked_from(matrix.code, words, matrix.scales, matrix.dtype, matrix.offsets, matrix.shape)
-
-
-def repacked_from(
-    code: Code, words: Tensor, scales: Tensor, dtype: torch.dtype, offsets: Tensor | None, size: tuple[int, int]
-) -> RepackedMatrix:
-    """Return a matrix of words; scales and offsets are as `PackedMatrix` has them."""
-    zero = 0
-    if code == "uint4" and offsets is not None and torch.equal(offsets, -MIDDLE * scales):
+def repacked(matrix: PackedMatrix, num_parts: int = 1) -> RepackedMatrix:
+    """Return a matrix that `is_multiplied_packed` accepts for the kernels, or `num_parts` below each other."""
+    scales, offsets, zero, (columns, depth) = matrix.scales, matrix.offsets, 0, matrix.shape
+    if matrix.code == "uint4" and offsets is not None and torch.equal(offsets, -MIDDLE * scales):
         zero, offsets = MIDDLE, None
-    scales = scales * FACTORS.get(code, 1)
-    narrow = scales.bfloat16()
-    is_narrow = dtype == torch.bfloat16 and offsets is None and torch.equal(narrow.float(), scales)
-    scales = _by_groups(scales, size[1])
-    if is_narrow and size[1] // len(scales) < BLOCK_DEPTH:  # otherwise a thread would copy only two bytes
+    padding = -(columns // num_parts) % MOST_TILE_COLUMNS  # of the last part
+    words = torch.cat([words_of_codes(part, CODE_BITS[matrix.code]) for part in matrix.codes.split(COLUMNS_AT_ONCE)])
+    scales = _by_groups(scales * FACTORS.get(matrix.code, 1), depth, padding)
+    is_narrow = matrix.dtype == torch.bfloat16 and offsets is None and torch.equal(scales.bfloat16().float(), scales)
+    if is_narrow and matrix.group_size < BLOCK_DEPTH:  # otherwise a thread would copy only two bytes
         scales = scales.bfloat16()
-    words = nn.functional.pad(words, (0, 0, 0, -len(words) % TILE_COLUMNS))
-    offsets = None if offsets is None else _by_groups(offsets, size[1])
-    return RepackedMatrix(code, words, scales, dtype, offsets, size, zero, is_narrow)
+    return RepackedMatrix(
+        matrix.code,
+        nn.functional.pad(words, (0, 0, 0, padding)),
+        scales,
+        matrix.dtype,
+        None if offsets is None else _by_groups(offsets, depth, padding),
+        matrix.shape,
+        zero,
+        is_narrow,
+    )
 
 
-def _by_groups(numbers: Tensor, depth: int) -> Tensor:
-    """Transpose `[columns, groups]`, and pad with zeros to whole tiles and blocks."""
-    columns, num_groups = numbers.shape
+def _by_groups(numbers: Tensor, depth: int, padding: int) -> Tensor:
+    """Transpose `[columns, groups]`, and pad columns, and groups to whole blocks, with zeros."""
+    num_groups = numbers.shape[1]
     per_block = 1 if num_groups == 1 else max(1, BLOCK_DEPTH * num_groups // depth)
-    return nn.functional.pad(numbers.t(), (0, -columns % TILE_COLUMNS, 0, -num_groups % per_block)).contiguous()
+    return nn.functional.pad(numbers.t(), (0, padding, 0, -num_groups % per_block)).contiguous()
 
 
 def is_multiplied_packed(matrix: PackedMatrix) -> bool:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.gemm import is_multiplied_packed, triton_linear
+from swiftbatch.worker.kernels.cuda.gemm import triton_linear
+from swiftbatch.worker.kernels.cuda.repacked_weights import is_multiplied_packed, repacked
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kernels.quantized_weights import TABLES, Code, PackedMatrix
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32
@@ -26,7 +27,7 @@ def products(matrix: PackedMatrix, bias: Tensor | None, out: torch.dtype) -> tup
     columns, depth = matrix.shape
     rows = normal(NUM_ROWS, depth, dtype=matrix.dtype)
     found, expected = (torch.full((NUM_ROWS, columns), float("nan"), dtype=out) for _ in range(2))
-    triton_linear(rows, matrix, bias, found)
+    triton_linear(rows, repacked(matrix), bias, found)
     triton_linear(rows, matrix.dequantized(), bias, expected)
     return found, expected
 
@@ -59,7 +60,7 @@ def test_every_code_becomes_the_number_of_its_table(code: Code, dtype: torch.dty
     for first in range(0, num_codes, NUM_ROWS):
         rows = torch.eye(max(num_codes, NUM_ROWS), dtype=dtype)[first : first + NUM_ROWS, :num_codes].contiguous()
         found = torch.zeros(NUM_ROWS, 24)
-        triton_linear(rows, matrix, None, found)
+        triton_linear(rows, repacked(matrix), None, found)
         assert torch.equal(found[:num_codes], matrix.dequantized().float().t()[first : first + NUM_ROWS])
 
 
