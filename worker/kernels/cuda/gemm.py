@@ -136,7 +136,7 @@ def asm_of_bytes(table: int, behind: str) -> str:
 def asm_of_iq4_nl() -> str:
     """Return PTX that looks up bytes, each a number plus 128, for the codes of one word and of the other."""
     look_up = (
-        "and.b32 b, a, 0x7777; prmt.b32 c, 0x3F2D1801, 0x766A5D4F, b; prmt.b32 d, 0xA6998A81, 0xF1D9C5B5, b;"
+        "and.b32 b, a, 0x7777; prmt.b32 c, 0x3F2D1801, 0x766A5D4F, b; prmt.b32 d, 0xA6998D81, 0xF1D9C5B5, b;"
         "shr.u32 b, a, 1; lop3.b32 b, b, 0x4444, 0x3210, 0xEA; prmt.b32 {word}, c, d, b;"
     )
     return (BYTES + shifted(0) + look_up.format(word="first") + shifted(-16) + look_up.format(word="second")) + "".join(
