@@ -10,13 +10,14 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from swiftbatch.jobs.run.run_records import LinearName
-from swiftbatch.worker.kernels.cuda.repacked_weights import FACTORS, MOST_TILE_COLUMNS, RepackedMatrix
+from swiftbatch.worker.kernels.cuda.repacked_weights import FACTORS, RepackedMatrix
 from swiftbatch.worker.kernels.cuda.triton_primitives import INTERPRETED, dot, in_one_place, narrowed, rounded
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK_DEPTH, NUM_ROWS
 from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, Code, PackedMatrix, Weight
 
 PLAIN_FORM = {"IS_PACKED": False, "DECODE": None, "ASSEMBLY": None, "PLACES": 1, "ZERO": 0, "FACTOR": 1.0}
 PLAIN_FORM |= {"PADDED_DEPTH": 0, "GROUP": 1, "IS_NARROW": False, "HAS_OFFSETS": False}
+MOST_TILE_COLUMNS = 128
 TILE_COLUMNS = 32  # in float32, which has no tensor cores, and of products per head
 MANY_COLUMNS = 16384  # with fewer, tiles are smaller to occupy every multiprocessor
 FEW_TILE_COLUMNS = 64
@@ -219,25 +220,27 @@ def weight_block(
 ):  # fmt: skip
     """Return numbers `[COLUMNS, BLOCK_DEPTH]` of `columns` behind column `first`, from `start` on.
 
-    Beyond `num_columns`, packed matrices have padding, and plain ones repeat column `first`.
+    Columns from `num_columns` on have any numbers.
     """
     if IS_PACKED:
+        is_column = (columns < num_columns)[:, None]
         columns = first + columns
         GROUPS: tl.constexpr = max(1, BLOCK_DEPTH // GROUP)
         PER_THREAD: tl.constexpr = BLOCK_DEPTH // 4 // PLACES
         threads, words, groups = tl.arange(0, 4), tl.arange(0, PER_THREAD), tl.arange(0, GROUPS)
         places = columns[:, None, None] * (PADDED_DEPTH // PLACES)
         places += threads[None, :, None] * PER_THREAD + words[None, None, :]
-        codes = tl.load(codes_ptr + places + start // PLACES)
+        codes = tl.load(codes_ptr + places + start // PLACES, mask=is_column[:, :, None], other=0)
         numbers = decoded(codes, COLUMNS, BLOCK_DEPTH, DECODE, ASSEMBLY, PLACES, ZERO, FACTOR)
         group_places = columns[:, None] + (groups[None, :] + start // GROUP) * stride_group
-        scales = tl.load(scales_ptr + group_places)
+        scales = tl.load(scales_ptr + group_places, mask=is_column, other=0.0)
         if IS_NARROW and not INTERPRETED:
             found = numbers * of_groups(scales.to(tl.bfloat16), COLUMNS, BLOCK_DEPTH, GROUPS)
         else:
             found = numbers.to(tl.float32) * of_groups(scales.to(tl.float32), COLUMNS, BLOCK_DEPTH, GROUPS)
             if HAS_OFFSETS:
-                found += of_groups(tl.load(offsets_ptr + group_places), COLUMNS, BLOCK_DEPTH, GROUPS)
+                offsets = tl.load(offsets_ptr + group_places, mask=is_column, other=0.0)
+                found += of_groups(offsets, COLUMNS, BLOCK_DEPTH, GROUPS)
             found = narrowed(found, dtype)
         if not INTERPRETED and not tl.target_info.cuda_capability_geq(9, 0):  # or `mma.sync` takes another order
             found = in_one_place(found, COLUMNS, BLOCK_DEPTH)

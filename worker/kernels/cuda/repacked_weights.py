@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK_DEPTH, fills_blocks
 from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, Code, PackedMatrix
 
-MOST_TILE_COLUMNS = 128  # of a program, to which columns are padded
 MIDDLE = 8  # of codes from 0 to 15
 COLUMNS_AT_ONCE = 4096  # are repacked together, because their codes take several times the memory
 # Kernels move a code's bits to their places in bfloat16. The scales have the factor that corrects the exponent.
@@ -24,13 +23,13 @@ FACTORS: dict[Code, float] = {"e2m1": 2.0**126, "e4m3": 2.0**120}
 
 @dataclass(frozen=True)
 class RepackedMatrix(PackedMatrix):
-    """Packed matrix for GPU kernels; `size` is without the padding.
+    """Packed matrix for GPU kernels, with the depth padded to whole blocks.
 
-    `codes [padded columns, padded depth / codes per word] int16`, `scales [padded groups, padded columns]` with the
-    factor of `FACTORS`, in bfloat16 if none rounds and there are no offsets, else float32; `offsets` like them.
+    `codes [num_columns, padded_depth / codes per word] int16`; `scales [padded groups, num_columns]` have the factor of
+    `FACTORS`, in bfloat16 if `is_narrow` and a block has several groups, else in float32; `offsets` like them.
     """
 
-    size: tuple[int, int] = (0, 0)
+    depth: int = 0  # without padding
     zero: int = 0  # subtracted from the codes of `uint4`
     is_narrow: bool = False  # each scale is a bfloat16 number, and there are no offsets
 
@@ -39,7 +38,7 @@ class RepackedMatrix(PackedMatrix):
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.size
+        return len(self.codes), self.depth
 
     @property
     def padded_depth(self) -> int:
@@ -48,7 +47,7 @@ class RepackedMatrix(PackedMatrix):
     @property
     def group_size(self) -> int:
         num_groups = len(self.scales)
-        return self.size[1] if num_groups == 1 else self.padded_depth // num_groups
+        return self.depth if num_groups == 1 else self.padded_depth // num_groups
 
     @property
     def form(self) -> tuple[Code, int, bool, torch.dtype]:
@@ -56,12 +55,11 @@ class RepackedMatrix(PackedMatrix):
 
     def original(self) -> PackedMatrix:
         """Return the matrix as it was before `repacked`."""
-        columns, depth = self.size
-        num_groups = depth // self.group_size
-        scales = self.scales[:num_groups, :columns].t().float().div(FACTORS.get(self.code, 1)).contiguous()
-        offsets = None if self.offsets is None else self.offsets[:num_groups, :columns].t().contiguous()
+        num_groups, num_bits = self.depth // self.group_size, CODE_BITS[self.code]
+        scales = self.scales[:num_groups].t().float().div(FACTORS.get(self.code, 1)).contiguous()
+        offsets = None if self.offsets is None else self.offsets[:num_groups].t().contiguous()
         offsets = -self.zero * scales if self.zero else offsets
-        codes = codes_of_words(self.codes[:columns], CODE_BITS[self.code])[:, : depth * CODE_BITS[self.code] // 8]
+        codes = codes_of_words(self.codes, num_bits)[:, : self.depth * num_bits // 8]
         return PackedMatrix(self.code, codes, scales, self.dtype, offsets)
 
     def rows(self, chosen: Tensor | slice) -> PackedMatrix:
@@ -93,34 +91,26 @@ def codes_of_words(words: Tensor, num_bits: int) -> Tensor:
     return codes[:, ::2] | codes[:, 1::2] << 4 if per_byte == 2 else codes
 
 
-def repacked(matrix: PackedMatrix, num_parts: int = 1) -> RepackedMatrix:
-    """Return a matrix that `is_multiplied_packed` accepts for the kernels, or `num_parts` below each other."""
-    scales, offsets, zero, (columns, depth) = matrix.scales, matrix.offsets, 0, matrix.shape
+def repacked(matrix: PackedMatrix) -> RepackedMatrix:
+    """Return a matrix that `is_multiplied_packed` accepts for the kernels."""
+    scales, offsets, zero, depth = matrix.scales, matrix.offsets, 0, matrix.shape[1]
     if matrix.code == "uint4" and offsets is not None and torch.equal(offsets, -MIDDLE * scales):
         zero, offsets = MIDDLE, None
-    padding = -(columns // num_parts) % MOST_TILE_COLUMNS  # of the last part
-    words = torch.cat([words_of_codes(part, CODE_BITS[matrix.code]) for part in matrix.codes.split(COLUMNS_AT_ONCE)])
-    scales = _by_groups(scales * FACTORS.get(matrix.code, 1), depth, padding)
+    parts = matrix.codes.split(COLUMNS_AT_ONCE)
+    words = torch.cat([words_of_codes(part, CODE_BITS[matrix.code]) for part in parts])
+    scales = _by_groups(scales * FACTORS.get(matrix.code, 1), depth)
     is_narrow = matrix.dtype == torch.bfloat16 and offsets is None and torch.equal(scales.bfloat16().float(), scales)
     if is_narrow and matrix.group_size < BLOCK_DEPTH:  # otherwise a thread would copy only two bytes
         scales = scales.bfloat16()
-    return RepackedMatrix(
-        matrix.code,
-        nn.functional.pad(words, (0, 0, 0, padding)),
-        scales,
-        matrix.dtype,
-        None if offsets is None else _by_groups(offsets, depth, padding),
-        matrix.shape,
-        zero,
-        is_narrow,
-    )
+    offsets = None if offsets is None else _by_groups(offsets, depth)
+    return RepackedMatrix(matrix.code, words, scales, matrix.dtype, offsets, depth, zero, is_narrow)
 
 
-def _by_groups(numbers: Tensor, depth: int, padding: int) -> Tensor:
-    """Transpose `[columns, groups]`, and pad columns, and groups to whole blocks, with zeros."""
+def _by_groups(numbers: Tensor, depth: int) -> Tensor:
+    """Transpose `[columns, groups]`, and pad groups with zeros to whole blocks."""
     num_groups = numbers.shape[1]
     per_block = 1 if num_groups == 1 else max(1, BLOCK_DEPTH * num_groups // depth)
-    return nn.functional.pad(numbers.t(), (0, padding, 0, -num_groups % per_block)).contiguous()
+    return nn.functional.pad(numbers.t(), (0, 0, 0, -num_groups % per_block)).contiguous()
 
 
 def is_multiplied_packed(matrix: PackedMatrix) -> bool:

@@ -107,7 +107,7 @@ def _weights_in_turns(parts: list[list[Weight]], device: torch.device) -> Weight
         all_packed[0].dtype,
         _tensor_in_turns(offsets, device) if offsets[0] else None,
     )
-    return repacked(whole, num_parts=len(packed[0]))
+    return repacked(whole)
 
 
 def _tensor_in_turns(parts: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
