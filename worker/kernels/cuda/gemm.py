@@ -220,19 +220,18 @@ def weight_block(
 ):  # fmt: skip
     """Return numbers `[COLUMNS, BLOCK_DEPTH]` of `columns` behind column `first`, from `start` on.
 
-    Columns from `num_columns` on have any numbers.
+    Columns from `num_columns` on repeat codes of column `first`.
     """
+    is_column, known = (columns < num_columns)[:, None], first + tl.where(columns < num_columns, columns, 0)
     if IS_PACKED:
-        is_column = (columns < num_columns)[:, None]
-        columns = first + columns
         GROUPS: tl.constexpr = max(1, BLOCK_DEPTH // GROUP)
         PER_THREAD: tl.constexpr = BLOCK_DEPTH // 4 // PLACES
         threads, words, groups = tl.arange(0, 4), tl.arange(0, PER_THREAD), tl.arange(0, GROUPS)
-        places = columns[:, None, None] * (PADDED_DEPTH // PLACES)
+        places = known[:, None, None] * (PADDED_DEPTH // PLACES)
         places += threads[None, :, None] * PER_THREAD + words[None, None, :]
-        codes = tl.load(codes_ptr + places + start // PLACES, mask=is_column[:, :, None], other=0)
+        codes = tl.load(codes_ptr + places + start // PLACES)
         numbers = decoded(codes, COLUMNS, BLOCK_DEPTH, DECODE, ASSEMBLY, PLACES, ZERO, FACTOR)
-        group_places = columns[:, None] + (groups[None, :] + start // GROUP) * stride_group
+        group_places = first + columns[:, None] + (groups[None, :] + start // GROUP) * stride_group
         scales = tl.load(scales_ptr + group_places, mask=is_column, other=0.0)
         if IS_NARROW and not INTERPRETED:
             found = numbers * of_groups(scales.to(tl.bfloat16), COLUMNS, BLOCK_DEPTH, GROUPS)
@@ -246,8 +245,7 @@ def weight_block(
             found = in_one_place(found, COLUMNS, BLOCK_DEPTH)
     else:
         depth = tl.arange(0, BLOCK_DEPTH)
-        columns = first + tl.where(columns < num_columns, columns, 0)
-        places = columns[:, None] * DEPTH + depth[None, :]
+        places = known[:, None] * DEPTH + depth[None, :]
         found = read(weight_ptr + places + start, (depth < DEPTH - start)[None, :], DEPTH % BLOCK_DEPTH == 0)
     return found
 
@@ -315,14 +313,14 @@ def tile_columns(weight: Weight) -> int:
 
 def multiply_constants(weight: Weight, has_bias: bool, num_tile_rows: int = NUM_ROWS) -> dict[str, Any]:
     """Return constants, warps and stages of `multiply_columns`."""
-    is_low = num_tile_rows <= NUM_ROWS
+    is_low, num_columns = num_tile_rows <= NUM_ROWS, tile_columns(weight)
     return form_constants(weight) | {
         "TILE_ROWS": num_tile_rows,
         "DEPTH": weight.shape[1],
         "HAS_BIAS": has_bias,
-        "TILE_COLUMNS": tile_columns(weight),
+        "TILE_COLUMNS": num_columns,
         "BLOCK_DEPTH": BLOCK_DEPTH,
-        "num_warps": 4 if is_low else 8,
+        "num_warps": 4 if is_low else max(4, num_columns // 16),  # no warp decodes what another one does
         "num_stages": 4 if is_low else 3,
     }
 
