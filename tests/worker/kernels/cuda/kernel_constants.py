@@ -41,7 +41,7 @@ from tests.worker.kernels.cuda.product_constants import (
     Made,
     expert_kernels,
     packed_kernels,
-    packed_zeros,
+    plain_zeros,
     product,
     without,
 )
@@ -77,7 +77,7 @@ def kernels(dtype: str) -> dict[str, Made]:
     found["tail with a window"] = tail_attention.tail_merge, attention.tail_constants(view) | {"HAS_SINKS": True}
     return (
         found
-        | kernels_besides_attention()
+        | kernels_besides_attention(dtype)
         | packed_kernels()
         | coded_kernels(dtype)
         | expert_kernels(dtype)
@@ -170,7 +170,7 @@ def coded_kernels(dtype: str) -> dict[str, Made]:
             without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | paged,
         ),
         "tail": (tail_attention.tail_merge, without(attention.tail_constants(), "HAS_SINKS", "sinks_ptr")),
-        "rope": kernels_besides_attention()["rope"],
+        "rope": kernels_besides_attention(dtype)["rope"],
     }
     return {f"{name} in {code}": made for name, made in plain.items() for code in KEPT}
 
@@ -178,23 +178,20 @@ def coded_kernels(dtype: str) -> dict[str, Made]:
 def wide_kernels(dtype: str) -> dict[str, Made]:
     attention = AttentionShape(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM, 16, DTYPES[dtype], MOST_ROWS)
     paged = without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | {"PAGE": GPU_PAGE}
-    packed = packed_zeros("uint4", HIDDEN, 128, has_offsets=True)
     tile = gemm.tile_rows(torch.zeros(MOST_ROWS, 1, dtype=DTYPES[dtype]))
     choice_of = moe_router.choice_constants(QWEN3, 2048, DTYPES[dtype], False, False, False, MOST_ROWS)
     found: dict[str, Made] = {
         "prefix in pages": (tree_attention.prefix_split, paged),
         "tail": (tail_attention.tail_merge, without(attention.tail_constants(), "HAS_SINKS", "sinks_ptr")),
-        "linear": product(torch.zeros(1, HIDDEN), num_tile_rows=tile),
+        "linear": product(plain_zeros(dtype), num_tile_rows=tile),
         "experts' router": (moe_router.multiply_router, moe_router.router_constants(2880, 128, MOST_ROWS)),
         "choice of Qwen3": (moe_router.choose_row, choice_of | dict.fromkeys(("router_bias_ptr", "choice_bias_ptr"))),
         "sort of choices": (moe_router.sort_choices, moe_router.sort_constants(QWEN3, MOST_ROWS)),
     }
-    if dtype == "bf16":
-        found["packed uint4 with offsets"] = product(packed, num_tile_rows=tile)
     return {f"{name} of {MOST_ROWS} rows": made for name, made in found.items()}
 
 
-def kernels_besides_attention() -> dict[str, Made]:
+def kernels_besides_attention(dtype) -> dict[str, Made]:
     rope = layers.rope_constants(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM) | {
         "FORM": 0,
         "NORMS_TURNED": False,
@@ -213,7 +210,7 @@ def kernels_besides_attention() -> dict[str, Made]:
     bent = active | {"HAS_GATES": False, "ACTIVATION": int(Activation.XIELU)}
     active |= {"curve_ptr": None}
     embed = {"HIDDEN": HIDDEN, "WIDTH": HIDDEN, "SCALE": 1.0}
-    weight = torch.zeros(1, HIDDEN)
+    weight = plain_zeros(dtype)
     return {
         "rope": (layers.rope_store_heads, without(rope | in_order, "HAS_NORM", "query_norm_ptr", "key_norm_ptr")),
         "rope with norms": (layers.rope_store_heads, rope | in_order | {"HAS_NORM": True}),
@@ -241,6 +238,8 @@ def kernels_besides_attention() -> dict[str, Made]:
             {"VOCAB": 32000, "COLUMNS": layers.SOFTCAP_COLUMNS, "CAP": 30.0},
         ),
         "linear": product(weight),
+        "linear of 16 rows": product(weight, num_tile_rows=16),
+        "linear of few columns": product(plain_zeros(dtype, HIDDEN)),
         "linear with bias": product(weight, has_bias=True),
         "head": product(weight),
         **griffin_kernels(),
