@@ -40,6 +40,7 @@ from tests.worker.kernels.cuda.product_constants import (
     QWEN3,
     Made,
     expert_kernels,
+    linear_kernels,
     packed_kernels,
     plain_zeros,
     product,
@@ -77,7 +78,8 @@ def kernels(dtype: str) -> dict[str, Made]:
     found["tail with a window"] = tail_attention.tail_merge, attention.tail_constants(view) | {"HAS_SINKS": True}
     return (
         found
-        | kernels_besides_attention(dtype)
+        | kernels_besides_attention()
+        | linear_kernels(dtype)
         | packed_kernels()
         | coded_kernels(dtype)
         | expert_kernels(dtype)
@@ -170,7 +172,7 @@ def coded_kernels(dtype: str) -> dict[str, Made]:
             without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | paged,
         ),
         "tail": (tail_attention.tail_merge, without(attention.tail_constants(), "HAS_SINKS", "sinks_ptr")),
-        "rope": kernels_besides_attention(dtype)["rope"],
+        "rope": kernels_besides_attention()["rope"],
     }
     return {f"{name} in {code}": made for name, made in plain.items() for code in KEPT}
 
@@ -191,7 +193,7 @@ def wide_kernels(dtype: str) -> dict[str, Made]:
     return {f"{name} of {MOST_ROWS} rows": made for name, made in found.items()}
 
 
-def kernels_besides_attention(dtype) -> dict[str, Made]:
+def kernels_besides_attention() -> dict[str, Made]:
     rope = layers.rope_constants(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM) | {
         "FORM": 0,
         "NORMS_TURNED": False,
@@ -210,7 +212,6 @@ def kernels_besides_attention(dtype) -> dict[str, Made]:
     bent = active | {"HAS_GATES": False, "ACTIVATION": int(Activation.XIELU)}
     active |= {"curve_ptr": None}
     embed = {"HIDDEN": HIDDEN, "WIDTH": HIDDEN, "SCALE": 1.0}
-    weight = plain_zeros(dtype)
     return {
         "rope": (layers.rope_store_heads, without(rope | in_order, "HAS_NORM", "query_norm_ptr", "key_norm_ptr")),
         "rope with norms": (layers.rope_store_heads, rope | in_order | {"HAS_NORM": True}),
@@ -237,11 +238,6 @@ def kernels_besides_attention(dtype) -> dict[str, Made]:
             layers.softcap_row,
             {"VOCAB": 32000, "COLUMNS": layers.SOFTCAP_COLUMNS, "CAP": 30.0},
         ),
-        "linear": product(weight),
-        "linear of 16 rows": product(weight, num_tile_rows=16),
-        "linear of few columns": product(plain_zeros(dtype, HIDDEN)),
-        "linear with bias": product(weight, has_bias=True),
-        "head": product(weight),
         **griffin_kernels(),
         "read": (machine_checks.read_numbers, machine_checks.READ_CONSTANTS),
         "noise": (machine_checks.store_noise, {"BLOCK": machine_checks.NOISE_BLOCK}),

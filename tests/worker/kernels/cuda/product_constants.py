@@ -48,6 +48,17 @@ def packed_forms() -> dict[str, PackedMatrix]:
     return found
 
 
+def linear_kernels(dtype: str) -> dict[str, Made]:
+    weight = plain_zeros(dtype)
+    return {
+        "linear": product(weight),
+        "linear of 16 rows": product(weight, num_tile_rows=16),
+        "linear of few columns": product(plain_zeros(dtype, HIDDEN)),
+        "linear with bias": product(weight, has_bias=True),
+        "head": product(weight),
+    }
+
+
 def packed_kernels() -> dict[str, Made]:
     found = {}
     for num_rows in ROWS_OF_PACKED:
