@@ -7,7 +7,7 @@ the operand of a tensor core's instruction, so decoded numbers stay in their thr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK_DEPTH, fills_blocks
 from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, Code, PackedMatrix
 
-MIDDLE = 8  # of codes from 0 to 15
 COLUMNS_AT_ONCE = 4096  # are repacked together, because their codes take several times the memory
 # Kernels move a code's bits to their places in bfloat16. The scales have the factor that corrects the exponent.
 FACTORS: dict[Code, float] = {"e2m1": 2.0**126, "e4m3": 2.0**120}
@@ -63,7 +62,8 @@ class RepackedMatrix(PackedMatrix):
         return PackedMatrix(self.code, codes, scales, self.dtype, offsets)
 
     def rows(self, chosen: Tensor | slice) -> PackedMatrix:
-        return self.original().rows(chosen)
+        offsets = None if self.offsets is None else self.offsets[:, chosen]
+        return replace(self, codes=self.codes[chosen], scales=self.scales[:, chosen], offsets=offsets).original()
 
     def dequantized(self) -> Tensor:
         return self.original().dequantized()
@@ -87,23 +87,26 @@ def codes_of_words(words: Tensor, num_bits: int) -> Tensor:
     codes = words.contiguous().view(torch.uint8)
     if per_byte == 2:
         codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
-    codes = codes.unflatten(1, (-1, 4, BLOCK_DEPTH // 8 // places, 2, places)).permute(0, 1, 3, 5, 2, 4).flatten(1)
+    by_thread = codes.unflatten(1, (-1, 4, BLOCK_DEPTH // 8 // places, 2, places))
+    codes = by_thread.permute(0, 1, 3, 5, 2, 4).flatten(1)
     return codes[:, ::2] | codes[:, 1::2] << 4 if per_byte == 2 else codes
 
 
 def repacked(matrix: PackedMatrix) -> RepackedMatrix:
-    """Return a matrix that `is_multiplied_packed` accepts for the kernels."""
-    scales, offsets, zero, depth = matrix.scales, matrix.offsets, 0, matrix.shape[1]
-    if matrix.code == "uint4" and offsets is not None and torch.equal(offsets, -MIDDLE * scales):
-        zero, offsets = MIDDLE, None
-    parts = matrix.codes.split(COLUMNS_AT_ONCE)
-    words = torch.cat([words_of_codes(part, CODE_BITS[matrix.code]) for part in parts])
-    scales = _by_groups(scales * FACTORS.get(matrix.code, 1), depth)
+    """Return a matrix that `is_multiplied_packed` accepts for the kernels. Bytes minus 128 become `int8`."""
+    code, codes, scales, offsets = matrix.code, matrix.codes, matrix.scales, matrix.offsets
+    zero, depth = 0, matrix.shape[1]
+    if offsets is not None and code == "uint4" and torch.equal(offsets, -8 * scales):
+        zero, offsets = 8, None
+    elif offsets is not None and code == "uint8" and torch.equal(offsets, -128 * scales):
+        code, codes, offsets = "int8", codes ^ 128, None
+    words = torch.cat([words_of_codes(part, CODE_BITS[code]) for part in codes.split(COLUMNS_AT_ONCE)])
+    scales = _by_groups(scales * FACTORS.get(code, 1), depth)
     is_narrow = matrix.dtype == torch.bfloat16 and offsets is None and torch.equal(scales.bfloat16().float(), scales)
     if is_narrow and matrix.group_size < BLOCK_DEPTH:  # otherwise a thread would copy only two bytes
         scales = scales.bfloat16()
     offsets = None if offsets is None else _by_groups(offsets, depth)
-    return RepackedMatrix(matrix.code, words, scales, matrix.dtype, offsets, depth, zero, is_narrow)
+    return RepackedMatrix(code, words, scales, matrix.dtype, offsets, depth, zero, is_narrow)
 
 
 def _by_groups(numbers: Tensor, depth: int) -> Tensor:

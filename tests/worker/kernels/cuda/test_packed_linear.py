@@ -144,6 +144,9 @@ def test_offsets_and_scales_that_bfloat16_rounds_are_kept_in_float32() -> None:
     assert not repacked(matrix).is_narrow
     shifted = dataclasses.replace(matrix, offsets=-8 * matrix.scales)
     assert (repacked(shifted).zero, repacked(shifted).offsets) == (8, None)
+    of_bytes = dataclasses.replace(shifted, code="uint8", codes=matrix.codes.repeat(1, 2), offsets=-128 * matrix.scales)
+    assert (repacked(of_bytes).code, repacked(of_bytes).offsets) == ("int8", None)
+    assert torch.equal(repacked(of_bytes).dequantized(), of_bytes.dequantized())
     other = dataclasses.replace(matrix, offsets=-7 * matrix.scales)
     assert (repacked(other).zero, repacked(other).scales.dtype) == (0, FLOAT32)
     assert repacked(other).offsets is not None
