@@ -313,14 +313,14 @@ def tile_columns(weight: Weight) -> int:
 
 def multiply_constants(weight: Weight, has_bias: bool, num_tile_rows: int = NUM_ROWS) -> dict[str, Any]:
     """Return constants, warps and stages of `multiply_columns`."""
-    is_low, num_columns = num_tile_rows <= NUM_ROWS, tile_columns(weight)
+    num_columns, is_low = tile_columns(weight), num_tile_rows * weight.dtype.itemsize <= MOST_TILE_BYTES // 2
     return form_constants(weight) | {
         "TILE_ROWS": num_tile_rows,
         "DEPTH": weight.shape[1],
         "HAS_BIAS": has_bias,
         "TILE_COLUMNS": num_columns,
         "BLOCK_DEPTH": BLOCK_DEPTH,
-        "num_warps": 4 if is_low else max(4, num_columns // 16),  # no warp decodes what another one does
+        "num_warps": 4 if is_low or num_columns == FEW_TILE_COLUMNS else 8,  # no warp decodes what another one does
         "num_stages": 4 if is_low else 3,
     }
 
