@@ -89,7 +89,8 @@ def codes_of_words(words: Tensor, num_bits: int) -> Tensor:
         codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
     by_thread = codes.unflatten(1, (-1, 4, BLOCK_DEPTH // 8 // places, 2, places))
     codes = by_thread.permute(0, 1, 3, 5, 2, 4).flatten(1)
-    return codes if per_byte == 1 else codes[:, ::2] | codes[:, 1::2] << 4
+    joined: Tensor = codes if per_byte == 1 else codes[:, ::2] | codes[:, 1::2] << 4
+    return joined
 
 
 def repacked(matrix: PackedMatrix) -> RepackedMatrix:
