@@ -12,7 +12,7 @@ from swiftbatch.worker.kernels.cuda.gemm import assembly, triton_linear
 from swiftbatch.worker.kernels.cuda.repacked_weights import FACTORS, is_multiplied_packed, repacked
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, TABLES, Code, PackedMatrix
-from tests.worker.kernels.cuda.ptx import run
+from tests.worker.kernels.cuda.ptx_on_cpu import run
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32
 from tests.worker.kernels.packed_parts import random_packed
 
@@ -79,7 +79,7 @@ def test_groups_that_straddle_blocks_of_the_depth_and_codes_without_a_number_are
 @pytest.mark.parametrize("zero", [0, 8])
 @pytest.mark.parametrize("code", CODES)
 def test_the_assembly_of_a_gpu_gives_every_code_s_number_exactly(code: Code, zero: int) -> None:
-    """All pairs of words occur with each code at each place, and `ptx.run` refuses to round."""
+    """All pairs of words occur with each code at each place, and `run` refuses to round."""
     if zero and code != "uint4":
         return
     num_bits = CODE_BITS[code]
