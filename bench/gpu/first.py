@@ -128,30 +128,32 @@ def _attended(parts: Parts, num_jobs: int, length: int) -> Finding:
     return Finding(passed=num_differing == 0, words=words, rows=rows)
 
 
-FORMS: tuple[tuple[str, Code, int, bool], ...] = (  # name, code, group, offsets
-    ("int4", "uint4", 128, True),
-    ("FP8", "e4m3", 128, False),
-    ("MXFP4", "e2m1", 32, False),
+FORMS: tuple[tuple[str, Code, int, float, torch.dtype], ...] = (  # name, code, group, offset in scales, scale
+    ("int4", "uint4", 128, -8, torch.bfloat16),
+    ("int4 with float32 offsets", "uint4", 128, -7, torch.half),
+    ("FP8", "e4m3", 128, 0, torch.half),
+    ("MXFP4", "e2m1", 32, 0, torch.bfloat16),
 )
 
 
 def packed_products(trial: Trial) -> Iterator[Try]:
     """Compare packed products of a layer with dequantized weights by bits, and with cuBLAS by time."""
     parts = trial.layer_parts()
-    for name, code, group, has_offsets in FORMS:
+    for name, code, group, offset, dtype in FORMS:
         for num_rows in trial.sizes.product_rows:
-            attempt = functools.partial(_packed, parts.with_rows(num_rows), code, group, has_offsets)
+            attempt = functools.partial(_packed, parts.with_rows(num_rows), code, group, offset, dtype)
             yield f"{name}, {num_rows} rows", attempt
             parts.forget_unused()
 
 
-def _packed(parts: Parts, code: Code, group: int, has_offsets: bool) -> Finding:
+def _packed(parts: Parts, code: Code, group: int, offset: float, dtype: torch.dtype) -> Finding:
     rows = list[Row]()
     for name, linears in weight_shapes(parts.weights).items():
         if name == "head":
             continue
         columns, depth = linears[0].weight.shape
-        matrices = copies(parts, random_matrix(parts, code, (columns, depth), math.gcd(group, depth), has_offsets))
+        matrix = random_matrix(parts, code, (columns, depth), math.gcd(group, depth), offset, dtype)
+        matrices = copies(parts, matrix)
         row = try_packed_kernel(parts, name, matrices)
         milliseconds = 1000 * _cublas_seconds(parts, matrices)
         rows.append(row | {"cuBLAS bfloat16, ms": milliseconds, "times as fast": milliseconds / float(row["ms"])})

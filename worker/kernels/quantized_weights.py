@@ -6,8 +6,8 @@ A packed matrix stands for `table[code] * scale + offset`, computed in float32 a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -102,9 +102,9 @@ class PackedMatrix:
         """Return the properties that must be equal to stack matrices of the same depth."""
         return self.code, self.group_size, self.offsets is not None, self.dtype
 
-    def to(self, device: torch.device) -> PackedMatrix:
+    def to(self, device: torch.device) -> Self:
         offsets = None if self.offsets is None else self.offsets.to(device)
-        return PackedMatrix(self.code, self.codes.to(device), self.scales.to(device), self.dtype, offsets)
+        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), offsets=offsets)
 
     def dequantized(self) -> Tensor:
         """Return the matrix `[num_columns, depth]` as numbers."""
@@ -134,11 +134,6 @@ class PackedExperts(PackedMatrix):
 
     def experts(self) -> list[PackedMatrix]:
         return self.split([self.shape[0] // self.num_experts] * self.num_experts)
-
-    def to(self, device: torch.device) -> PackedExperts:
-        moved = super().to(device)
-        parts = (moved.code, moved.codes, moved.scales, moved.dtype, moved.offsets)
-        return PackedExperts(*parts, self.num_experts, self.is_transposed)
 
     def dequantized(self) -> Tensor:
         """Return the tensor `[num_experts, rows, columns]`, unpacking one expert at a time."""

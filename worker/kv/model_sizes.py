@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftbatch.jobs.run.run_records import KVDtype
-from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES, MLASizes, fills_blocks
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK_DEPTH, CUDA_SCALE_BYTES, MLASizes, fills_blocks
 from swiftbatch.worker.kernels.layer_specs import slot_bytes
 from swiftbatch.worker.kv.kv_capacity import ITEM_SIZES, MAX_TREE_NODES, HeldPositions, bytes_per_position
 from swiftbatch.worker.model.architectures.attention_layers import Windows
@@ -33,17 +33,22 @@ FACTOR_BYTES = 4
 
 @dataclass(frozen=True)
 class PackedPart:
-    """Packed weights on a device: codes, with a float32 scale and perhaps an offset per group."""
+    """Packed weights on a device: codes, with a float32 scale and perhaps an offset per group.
+
+    A depth is padded to whole blocks. Scales that fit bfloat16 may take less.
+    """
 
     num_parameters: int
     bits: int
     group_size: int
     has_offsets: bool = False
+    depth: int = BLOCK_DEPTH
 
     @property
     def num_bytes(self) -> int:
-        groups = self.num_parameters // self.group_size
-        return self.num_parameters * self.bits // 8 + groups * FACTOR_BYTES * (2 if self.has_offsets else 1)
+        padded = -(-self.depth // BLOCK_DEPTH) * BLOCK_DEPTH
+        num_factors = (1 if self.group_size >= self.depth else padded // self.group_size) * (1 + self.has_offsets)
+        return self.num_parameters // self.depth * (padded * self.bits // 8 + num_factors * FACTOR_BYTES)
 
 
 def packed_parts(
@@ -113,7 +118,8 @@ def _part(heads: list[StoredTensor]) -> PackedPart | None:
     kind = kinds.pop()
     if kinds or kind is None or not fills_blocks(kind.group, heads[0].shape[-1]):
         return None
-    return PackedPart(sum(head.num_numbers for head in heads), kind.bits, kind.group, kind.has_offsets)
+    num_parameters, depth = sum(head.num_numbers for head in heads), heads[0].shape[-1]
+    return PackedPart(num_parameters, kind.bits, kind.group, kind.has_offsets, depth)
 
 
 # Sizes that decide how much GPU memory a model takes, known before anything is loaded.

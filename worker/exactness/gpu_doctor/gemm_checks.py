@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row, differ
 from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
 from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, LinearKernel, triton_linear
 from swiftbatch.worker.kernels.cuda.gemm_probe import bits, uneven_places
+from swiftbatch.worker.kernels.cuda.repacked_weights import RepackedMatrix, repacked
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
 from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, AnyLinear, Code, PackedLinear, PackedMatrix, Weight
 
@@ -134,13 +136,15 @@ def random_rows(parts: Parts, depth: int, generator: torch.Generator) -> Tensor:
 # Check of products with packed weights: the same bits as the plain kernel with dequantized ones.
 
 
-FORMS: tuple[tuple[Code, int, bool], ...] = (  # code, group (0: the whole depth), offsets
-    ("uint4", 128, True),
-    ("e2m1", 16, False),
-    ("iq4_nl", 32, False),
-    ("e4m3", 128, False),
-    ("int8", 0, False),
-    ("uint8", 32, True),
+FORMS: tuple[tuple[Code, int, float, torch.dtype], ...] = (  # code, group (0: the whole depth), offset in scales, scale
+    ("uint4", 128, -8, torch.bfloat16),
+    ("uint4", 128, -7, torch.half),
+    ("e2m1", 32, 0, torch.bfloat16),
+    ("e2m1", 16, 0, torch.half),
+    ("iq4_nl", 32, 0, torch.half),
+    ("e4m3", 128, 0, torch.half),
+    ("int8", 0, 0, torch.half),
+    ("uint8", 32, -7, torch.half),
 )
 MOST_COLUMNS = 16_384
 TIMED_SHARE = 16  # timed bytes are divided by it, because matrices are read in turn
@@ -172,28 +176,30 @@ def _random_matrices(parts: Parts) -> Iterator[tuple[str, list[PackedMatrix]]]:
     shapes = [linears[0].weight.shape for linears in weight_shapes(parts.weights).values()]
     widest = {depth: columns for columns, depth in sorted(shapes)}
     for depth, columns in widest.items():
-        for code, group, has_offsets in FORMS:
+        for code, group, offset, dtype in FORMS:
             if depth % (group or depth) == 0:
                 shape = (min(columns, MOST_COLUMNS), depth)
-                yield f"random {code}", copies(parts, random_matrix(parts, code, shape, group or depth, has_offsets))
+                matrix = random_matrix(parts, code, shape, group or depth, offset, dtype)
+                yield f"random {code}", copies(parts, matrix)
 
 
-def random_matrix(parts: Parts, code: Code, shape: tuple[int, int], group: int, has_offsets: bool) -> PackedMatrix:
-    """Return a matrix of random codes without NaN."""
+def random_matrix(
+    parts: Parts, code: Code, shape: tuple[int, int], group: int, offset: float, dtype: torch.dtype
+) -> RepackedMatrix:
+    """Return a matrix of random codes without NaN, whose scales are of `dtype`; offsets are scales times `offset`."""
     columns, depth = shape
     generator, device = parts.generator(6), parts.device
     width = depth * CODE_BITS[code] // 8
     codes = torch.randint(0, 256, (columns, width), generator=generator, device=device, dtype=torch.uint8)
     if code == "e4m3":
         codes[(codes & 127) == 127] = 0  # e4m3 has NaN at these codes
-    scales = torch.rand(columns, depth // group, generator=generator, device=device).half().float()
-    return PackedMatrix(code, codes, scales, parts.dtype, -8 * scales if has_offsets else None)
+    scales = torch.rand(columns, depth // group, generator=generator, device=device).to(dtype).float()
+    return repacked(PackedMatrix(code, codes, scales, parts.dtype, offset * scales if offset else None))
 
 
-def copies(parts: Parts, matrix: PackedMatrix) -> list[PackedMatrix]:
+def copies(parts: Parts, matrix: RepackedMatrix) -> list[PackedMatrix]:
     number = parts.extent.read_bytes // TIMED_SHARE // matrix.nbytes
-    every = torch.arange(matrix.shape[0], device=matrix.device)
-    return [matrix, *(matrix.rows(every) for _ in range(number))]
+    return [matrix, *(replace(matrix, codes=matrix.codes.clone()) for _ in range(number))]
 
 
 def try_packed_kernel(parts: Parts, name: str, matrices: list[PackedMatrix]) -> Row:

@@ -159,7 +159,7 @@ class CudaForwards:
         dtype = str(self.dtype).removeprefix("torch.")
         computed = (
             f"cuda {hardware_of('cuda')}, workspaces {CUBLAS_WORKSPACES}, {dtype}, torch {torch.__version__}, "
-            f"triton {triton_version()}, triton kernels 1, {self._decoder.attention.numerics}, {self.kernels.linear}"
+            f"triton {triton_version()}, triton kernels 2, {self._decoder.attention.numerics}, {self.kernels.linear}"
             f"{'' if self.narrow_rows else self.kernels.rows_suffix}"
         )
         states = "" if self._decoder.mixers is None else f", {STATES_NAME}"

@@ -8,8 +8,9 @@ from torch import Tensor
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.run_records import LinearName
 from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, LinearKernel
+from swiftbatch.worker.kernels.cuda.repacked_weights import RepackedMatrix
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
-from swiftbatch.worker.kernels.quantized_weights import AnyLinear, PackedMatrix
+from swiftbatch.worker.kernels.quantized_weights import AnyLinear
 
 
 def refuse_uneven_products(weights: StackedWeights, name: LinearName, num_rows: int) -> None:
@@ -33,7 +34,7 @@ def refuse_uneven_products(weights: StackedWeights, name: LinearName, num_rows: 
 
 def _form(product: AnyLinear, out_dtype: torch.dtype) -> tuple[object, ...]:
     weight = product.weight
-    packed = weight.form if isinstance(weight, PackedMatrix) else None
+    packed = (weight.form, weight.zero, weight.is_narrow) if isinstance(weight, RepackedMatrix) else None
     return tuple(weight.shape), product.bias is None, packed, out_dtype
 
 

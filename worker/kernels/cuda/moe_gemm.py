@@ -14,12 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.gemm import (
+    FEW_TILE_COLUMNS,
     TILE_COLUMNS,
     LinearKernel,
     form_constants,
-    packed_block,
     read,
     weight_arguments,
+    weight_block,
 )
 from swiftbatch.worker.kernels.cuda.moe_router import (
     ROUTER_COLUMNS,
@@ -36,7 +37,7 @@ from swiftbatch.worker.kernels.cuda.moe_router import (
 )
 from swiftbatch.worker.kernels.cuda.row_kernels import activated, is_padding
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedExperts
-from swiftbatch.worker.kernels.cuda.triton_primitives import dot, narrowed, rounded
+from swiftbatch.worker.kernels.cuda.triton_primitives import dot, rounded
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK_DEPTH, NUM_ROWS
 from swiftbatch.worker.kernels.layer_specs import Activation, Routing
 from swiftbatch.worker.kernels.quantized_weights import AnyLinear
@@ -58,9 +59,10 @@ def gated(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.con
 @triton.jit
 def multiply_tile(
     input_ptr, tile_experts_ptr, tile_pairs_ptr, weight_ptr, codes_ptr, scales_ptr, offsets_ptr, bias_ptr, out_ptr,
-    num_columns, PAIRS_PER_ROW: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, IS_PACKED: tl.constexpr, DECODE: tl.constexpr,
-    PER_BYTE: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+    num_columns, stride_group, PAIRS_PER_ROW: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr, TILE_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, IS_PACKED: tl.constexpr,
+    DECODE: tl.constexpr, ASSEMBLY: tl.constexpr, PLACES: tl.constexpr, ZERO: tl.constexpr, FACTOR: tl.constexpr,
+    PADDED_DEPTH: tl.constexpr, GROUP: tl.constexpr, IS_NARROW: tl.constexpr, HAS_OFFSETS: tl.constexpr,
     IS_GATED: tl.constexpr, IS_ACTIVATED: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
     SLOPE: tl.constexpr,
 ):  # fmt: skip
@@ -71,36 +73,31 @@ def multiply_tile(
     pairs = tl.load(tile_pairs_ptr + tl.program_id(1) * TILE + tl.arange(0, TILE))
     rows = tl.maximum(pairs, 0) // PAIRS_PER_ROW  # padding reads row 0, and is not stored
     columns = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
-    known = expert.to(tl.int64) * num_columns + tl.where(columns < num_columns, columns, 0)
+    first = expert.to(tl.int64) * num_columns
     depth = tl.arange(0, BLOCK_DEPTH)
-    is_whole: tl.constexpr = DEPTH % BLOCK_DEPTH == 0
-    input_ptr += rows[:, None] * DEPTH + depth[None, :]
-    acc = tl.zeros([TILE, TILE_COLUMNS], tl.float32)
+    input_ptr += rows[None, :] * DEPTH + depth[:, None]
+    acc = tl.zeros([TILE_COLUMNS, TILE], tl.float32)
     for start in range(0, DEPTH, BLOCK_DEPTH):
-        x = read(input_ptr + start, (depth < DEPTH - start)[None, :], is_whole)
-        if IS_PACKED:
-            w = packed_block(
-                codes_ptr, scales_ptr, offsets_ptr, known, start,
-                DEPTH, TILE_COLUMNS, BLOCK_DEPTH, DECODE, PER_BYTE, NUM_GROUPS, GROUP, HAS_OFFSETS,
-            )  # fmt: skip
-            w = narrowed(w, x.dtype)
-        else:
-            places = known[None, :] * DEPTH + depth[:, None] + start
-            w = read(weight_ptr + places, (depth < DEPTH - start)[:, None], is_whole)
-        acc = dot(x, w, acc)
+        x = read(input_ptr + start, (depth < DEPTH - start)[:, None], DEPTH % BLOCK_DEPTH == 0)
+        w = weight_block(
+            weight_ptr, codes_ptr, scales_ptr, offsets_ptr, first, columns, num_columns, start, stride_group, x.dtype,
+            TILE_COLUMNS, DEPTH, BLOCK_DEPTH, IS_PACKED, DECODE, ASSEMBLY, PLACES, ZERO, FACTOR,
+            PADDED_DEPTH, GROUP, IS_NARROW, HAS_OFFSETS,
+        )  # fmt: skip
+        acc = dot(w, x, acc)
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + known).to(tl.float32)[None, :]
+        acc += tl.load(bias_ptr + first + columns, mask=columns < num_columns, other=0.0).to(tl.float32)[:, None]
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     width, wide = num_columns, rounded(acc, dtype)
     if IS_GATED:
-        gate, up = tl.split(wide.reshape([TILE, TILE_COLUMNS // 2, 2]))
+        gate, up = tl.split(wide.reshape([TILE_COLUMNS // 2, 2, TILE]).permute(0, 2, 1))
         wide = rounded(gated(gate, up, dtype, ACTIVATION, LIMIT, SLOPE), dtype)
         columns = tl.program_id(0) * (TILE_COLUMNS // 2) + tl.arange(0, TILE_COLUMNS // 2)
         width = num_columns // 2
     elif IS_ACTIVATED:
         wide = rounded(activated(wide, None, ACTIVATION), dtype)
-    is_place = (pairs >= 0)[:, None] & (columns < width)[None, :]
-    tl.store(out_ptr + pairs.to(tl.int64)[:, None] * width + columns[None, :], wide, mask=is_place)
+    is_place = (columns < width)[:, None] & (pairs >= 0)[None, :]
+    tl.store(out_ptr + pairs.to(tl.int64)[None, :] * width + columns[:, None], wide, mask=is_place)
 
 
 @triton.jit
@@ -211,14 +208,14 @@ class CudaExperts:
 
         `gates` is given only for the input projection, and has the activation's limits.
         """
-        weight = linear.weight
-        num_columns = weight.shape[0] // routing.num_experts
+        num_columns = linear.weight.shape[0] // routing.num_experts
         most_tiles = num_tiles(routing.num_experts, routing.num_chosen, self._num_rows)
-        grid = (triton.cdiv(num_columns, TILE_COLUMNS), most_tiles)
+        constants = tile_constants(routing, linear, gates, self._activation)
+        pointers, stride = weight_arguments(linear.weight)
+        grid = (triton.cdiv(num_columns, constants["TILE_COLUMNS"]), most_tiles)
         multiply_tile[grid](
-            rows, self._tile_experts, self._tile_pairs, *weight_arguments(weight), linear.bias,
-            out, num_columns, **tile_constants(routing, linear, gates, self._activation),
-        )  # fmt: skip
+            rows, self._tile_experts, self._tile_pairs, *pointers, linear.bias, out, num_columns, stride, **constants
+        )
 
 
 def tile_constants(
@@ -231,7 +228,7 @@ def tile_constants(
         "TILE": TILE,
         "DEPTH": weight.shape[1],
         "HAS_BIAS": linear.bias is not None,
-        "TILE_COLUMNS": TILE_COLUMNS,
+        "TILE_COLUMNS": TILE_COLUMNS if weight.dtype.itemsize > 2 else FEW_TILE_COLUMNS,
         "BLOCK_DEPTH": BLOCK_DEPTH,
         "IS_GATED": gates is not None and gates.has_gates,
         "IS_ACTIVATED": gates is not None,

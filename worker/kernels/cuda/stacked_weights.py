@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.gemm import is_multiplied_packed
+from swiftbatch.worker.kernels.cuda.repacked_weights import is_multiplied_packed, repacked
 from swiftbatch.worker.kernels.decoder_weights import (
     DecoderSizes,
     DecoderWeights,
@@ -100,13 +100,14 @@ def _weights_in_turns(parts: list[list[Weight]], device: torch.device) -> Weight
     if not is_packed or not all(map(is_multiplied_packed, all_packed)):
         return _tensor_in_turns([[plain(each) for each in part] for part in parts], device)
     offsets = [[each.offsets for each in part if each.offsets is not None] for part in packed]
-    return PackedMatrix(
+    whole = PackedMatrix(
         all_packed[0].code,
         _tensor_in_turns([[each.codes for each in part] for part in packed], device),
         _tensor_in_turns([[each.scales for each in part] for part in packed], device),
         all_packed[0].dtype,
         _tensor_in_turns(offsets, device) if offsets[0] else None,
     )
+    return repacked(whole)
 
 
 def _tensor_in_turns(parts: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
@@ -352,7 +353,7 @@ def _below_each_other(weights: Sequence[Weight], device: torch.device) -> Weight
     if len(packed) == len(weights) and len({each.form for each in packed}) == 1:
         whole = stacked(packed)
         if is_multiplied_packed(whole):
-            return whole
+            return repacked(whole)
     parts = [_moved(plain(weight), device) for weight in weights]
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 

@@ -63,9 +63,9 @@ def test_a_model_without_packed_weights_lends_its_shapes_and_fails_no_check(
     parts.extent = dataclasses.replace(SMALL, read_bytes=1)
     finding = check_packed_gemms(parts)
     assert (finding.passed, finding.unproved) == (True, None)
-    fitting = [(depth, code) for depth in (48, 80, 128) for code, group, _ in FORMS if depth % (group or depth) == 0]
+    fitting = [(depth, code) for depth in (48, 80, 128) for code, group, *_ in FORMS if depth % (group or depth) == 0]
     assert {(row["depth"], row["weights"]) for row in finding.rows} == {(d, f"random {code}") for d, code in fitting}
-    assert {code for code, _, _ in FORMS} == set(TABLES)
+    assert {code for code, *_ in FORMS} == set(TABLES)
     assert sum(int(row["differing"]) for row in finding.rows) == 0
     assert {row["tried"] for row in finding.rows} == {NUM_ROWS}
     monkeypatch.setattr(gemm_checks, "triton_linear", one_unit_off)

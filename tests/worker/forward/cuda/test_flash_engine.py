@@ -47,4 +47,4 @@ def test_a_layer_is_ten_launches_and_the_numerics_name_them(files: ModelFiles) -
     forward = target.forwards._graph  # type: ignore[attr-defined]
     assert isinstance(forward, CheckedGraph)
     assert len(forward.launches) == target.cache_shape.num_layers * LAUNCHES_PER_LAYER + 3
-    assert target.forwards.numerics.endswith(", triton kernels 1, flash 2.8.3 prefixes in splits of 512, triton")
+    assert target.forwards.numerics.endswith(", triton kernels 2, flash 2.8.3 prefixes in splits of 512, triton")

@@ -52,7 +52,7 @@ def test_a_gpu_runs_the_kernels_that_the_run_chose(
     monkeypatch.setattr(loading, "hold_gemms_steady", lambda: None)
     monkeypatch.setattr(loading, "PLANS", {"triton": plan, "flash": plan})
     forwards = load_forwards(files, torch.bfloat16, torch.device("cpu"), SlotsWanted(64), kernels)
-    assert forwards.numerics.endswith(f", triton {triton_version()}, triton kernels 1, {words}")
+    assert forwards.numerics.endswith(f", triton {triton_version()}, triton kernels 2, {words}")
     assert ", workspaces :4096:8, " in forwards.numerics
     assert planned[0].attention == kernels.attention
 

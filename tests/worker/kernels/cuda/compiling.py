@@ -18,6 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from swiftbatch.worker.forward.cuda.compile_ahead import AbsentGPU
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK_DEPTH
 from tests.worker.kernels.cuda.kernel_constants import KEPT, kernels
 from tests.worker.sampling.cuda.compile_parts import compiled as compile_launch
 from tests.worker.sampling.cuda.compile_parts import drawing_launches
@@ -69,7 +71,7 @@ def type_of(name: str, argument: str, dtype: str) -> str:
     if argument in LONG_INTEGERS:
         return "*i64"
     if argument == "codes_ptr":
-        return "*u8"
+        return "*i16"
     if name.startswith("states: "):
         return f"*{dtype}" if argument in OF_ROWS else "*fp32"
     if name.split()[-1] in KEPT and argument in ("key_ptr", "value_ptr", "keys_ptr", "values_ptr", "kept_ptr"):
@@ -85,7 +87,11 @@ def compiled(name: str, dtype: str, capability: int) -> Any:
     constants = {constant: value for constant, value in given.items() if constant not in options}
     arguments = kernel.arg_names
     signature = {each: "constexpr" if each in constants else type_of(name, each, dtype) for each in arguments}
-    aligned = [each for each in arguments if signature[each].startswith("*") or each.startswith("stride")]
+    if given.get("IS_NARROW") and given["GROUP"] < BLOCK_DEPTH:
+        signature["scales_ptr"] = "*bf16"
+    multiples = ("stride", "num_columns")
+    aligned = [each for each in arguments if signature[each].startswith("*") or each.startswith(multiples)]
+    triton.runtime.driver.set_active(AbsentGPU(f"sm_{capability}"))
     source = ASTSource(
         fn=kernel,
         signature=signature,
@@ -95,9 +101,9 @@ def compiled(name: str, dtype: str, capability: int) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def num_spilled(machine_code: str) -> int:
+def num_spilled(sass: str) -> int:
     """Count accesses of the stack in innermost loops, or anywhere if there is no loop."""
-    places = [(int(place, 16), what) for place, what in re.findall(r"/\*([0-9a-f]{4,5})\*/ +([^;]*);", machine_code)]
+    places = [(int(place, 16), what) for place, what in re.findall(r"/\*([0-9a-f]{4,5})\*/ +([^;]*);", sass)]
     ends = [(place, re.search(r"BRA .*?0x([0-9a-f]+)", what)) for place, what in places]
     loops = [(int(found[1], 16), end) for end, found in ends if found and int(found[1], 16) < end]
     inner = [loop for loop in loops if not any(loop[0] <= o[0] and o[1] <= loop[1] for o in loops if o != loop)]
@@ -109,13 +115,8 @@ def described(name: str, dtype: str, capability: int) -> dict[str, Any]:
     """Return registers and stack bytes (0: no spills) per thread, and shared memory."""
     drawing = drawing_launches()
     made = compile_launch(drawing[name], capability) if name in drawing else compiled(name, dtype, capability)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
-        file.flush()
-        usage, machine_code = (
-            subprocess.run([CUOBJDUMP, what, file.name], capture_output=True, text=True, check=True).stdout
-            for what in ("-res-usage", "-sass")
-        )
+    usage, sass = (dumped(made, what) for what in ("-res-usage", "-sass"))
+    loop = loop_of(sass)
     layouts = re.findall(r"#ttg.nvidia_mma<\{[^}]*warpsPerCTA = \[([^\]]*)\]", made.asm["ttgir"])
     ops = ("wgmma.mma_async", "mma.sync", "cp.async", "bar.sync", "cvt.rn.bf16x2.f32", "fma.rn.bf16x2")
     return {
@@ -124,15 +125,37 @@ def described(name: str, dtype: str, capability: int) -> dict[str, Any]:
         "capability": capability,
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),  # type: ignore[index]
         "stack": int(re.search(r"STACK:(\d+)", usage)[1]),  # type: ignore[index]
-        "spilled": num_spilled(machine_code),
+        "spilled": num_spilled(sass),
         "local": int(re.search(r"LOCAL:(\d+)", usage)[1]),  # type: ignore[index]
         "shared": made.metadata.shared,
         "warps": made.metadata.num_warps,
         "layouts": [[int(number) for number in layout.split(",")] for layout in layouts],
         "ops": {op: made.asm["ptx"].count(op) for op in ops},
         "products": sorted(set(re.findall(r"(?:wgmma\.mma_async|mma\.sync)[.\w]*", made.asm["ptx"]))),
+        "loop": len(loop),
+        "loop ops": Counter(re.sub(r"^@\S+ ", "", each).split(".")[0].split()[0] for each in loop),
+        "k widths": sorted(set(re.findall(r"kWidth = (\d)", made.asm["ttgir"]))),
         "copied": Counter(re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*\], (0x\w+)", made.asm["ptx"])),
     }
+
+
+def dumped(made: Any, what: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        return subprocess.run([CUOBJDUMP, what, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def loop_of(sass: str) -> list[str]:
+    """Return the instructions of the longest loop: from a target to the branch back to it."""
+    lines = re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass, re.MULTILINE)
+    places = {int(address, 16): number for number, (address, _) in enumerate(lines)}
+    loops = [range(0)]
+    for number, (_, words) in enumerate(lines):
+        if branch := re.search(r"BRA 0x([0-9a-f]+)", words):
+            loops.append(range(places.get(int(branch[1], 16), number), number + 1))
+    longest = max(loops, key=len)
+    return [words for _, words in lines[longest.start : longest.stop]]
 
 
 if __name__ == "__main__":

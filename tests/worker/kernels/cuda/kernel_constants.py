@@ -40,8 +40,9 @@ from tests.worker.kernels.cuda.product_constants import (
     QWEN3,
     Made,
     expert_kernels,
+    linear_kernels,
     packed_kernels,
-    packed_zeros,
+    plain_zeros,
     product,
     without,
 )
@@ -79,6 +80,7 @@ def kernels(dtype: str) -> dict[str, Made]:
     return (
         found
         | kernels_besides_attention()
+        | linear_kernels(dtype)
         | packed_kernels()
         | coded_kernels(dtype)
         | expert_kernels(dtype)
@@ -178,19 +180,16 @@ def coded_kernels(dtype: str) -> dict[str, Made]:
 def wide_kernels(dtype: str) -> dict[str, Made]:
     attention = AttentionShape(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM, DTYPES[dtype], MOST_ROWS)
     paged = without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | PAGES
-    packed = packed_zeros("uint4", HIDDEN, 128, has_offsets=True)
     tile = gemm.tile_rows(torch.zeros(MOST_ROWS, 1, dtype=DTYPES[dtype]))
     choice_of = moe_router.choice_constants(QWEN3, 2048, DTYPES[dtype], False, False, False, MOST_ROWS)
     found: dict[str, Made] = {
         "prefix in pages": (tree_attention.prefix_split, paged),
         "tail": (tail_attention.tail_merge, without(attention.tail_constants(), "HAS_SINKS", "sinks_ptr")),
-        "linear": product(torch.zeros(1, HIDDEN), num_tile_rows=tile),
+        "linear": product(plain_zeros(dtype), num_tile_rows=tile),
         "experts' router": (moe_router.multiply_router, moe_router.router_constants(2880, 128, MOST_ROWS)),
         "choice of Qwen3": (moe_router.choose_row, choice_of | dict.fromkeys(("router_bias_ptr", "choice_bias_ptr"))),
         "sort of choices": (moe_router.sort_choices, moe_router.sort_constants(QWEN3, MOST_ROWS)),
     }
-    if dtype == "bf16":
-        found["packed uint4 with offsets"] = product(packed, num_tile_rows=tile)
     return {f"{name} of {MOST_ROWS} rows": made for name, made in found.items()}
 
 
@@ -213,7 +212,6 @@ def kernels_besides_attention() -> dict[str, Made]:
     bent = active | {"HAS_GATES": False, "ACTIVATION": int(Activation.XIELU)}
     active |= {"curve_ptr": None}
     embed = {"HIDDEN": HIDDEN, "WIDTH": HIDDEN, "SCALE": 1.0}
-    weight = torch.zeros(1, HIDDEN)
     return {
         "rope": (layers.rope_store_heads, without(rope | in_order, "HAS_NORM", "query_norm_ptr", "key_norm_ptr")),
         "rope with norms": (layers.rope_store_heads, rope | in_order | {"HAS_NORM": True}),
@@ -240,9 +238,6 @@ def kernels_besides_attention() -> dict[str, Made]:
             layers.softcap_row,
             {"VOCAB": 32000, "COLUMNS": layers.SOFTCAP_COLUMNS, "CAP": 30.0},
         ),
-        "linear": product(weight),
-        "linear with bias": product(weight, has_bias=True),
-        "head": product(weight),
         **griffin_kernels(),
         "read": (machine_checks.read_numbers, machine_checks.READ_CONSTANTS),
         "noise": (machine_checks.store_noise, {"BLOCK": machine_checks.NOISE_BLOCK}),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from swiftbatch.worker.kernels.cuda import gemm, moe_gemm, moe_router
+from swiftbatch.worker.kernels.cuda.repacked_weights import RepackedMatrix, repacked
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedExperts
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kernels.layer_specs import Activation, Routing, Score
@@ -21,15 +23,48 @@ def without(constants: dict[str, int], has: str, *pointers: str) -> dict[str, An
     return constants | {has: False} | dict.fromkeys(pointers)
 
 
-def packed_kernels() -> dict[str, Made]:
-    """Return every code; groups of 16, 32, 128 and a whole depth."""
-    found = {f"packed {code}": packed_gemm(code, 128) for code in TABLES}
-    return found | {
-        "packed e2m1 in blocks of 16": packed_gemm("e2m1", 16),
-        "packed int8 over the depth": packed_gemm("int8", HIDDEN),
-        "packed uint4 with offsets": packed_gemm("uint4", 32, has_offsets=True),
-        "packed e4m3 of another depth": packed_gemm("e4m3", 32, depth=HIDDEN + 32),
+WIDE = 1 + 2.0**-12  # a scale that bfloat16 rounds
+MANY_COLUMNS = 28672  # of Llama 3.1 8B's gate and up projections
+ROWS_OF_PACKED = (16, NUM_ROWS, 128)
+
+
+def packed_forms() -> dict[str, PackedMatrix]:
+    """Return every code; scales in bfloat16 and float32; groups of 16, 32, 128 and a whole depth; few columns."""
+    found = {
+        "packed uint4": packed_zeros("uint4", HIDDEN, 128, offset=-8.0),
+        "packed uint4 without offsets": packed_zeros("uint4", HIDDEN, 128),
+        "packed uint4 with offsets": packed_zeros("uint4", HIDDEN, 128, scale=WIDE, offset=1.0),
+        "packed e4m3": packed_zeros("e4m3", HIDDEN, 128, scale=WIDE),
+        "packed e4m3 of another depth": packed_zeros("e4m3", HIDDEN + 32, 32, scale=WIDE),
+        "packed e2m1": packed_zeros("e2m1", HIDDEN, 32),
+        "packed e2m1 in blocks of 16": packed_zeros("e2m1", HIDDEN, 16, scale=WIDE),
+        "packed iq4_nl": packed_zeros("iq4_nl", HIDDEN, 32, scale=WIDE),
+        "packed int8": packed_zeros("int8", HIDDEN, HIDDEN, scale=WIDE),
+        "packed uint8": packed_zeros("uint8", HIDDEN, 32, scale=WIDE, offset=1.0),
+        "packed uint4 of few columns": packed_zeros("uint4", HIDDEN, 128, offset=-8.0, num_columns=HIDDEN),
+        "packed e4m3 of few columns": packed_zeros("e4m3", HIDDEN, 128, scale=WIDE, num_columns=HIDDEN),
     }
+    assert {matrix.code for matrix in found.values()} == set(TABLES)
+    return found
+
+
+def linear_kernels(dtype: str) -> dict[str, Made]:
+    weight = plain_zeros(dtype)
+    return {
+        "linear": product(weight),
+        "linear of 16 rows": product(weight, num_tile_rows=16),
+        "linear of few columns": product(plain_zeros(dtype, HIDDEN)),
+        "linear with bias": product(weight, has_bias=True),
+        "head": product(weight),
+    }
+
+
+def packed_kernels() -> dict[str, Made]:
+    found = {}
+    for num_rows in ROWS_OF_PACKED:
+        behind = "" if num_rows == NUM_ROWS else f" of {num_rows} rows"
+        found |= {f"{name}{behind}": product(each, num_tile_rows=num_rows) for name, each in packed_forms().items()}
+    return found
 
 
 QWEN3 = Routing(128, 8, Score.SOFTMAX)  # 30B A3B
@@ -65,10 +100,10 @@ def expert_kernels(dtype: str) -> dict[str, Made]:
 def packed_experts() -> dict[str, Made]:
     """Return FP8 in blocks of 128, gpt-oss' MXFP4 with its limit, NVFP4, and int4 with offsets."""
     return {
-        "FP8 experts": expert_product(QWEN3, packed_zeros("e4m3", 2048, 128), is_gated=True),
+        "FP8 experts": expert_product(QWEN3, packed_zeros("e4m3", 2048, 128, scale=WIDE), is_gated=True),
         "MXFP4 experts": expert_product(GPT_OSS, packed_zeros("e2m1", 2880, 32), is_gated=True, limit=7.0),
-        "NVFP4 experts": expert_product(QWEN3, packed_zeros("e2m1", 2048, 16), is_gated=False),
-        "int4 experts": expert_product(QWEN3, packed_zeros("uint4", 2048, 128, has_offsets=True), is_gated=False),
+        "NVFP4 experts": expert_product(QWEN3, packed_zeros("e2m1", 2048, 16, scale=WIDE), is_gated=False),
+        "int4 experts": expert_product(QWEN3, packed_zeros("uint4", 2048, 128, scale=WIDE, offset=1.0), is_gated=False),
     }
 
 
@@ -107,11 +142,18 @@ def summed(has_share: bool) -> dict[str, Any]:
     return constants | {"HAS_SHARED": has_share, "HAS_SHARE": has_share}
 
 
-def packed_zeros(code: Code, depth: int, group: int, *, has_offsets: bool = False) -> PackedMatrix:
-    codes = torch.zeros(1, depth * CODE_BITS[code] // 8, dtype=torch.uint8)
-    scales = torch.zeros(1, depth // group)
-    return PackedMatrix(code, codes, scales, torch.bfloat16, scales if has_offsets else None)
+def packed_zeros(
+    code: Code, depth: int, group: int, *, scale: float = 1.0, offset: float = 0.0, num_columns: int = MANY_COLUMNS
+) -> RepackedMatrix:
+    """Return a matrix of zeros, whose columns are one column; `offset` is in scales."""
+    codes, scales = (
+        torch.zeros(1, depth * CODE_BITS[code] // 8, dtype=torch.uint8),
+        torch.full((1, depth // group), scale),
+    )
+    made = repacked(PackedMatrix(code, codes, scales, torch.bfloat16, offset * scales if offset else None))
+    scales, offsets = (None if each is None else each.expand(-1, num_columns) for each in (made.scales, made.offsets))
+    return replace(made, codes=made.codes.expand(num_columns, -1), scales=scales, offsets=offsets)
 
 
-def packed_gemm(code: Code, group: int, *, has_offsets: bool = False, depth: int = HIDDEN) -> Made:
-    return product(packed_zeros(code, depth, group, has_offsets=has_offsets))
+def plain_zeros(dtype: str, num_columns: int = MANY_COLUMNS) -> torch.Tensor:
+    return torch.zeros(1, HIDDEN, dtype=DTYPES[dtype]).expand(num_columns, -1)

@@ -24,7 +24,7 @@ from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, KeptLa
 from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES, HEAD_BLOCKS, KV_SCALE_BYTES, NUM_ROWS, num_splits
 from swiftbatch.worker.kernels.kv_codes import CODES, coded, numbers_of
 from tests.worker.kernels.cuda.arenas import CAPACITY, Arena, arena_of, padded, random_arena, random_rows
-from tests.worker.kernels.cuda.ptx import run_assembly
+from tests.worker.kernels.cuda.ptx_on_cpu import run
 from tests.worker.kernels.cuda.test_decoder import is_near
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, Shape
 
@@ -109,6 +109,6 @@ def test_a_gpu_s_assembly_gives_the_number_of_every_code(assembly: tl.constexpr,
     codes = np.arange(256, dtype=np.uint8).reshape(2, 128)
     if code != torch.int8:
         codes[codes & 127 == 127] = 0  # NaN is never kept
-    pairs = run_assembly(assembly.value, 2, [codes.view(np.uint32)])
-    found = np.stack(pairs, -1).view(np.int16).reshape(2, 128)
-    assert torch.equal(torch.from_numpy(found).view(torch.bfloat16).float(), torch.from_numpy(codes).view(code).float())
+    words = torch.from_numpy(codes.view(np.uint32).astype(np.int64)).flatten()
+    found = torch.cat(run(assembly.value, words, 2), -1).view(2, 128)
+    assert torch.equal(found.float(), torch.from_numpy(codes).view(code).float())

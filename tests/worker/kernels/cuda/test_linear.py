@@ -6,8 +6,11 @@ from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda import gemm
 from swiftbatch.worker.kernels.cuda.gemm import LinearKernel, cublas_linear, triton_linear
+from swiftbatch.worker.kernels.cuda.repacked_weights import repacked
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
+from swiftbatch.worker.kernels.quantized_weights import Code, Weight, plain
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32
+from tests.worker.kernels.packed_parts import random_packed
 
 SIZES = [(48, 16), (100, 128), (33, 400)]  # columns and depth
 
@@ -62,6 +65,41 @@ def test_a_row_has_the_same_bits_in_all_places_among_any_neighbours(dtype: torch
         rows[place] = row
         rows[(place + 1) % NUM_ROWS] = float("nan")
         assert torch.equal(product(triton_linear, rows, weight, bias, FLOAT32)[place], expected)
+
+
+ROWS = (16, 32, 64, 128, 256)
+
+
+@pytest.mark.parametrize("code", [None, "uint4", "e4m3"])
+def test_any_number_of_rows_gives_a_row_the_same_bits_in_any_place(code: Code | None) -> None:
+    """Checks all pairs of numbers of rows, and the sums against float64."""
+    weight: Weight = normal(140, 400, dtype=BF16)
+    if code is not None:
+        weight = repacked(random_packed(code, 140, 400, 16, has_offsets=code == "uint4"))
+    rows = normal(max(ROWS), 400, dtype=BF16, seed=1)
+    found = {}
+    for num_rows in ROWS:
+        for first in sorted({0, min(num_rows // 2, max(ROWS) - num_rows), max(ROWS) - num_rows}):
+            out = torch.full((num_rows, 140), float("nan"))
+            triton_linear(rows[first : first + num_rows].contiguous(), weight, None, out)
+            found[num_rows, first] = out
+    for (num_rows, first), mine in found.items():
+        for (num_others, other), its in found.items():
+            start, end = max(first, other), min(first + num_rows, other + num_others)
+            if start < end:
+                assert torch.equal(mine[start - first : end - first], its[start - other : end - other])
+    numbers = plain(weight).double()
+    exact, sizes = rows.double() @ numbers.t(), rows.double().abs() @ numbers.abs().t()
+    assert ((found[256, 0].double() - exact).abs() <= 1e-6 * sizes).all()
+
+
+def test_tiles_of_few_and_many_columns_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, weight = normal(NUM_ROWS, 400, dtype=BF16), normal(150, 400, dtype=BF16, seed=1)
+    assert gemm.tile_columns(weight) == 64
+    found = product(triton_linear, rows, weight, None, FLOAT32)
+    monkeypatch.setattr(gemm, "MANY_COLUMNS", 0)
+    assert gemm.tile_columns(weight) == 128
+    assert torch.equal(product(triton_linear, rows, weight, None, FLOAT32), found)
 
 
 def test_another_block_of_the_depth_gives_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:

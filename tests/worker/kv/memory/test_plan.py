@@ -199,12 +199,13 @@ def test_packed_weights_take_what_the_plan_counts_for_them(code: Code, bits: int
     weights = stacked_weights(packed_weights(shape, code, 16, has_offsets=has_offsets), torch.device("cpu"))
     packed = sum(math.prod(product.weight.shape) for product in weights.products)
     others = weights.embedding.numel() + 5 * shape.hidden
-    part = PackedPart(packed, bits, 16, has_offsets)
-    sizes = sizes_of(config, packed + others, "bfloat16", (part,))
+    shapes = [product.weight.shape for product in weights.products]
+    parts = tuple(PackedPart(math.prod(each), bits, 16, has_offsets, each[1]) for each in shapes)
+    sizes = sizes_of(config, packed + others, "bfloat16", parts)
     assert sizes is not None
     assert sizes.weight_bytes == sum(product.weight.nbytes for product in weights.products) + 2 * others
     assert one_slot(sizes, GPU, 1000).needs[WEIGHTS] == (sizes.weight_bytes, 0)
-    dequantized = sizes_of(config, packed + others, "float32", (part,))
+    dequantized = sizes_of(config, packed + others, "float32", parts)
     assert dequantized is not None
     assert dequantized.weight_bytes == 4 * (packed + others)
 
