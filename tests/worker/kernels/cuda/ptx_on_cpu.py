@@ -56,7 +56,7 @@ OPERATIONS = {
 def run(ptx: str, words: Tensor, num_outputs: int) -> list[Tensor]:
     """Return outputs `$0` onwards, as bfloat16 pairs `[n, 2]`, for words `[n] int64` of 32 bits."""
     known: dict[str, Tensor] = {f"${num_outputs}": words}
-    for line in filter(None, (each.strip() for each in ptx.strip("{}").split(";"))):
+    for line in filter(None, (each.strip() for each in ptx.strip().strip("{}").split(";"))):
         name, rest = line.split(None, 1)
         if name == ".reg":
             continue

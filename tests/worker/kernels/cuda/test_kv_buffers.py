@@ -104,7 +104,9 @@ def test_copies_and_means_of_codes_are_of_their_numbers(kv_dtype: KVDtype) -> No
     assert torch.equal(*means)
 
 
-@pytest.mark.parametrize(("assembly", "code"), [(INT8_PAIRS, torch.int8), (E4M3_PAIRS, torch.float8_e4m3fn)], ids=str)
+@pytest.mark.parametrize(
+    ("assembly", "code"), [(INT8_PAIRS, torch.int8), (E4M3_PAIRS, torch.float8_e4m3fn)], ids=["int8", "e4m3"]
+)
 def test_a_gpu_s_assembly_gives_the_number_of_every_code(assembly: tl.constexpr, code: torch.dtype) -> None:
     codes = np.arange(256, dtype=np.uint8).reshape(2, 128)
     if code != torch.int8:
