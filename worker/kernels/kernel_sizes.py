@@ -16,6 +16,7 @@ MOST_SPLITS = 64  # of a prefix; longer ones have longer splits
 MOST_SLOTS = 32  # up to here twice the jobs give a fifth more tokens (docs/speed.md), but each job takes longer
 LANES = 16  # numbers that the kernels multiply at once, so all widths are multiples of it
 BLOCK_DEPTH = 128  # numbers along the depth that a GPU's matrix products read per step
+MOST_PARTS = 8  # of a product's depth, so that a product with few columns occupies every multiprocessor
 KV_SCALE_BYTES = 4  # a scale follows the codes of an 8-bit key or value
 CUDA_SCALE_BYTES = 16  # the scale and its padding, which aligns a GPU's rows to 16 bytes
 HEAD_DIMS = range(64, 257, LANES)
@@ -51,6 +52,11 @@ def most_slots(num_rows: int) -> int:
 def num_splits(capacity: int, least_blocks: int) -> int:
     """Return the most splits of a prefix in a cache of `capacity` positions."""
     return min(MOST_SPLITS, -(-capacity // (BLOCK * least_blocks)))
+
+
+def parts_of_depth(depth: int) -> int:
+    """Return the parts of a product whose result is added to the residual; its bits depend on them."""
+    return min(MOST_PARTS, -(-depth // BLOCK_DEPTH))
 
 
 def fills_blocks(group: int, depth: int) -> bool:

@@ -11,6 +11,7 @@ from swiftbatch.jobs.run.run_records import AttentionName
 from swiftbatch.worker.kernels.kernel_sizes import (
     HEAD_BLOCKS,
     LATENT_BLOCKS,
+    MOST_PARTS,
     MOST_SLOTS,
     NUM_ROWS,
     ROW_CHOICES,
@@ -216,7 +217,7 @@ def _row_bytes(sizes: ModelSizes, num_rows: int, logit_bytes: int = LOGIT_BYTES)
     widths = 4 * sizes.hidden + heads + 3 * sizes.intermediate
     if sizes.experts is not None:
         widths += sizes.experts.num_chosen * (sizes.experts.width + sizes.hidden)
-    numbers = 0 if sizes.recurrent is None else _mixed_numbers(sizes.recurrent)
+    numbers = MOST_PARTS * sizes.hidden + (0 if sizes.recurrent is None else _mixed_numbers(sizes.recurrent))
     return num_rows * (widths * sizes.item_size + FLOAT_BYTES * numbers + sizes.vocab * logit_bytes)
 
 

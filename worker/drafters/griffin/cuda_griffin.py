@@ -39,6 +39,8 @@ class CudaGriffin(CudaDecoder):
     A row's `logits [NUM_ROWS, vocab] float32` depend only on its own tokens and features.
     """
 
+    has_parts = False  # its own kernels read the layer's result
+
     def __init__(self, weights: GriffinWeights, forwards: CudaForwards, arena: KVArena, features: Tensor) -> None:
         """`features [num_slots, num_places, hidden]`. Raises ValueError for sizes that the kernels do not take."""
         around, device, sizes = forwards.surroundings, forwards.device, weights.sizes

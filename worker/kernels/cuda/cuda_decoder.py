@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ from swiftbatch.worker.kernels.cuda.attention_backends import (
 from swiftbatch.worker.kernels.cuda.cuda_recurrence import StateBuffers
 from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import CudaRecurrentLayers, scale
 from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, PageTable, TableLayout
-from swiftbatch.worker.kernels.cuda.gemm import LinearKernel
+from swiftbatch.worker.kernels.cuda.gemm import LinearKernel, triton_linear
 from swiftbatch.worker.kernels.cuda.mla_kernels import CudaMLA
 from swiftbatch.worker.kernels.cuda.moe_gemm import CudaExperts
 from swiftbatch.worker.kernels.cuda.row_kernels import (
@@ -37,7 +38,7 @@ from swiftbatch.worker.kernels.cuda.row_kernels import (
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedLayer, StackedWeights
 from swiftbatch.worker.kernels.cuda.tree_attention import KeptLayer
 from swiftbatch.worker.kernels.decoder_weights import other_rotary
-from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, MOST_PARTS, NUM_ROWS, parts_of_depth
 from swiftbatch.worker.kernels.kv_codes import cuda_row_width
 from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.quantized_weights import AnyLinear
@@ -45,7 +46,7 @@ from swiftbatch.worker.kernels.rope_cos_sin import angles, kept_as, query_scales
 from swiftbatch.worker.kernels.rope_scaling import Rotary
 
 ROW_BUFFERS = (
-    *("_state", "_normed", "_delta", "_beside", "_scaled", "_qkv", "_mixed", "_gate_up", "_activated"),
+    *("_state", "_normed", "_whole", "_beside", "_scaled", "_qkv", "_mixed", "_gate_up", "_activated"),
     *("hidden", "features", "logits"),
 )
 
@@ -57,6 +58,8 @@ class CudaDecoder:
     """
 
     feature_layers: tuple[int, ...] = ()
+    has_parts = True  # products in Triton leave the next norm to sum their parts
+    _delta_parts: Tensor | None
 
     def __init__(
         self,
@@ -140,6 +143,9 @@ class CudaDecoder:
         other.layout, other.attention = replace(self.layout, num_rows=num_rows), self.attention.narrowed(num_rows)
         for name in ROW_BUFFERS:
             setattr(other, name, getattr(self, name)[:num_rows])
+        if self._delta_parts is not None:
+            shape = (MOST_PARTS, num_rows, self.sizes.hidden)
+            other._delta_parts = self._delta_parts.flatten()[: math.prod(shape)].view(shape)
         other._allocate_table(self.logits.device)
         return other
 
@@ -238,7 +244,9 @@ class CudaDecoder:
         if layer.attention is not None:
             self._attend(self._attending[number], layer, rows, *layer.attention)
         if layer.mixer is not None and self.mixers is not None:
-            out = self._delta if layer.attention is None else self._beside
+            if layer.attention is None:
+                self._delta = self._whole
+            out = self._whole if layer.attention is None else self._beside
             self.mixers.run(self._state_table, self._mixing[number], layer.mixer, rows, out)
             if layer.attention is not None:
                 self._delta.add_(self._beside)
@@ -255,8 +263,7 @@ class CudaDecoder:
             gate_heads(self._table.rows, self._qkv, found)
         if layer.latent is not None and self._latents is not None:
             found = self._latents.values(layer.latent, found, self._table)
-        self._linear(found.flatten(1), behind.weight, behind.bias, self._delta)
-        scale(self._delta, self.sizes.attention_out_scale)
+        self._find_delta(found.flatten(1), behind, self.sizes.attention_out_scale, layer.mixer is None)
 
     def _take_heads(
         self, layer: StackedLayer, in_front: AnyLinear, rows: Tensor, kept: KeptLayer, table: CudaRowTable[Tensor]
@@ -285,11 +292,18 @@ class CudaDecoder:
             self._linear(rows, wide.weight, wide.bias, gate_up)
             scale(gate_up[:, : activated.shape[1]], self.sizes.gate_scale)
             activate(self._table.rows, gate_up, activated, self.sizes.activation, layer.curve)
-            self._linear(activated, down.weight, down.bias, self._delta)
-            scale(self._delta, self.sizes.down_scale)
+            self._find_delta(activated, down, self.sizes.down_scale, layer.experts is None)
         if layer.experts is not None and self._experts is not None:
-            has_shared = layer.dense_mlp is not None
+            has_shared, self._delta = layer.dense_mlp is not None, self._whole
             self._experts.run(self._table.rows, layer.experts, rows, self._delta, has_shared)
+
+    def _find_delta(self, rows: Tensor, product: AnyLinear, factor: float, is_alone: bool) -> None:
+        """Multiply rows for the next norm, which adds the result to the state; nothing else may change parts."""
+        self._delta = self._whole
+        if self._delta_parts is not None and is_alone and factor == 1.0:
+            self._delta = self._delta_parts[: parts_of_depth(product.weight.shape[1])]
+        self._linear(rows, product.weight, product.bias, self._delta)
+        scale(self._delta, factor)
 
     def _allocate(self, device: torch.device) -> None:
         """Allocate static buffers of zeros, because padding rows must not hold NaN."""
@@ -299,7 +313,10 @@ class CudaDecoder:
             return torch.zeros(num_rows, *shape, dtype=sizes.dtype, device=device)
 
         self._allocate_table(device)
-        self._state, self._normed, self._delta = (rows(sizes.hidden) for _ in range(3))
+        self._state, self._normed, self._whole = (rows(sizes.hidden) for _ in range(3))
+        self._delta, self._delta_parts = self._whole, None
+        if self.has_parts and self._linear is triton_linear:
+            self._delta_parts = torch.zeros(MOST_PARTS, num_rows, sizes.hidden, device=device)
         is_beside = any(layer.attention is not None and layer.mixer is not None for layer in layers)
         # layers with both attention and a state use these
         self._beside, self._scaled = (rows(sizes.hidden if is_beside else 0) for _ in range(2))

@@ -28,7 +28,10 @@ class LinearKernel(Protocol):
     """Product `rows [num_rows, depth] @ weight [columns, depth].T + bias [columns]`, summed in float32."""
 
     def __call__(self, rows: Tensor, weight: Weight, bias: Tensor | None, out: Tensor) -> None:
-        """Write `out [num_rows, columns]`, in the rows' dtype or float32."""
+        """Write `out [num_rows, columns]`, in the rows' dtype or float32.
+
+        In Triton, `out [num_parts, num_rows, columns] float32` gets the sums of as many parts of the depth.
+        """
 
 
 def cublas_linear(rows: Tensor, weight: Weight, bias: Tensor | None, out: Tensor) -> None:
@@ -259,16 +262,21 @@ def multiply_columns(
     TILE_ROWS: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr, IS_PACKED: tl.constexpr, DECODE: tl.constexpr, ASSEMBLY: tl.constexpr,
     PLACES: tl.constexpr, ZERO: tl.constexpr, FACTOR: tl.constexpr, PADDED_DEPTH: tl.constexpr, GROUP: tl.constexpr,
-    IS_NARROW: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+    IS_NARROW: tl.constexpr, HAS_OFFSETS: tl.constexpr, NUM_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Program (rows, columns): sums the blocks along the depth in order, then adds the bias."""
+    """Program (rows, columns, part): sums the blocks of its part of the depth in order; the first adds the bias."""
+    part, begin, end = tl.program_id(2), 0, DEPTH
+    if NUM_PARTS > 1:
+        PART: tl.constexpr = tl.cdiv(tl.cdiv(DEPTH, BLOCK_DEPTH), NUM_PARTS) * BLOCK_DEPTH
+        begin = part * PART
+        end = tl.minimum(begin + PART, DEPTH)
     rows, depth = tl.arange(0, TILE_ROWS), tl.arange(0, BLOCK_DEPTH)
     input_ptr += tl.program_id(0) * TILE_ROWS * DEPTH + rows[None, :] * DEPTH + depth[:, None]
-    out_ptr += tl.program_id(0) * TILE_ROWS * num_columns
+    out_ptr += (part * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * TILE_ROWS * num_columns
     columns = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     is_column, first = columns < num_columns, tl.full([], 0, tl.int64)
     acc = tl.zeros([TILE_COLUMNS, TILE_ROWS], tl.float32)
-    for start in range(0, DEPTH, BLOCK_DEPTH):
+    for start in range(begin, end, BLOCK_DEPTH):
         x = read(input_ptr + start, (depth < DEPTH - start)[:, None], DEPTH % BLOCK_DEPTH == 0)
         w = weight_block(
             weight_ptr, codes_ptr, scales_ptr, offsets_ptr, first, columns, num_columns, start, stride_group, x.dtype,
@@ -277,16 +285,17 @@ def multiply_columns(
         )  # fmt: skip
         acc = dot(w, x, acc)
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + columns, mask=is_column, other=0.0).to(tl.float32)[:, None]
+        own = is_column if NUM_PARTS == 1 else is_column & (part == 0)
+        acc += tl.load(bias_ptr + columns, mask=own, other=0.0).to(tl.float32)[:, None]
     out_ptr += rows.to(tl.int64)[None, :] * num_columns + columns[:, None]
     tl.store(out_ptr, rounded(acc, out_ptr.dtype.element_ty), mask=is_column[:, None])
 
 
 def triton_linear(rows: Tensor, weight: Weight, bias: Tensor | None, out: Tensor) -> None:
     """Multiply in Triton, on a CPU in its interpreter; a packed weight gives the bits of the dequantized one."""
-    num_columns = weight.shape[0]
-    constants = multiply_constants(weight, bias is not None, tile_rows(rows))
-    grid = len(rows) // constants["TILE_ROWS"], triton.cdiv(num_columns, constants["TILE_COLUMNS"])
+    num_columns, num_parts = weight.shape[0], len(out) if out.dim() == 3 else 1
+    constants = multiply_constants(weight, bias is not None, tile_rows(rows), num_parts)
+    grid = len(rows) // constants["TILE_ROWS"], triton.cdiv(num_columns, constants["TILE_COLUMNS"]), num_parts
     pointers, stride = weight_arguments(weight)
     multiply_columns[grid](rows, *pointers, bias, out, num_columns, stride, **constants)
 
@@ -304,22 +313,25 @@ def tile_rows(rows: Tensor) -> int:
     return min(len(rows), MOST_TILE_BYTES // rows.element_size())
 
 
-def tile_columns(weight: Weight) -> int:
+def tile_columns(weight: Weight, num_parts: int = 1) -> int:
     """Return the columns per program, on which no bit depends."""
     if weight.dtype.itemsize > 2:
         return TILE_COLUMNS
-    return MOST_TILE_COLUMNS if weight.shape[0] >= MANY_COLUMNS else FEW_TILE_COLUMNS
+    return MOST_TILE_COLUMNS if num_parts * weight.shape[0] >= MANY_COLUMNS else FEW_TILE_COLUMNS
 
 
-def multiply_constants(weight: Weight, has_bias: bool, num_tile_rows: int = NUM_ROWS) -> dict[str, Any]:
+def multiply_constants(
+    weight: Weight, has_bias: bool, num_tile_rows: int = NUM_ROWS, num_parts: int = 1
+) -> dict[str, Any]:
     """Return constants, warps and stages of `multiply_columns`."""
-    num_columns, is_low = tile_columns(weight), num_tile_rows * weight.dtype.itemsize <= MOST_TILE_BYTES // 2
+    num_columns, is_low = tile_columns(weight, num_parts), num_tile_rows * weight.dtype.itemsize <= MOST_TILE_BYTES // 2
     return form_constants(weight) | {
         "TILE_ROWS": num_tile_rows,
         "DEPTH": weight.shape[1],
         "HAS_BIAS": has_bias,
         "TILE_COLUMNS": num_columns,
         "BLOCK_DEPTH": BLOCK_DEPTH,
+        "NUM_PARTS": num_parts,
         "num_warps": 4 if is_low or num_columns == FEW_TILE_COLUMNS else 8,  # no warp decodes what another one does
         "num_stages": 4 if is_low else 3,
     }

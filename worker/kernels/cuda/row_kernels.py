@@ -81,9 +81,9 @@ def normed_row(row, is_real, weight_ptr, columns, count, epsilon, FORM: tl.const
 def add_norm_row(
     rows_ptr, state_ptr, delta_ptr, behind_ptr, weight_ptr, normed_ptr, epsilon,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_BEHIND: tl.constexpr,
-    HAS_FRONT: tl.constexpr, DELTA_SCALE: tl.constexpr, FORM: tl.constexpr,
+    HAS_FRONT: tl.constexpr, DELTA_SCALE: tl.constexpr, FORM: tl.constexpr, NUM_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): adds the delta to the state, and writes the state's norm."""
+    """Program (row): adds the delta, which is summed from its parts in order, to the state; writes the state's norm."""
     if is_padding(rows_ptr, tl.program_id(0)):
         return
     columns = tl.arange(0, WIDTH)
@@ -93,6 +93,9 @@ def add_norm_row(
     state = tl.load(state_ptr + places, mask=is_real, other=0.0).to(tl.float32)
     if HAS_DELTA:
         delta = tl.load(delta_ptr + places, mask=is_real, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, NUM_PARTS):
+            delta += tl.load(delta_ptr + part * tl.num_programs(0) * HIDDEN + places, mask=is_real, other=0.0)
+        delta = rounded(delta, dtype)
         if HAS_BEHIND:
             delta = normed_row(delta, is_real, behind_ptr, columns, HIDDEN, epsilon, FORM, dtype)
         if DELTA_SCALE != 1.0:
@@ -146,13 +149,15 @@ def add_norm(
 ) -> None:
     """Add scaled `delta [num_rows, hidden]` to `state`, and write the state's RMS norm times `front [hidden]`.
 
-    With `behind [hidden]`, the RMS norm of `delta` is added instead of `delta` itself.
+    With `behind [hidden]`, the RMS norm of `delta` is added instead of `delta` itself. A delta in parts, `[num_parts,
+    num_rows, hidden] float32`, is summed in their order and rounded to the state's dtype.
     """
     hidden = state.shape[1]
     add_norm_row[(len(rows),)](
         rows, state, delta, behind, front, normed, epsilon,
         HIDDEN=hidden, WIDTH=triton.next_power_of_2(hidden), HAS_DELTA=delta is not None,
         HAS_BEHIND=behind is not None, HAS_FRONT=front is not None, DELTA_SCALE=delta_scale, FORM=int(form),
+        NUM_PARTS=len(delta) if delta is not None and delta.dim() == 3 else 1,
     )  # fmt: skip
 
 

@@ -72,6 +72,8 @@ def type_of(name: str, argument: str, dtype: str) -> str:
         return "*i64"
     if argument == "codes_ptr":
         return "*i16"
+    if "parts" in name and argument in ("out_ptr", "delta_ptr"):
+        return "*fp32"
     if name.startswith("states: "):
         return f"*{dtype}" if argument in OF_ROWS else "*fp32"
     if name.split()[-1] in KEPT and argument in ("key_ptr", "value_ptr", "keys_ptr", "values_ptr", "kept_ptr"):

@@ -204,7 +204,15 @@ def kernels_besides_attention() -> dict[str, Made]:
     rope |= without({}, "HAS_SCALES", "query_scales_ptr")
     in_order = without({}, "IS_PACKED", "packed_ptr")
     differing = {"HAS_NORM": True, "NORMS_DIFFER": True, "FORM": int(NormForm.CENTRED)}
-    norm = {"HIDDEN": HIDDEN, "WIDTH": HIDDEN, "HAS_DELTA": True, "HAS_FRONT": True, "DELTA_SCALE": 1.0, "FORM": 0}
+    norm = {
+        "HIDDEN": HIDDEN,
+        "WIDTH": HIDDEN,
+        "HAS_DELTA": True,
+        "HAS_FRONT": True,
+        "DELTA_SCALE": 1.0,
+        "FORM": 0,
+        "NUM_PARTS": 1,
+    }
     front = without(norm, "HAS_BEHIND", "behind_ptr")
     behind = norm | {"HAS_BEHIND": True, "FORM": int(NormForm.ONCE)}
     heads = {"ALL": 3 * HIDDEN, "QUERIES": HIDDEN, "KEYS": HIDDEN, "WIDTH": HIDDEN, "FORM": int(NormForm.ONCE)}
@@ -223,6 +231,7 @@ def kernels_besides_attention() -> dict[str, Made]:
         "embed, scaled": (layers.embed_row, embed | {"SCALE": 12.0}),
         "norm": (layers.add_norm_row, without(front, "HAS_DELTA", "delta_ptr")),
         "add and norm": (layers.add_norm_row, front),
+        "add parts and norm": (layers.add_norm_row, front | {"NUM_PARTS": 8}),
         "add, scaled, and norm": (layers.add_norm_row, front | {"DELTA_SCALE": 0.22}),
         "norm, add and norm": (layers.add_norm_row, behind),
         "norm and add": (layers.add_norm_row, without(behind, "HAS_FRONT", "weight_ptr", "normed_ptr")),

@@ -54,6 +54,7 @@ def linear_kernels(dtype: str) -> dict[str, Made]:
         "linear": product(weight),
         "linear of 16 rows": product(weight, num_tile_rows=16),
         "linear of few columns": product(plain_zeros(dtype, HIDDEN)),
+        "linear in parts": product(plain_zeros(dtype, HIDDEN), num_parts=8),
         "linear with bias": product(weight, has_bias=True),
         "head": product(weight),
     }
@@ -64,7 +65,8 @@ def packed_kernels() -> dict[str, Made]:
     for num_rows in ROWS_OF_PACKED:
         behind = "" if num_rows == NUM_ROWS else f" of {num_rows} rows"
         found |= {f"{name}{behind}": product(each, num_tile_rows=num_rows) for name, each in packed_forms().items()}
-    return found
+    few = {name.removesuffix(" of few columns"): each for name, each in packed_forms().items() if "few" in name}
+    return found | {f"{name} in parts": product(each, num_parts=8) for name, each in few.items()}
 
 
 QWEN3 = Routing(128, 8, Score.SOFTMAX)  # 30B A3B
@@ -132,8 +134,8 @@ def absent_parts(weight: Weight) -> list[str]:
     return ["codes_ptr", "scales_ptr", "offsets_ptr"]
 
 
-def product(weight: Weight, *, has_bias: bool = False, num_tile_rows: int = NUM_ROWS) -> Made:
-    constants = gemm.multiply_constants(weight, has_bias, num_tile_rows)
+def product(weight: Weight, *, has_bias: bool = False, num_tile_rows: int = NUM_ROWS, num_parts: int = 1) -> Made:
+    constants = gemm.multiply_constants(weight, has_bias, num_tile_rows, num_parts)
     return gemm.multiply_columns, constants | dict.fromkeys(["bias_ptr"] * (not has_bias) + absent_parts(weight))
 
 

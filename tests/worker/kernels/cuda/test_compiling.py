@@ -43,6 +43,7 @@ ATTENTION = (
 )
 # Instructions per weight and thread in the loop over the depth, with 16 and 64 rows; before, int4 took 9.1, FP8 9.9.
 LIMITS = {"packed uint4": 3.2, "packed uint4 with offsets": 6.5, "packed e4m3": 6.5, "packed e2m1": 3.8}
+LIMITS |= {"packed uint4 in parts": 3.2, "packed e4m3 in parts": 6.5}
 LIMITS |= {f"{name} of 16 rows": limit for name, limit in LIMITS.items()}
 # Of the other forms, as reached: with fewer columns or more rows a product has more to do per weight.
 REACHED = {

@@ -75,6 +75,21 @@ def test_a_norm_adds_and_rounds_as_the_reference_does(dtype: torch.dtype) -> Non
 
 
 @DTYPES
+@pytest.mark.parametrize("num_parts", [1, 5])
+def test_parts_of_a_delta_are_summed_in_order_and_rounded_once(num_parts: int, dtype: torch.dtype) -> None:
+    state, weight = normal(NUM_ROWS, HIDDEN, dtype=dtype, seed=1), normal(HIDDEN, dtype=dtype, seed=3)
+    parts = normal(num_parts, NUM_ROWS, HIDDEN, dtype=FLOAT32, seed=2)
+    total, other = torch.zeros(NUM_ROWS, HIDDEN), state.clone()
+    for part in parts:
+        total += part
+    normed, expected = (torch.empty(NUM_ROWS, HIDDEN, dtype=dtype) for _ in range(2))
+    add_norm(ALL_ROWS, state, parts, weight, 1e-5, normed)
+    add_norm(ALL_ROWS, other, total.to(dtype), weight, 1e-5, expected)
+    assert torch.equal(state, other)
+    assert torch.equal(normed, expected)
+
+
+@DTYPES
 @pytest.mark.parametrize("form", NormForm)
 def test_a_norm_behind_norms_what_is_added(form: NormForm, dtype: torch.dtype) -> None:
     state, delta = (normal(NUM_ROWS, HIDDEN, dtype=dtype, seed=seed) for seed in (1, 2))

@@ -7,7 +7,7 @@ from torch import Tensor
 from swiftbatch.worker.kernels.cuda import gemm
 from swiftbatch.worker.kernels.cuda.gemm import LinearKernel, cublas_linear, triton_linear
 from swiftbatch.worker.kernels.cuda.repacked_weights import repacked
-from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS, parts_of_depth
 from swiftbatch.worker.kernels.quantized_weights import Code, Weight, plain
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32
 from tests.worker.kernels.packed_parts import random_packed
@@ -91,6 +91,25 @@ def test_any_number_of_rows_gives_a_row_the_same_bits_in_any_place(code: Code | 
     numbers = plain(weight).double()
     exact, sizes = rows.double() @ numbers.t(), rows.double().abs() @ numbers.abs().t()
     assert ((found[256, 0].double() - exact).abs() <= 1e-6 * sizes).all()
+
+
+@pytest.mark.parametrize("code", [None, "uint4"])
+@pytest.mark.parametrize(("depth", "num_parts"), [(64, 1), (400, 4), (1024, 8), (1300, 8)])
+def test_parts_of_the_depth_are_summed_for_any_number_of_rows_alike(
+    code: Code | None, depth: int, num_parts: int
+) -> None:
+    weight: Weight = normal(80, depth, dtype=BF16)
+    if code is not None:
+        weight = repacked(random_packed(code, 80, depth, 4, has_offsets=True))
+    rows, bias = normal(128, depth, dtype=BF16, seed=1), normal(80, dtype=BF16, seed=2)
+    assert parts_of_depth(depth) == num_parts
+    wide, narrow = (torch.full((num_parts, number, 80), float("nan")) for number in (128, 64))
+    triton_linear(rows, weight, bias, wide)
+    triton_linear(rows[:64].contiguous(), weight, bias, narrow)
+    assert torch.equal(wide[:, :64], narrow)
+    numbers = plain(weight).double()
+    exact, sizes = rows.double() @ numbers.t() + bias, rows.double().abs() @ numbers.abs().t()
+    assert ((wide.double().sum(0) - exact).abs() <= 1e-6 * sizes + 1e-6).all()
 
 
 def test_tiles_of_few_and_many_columns_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
