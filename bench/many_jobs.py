@@ -16,12 +16,12 @@ from bench.tables import Record
 from swiftbatch.worker.drafters.choice.tree_sizes import NODE_CHOICES, PRIOR_ACCEPTANCE, best_shares
 from swiftbatch.worker.forward.step_costs import ROW_COUNTS, StepCosts
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES
-from swiftbatch.worker.kernels.kernel_sizes import BLOCK, HEAD_BLOCKS, MOST_SPLITS, NUM_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, HEAD_BLOCKS, MOST_SLOTS, MOST_SPLITS, NUM_ROWS
 from swiftbatch.worker.kv.gpu_memory_plan import (
     GPUMemory,
     RunLoad,
     most_rows,
-    plan_memory,
+    one_slot,
     plan_pages,
     rows_that_pay,
 )
@@ -129,8 +129,8 @@ NOTHING = np.zeros(NODE_CHOICES[-1])
 
 def way_before(gpu: GPU, run: JobMix) -> Way:
     """Return the plan without pages: at most 32 slots of the longest job."""
-    plan = plan_memory(SIZES, MEMORY, max(run.lengths))
-    return Way(NUM_ROWS, plan.num_slots, None, NOTHING, PLAIN_HOST)
+    num_slots = min(MOST_SLOTS, one_slot(SIZES, MEMORY, max(run.lengths)).num_fitting)
+    return Way(NUM_ROWS, num_slots, None, NOTHING, PLAIN_HOST)
 
 
 def way_now(gpu: GPU, run: JobMix, acceptance: np.ndarray, host: HostTime) -> Way:

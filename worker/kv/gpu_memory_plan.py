@@ -157,30 +157,6 @@ class MemoryPlan:
         return replace(self, needs={**self.needs, KEPT: Need(0, slot_bytes)})
 
 
-PlanMemory = Callable[["ModelSizes", GPUMemory, int, int | None, DraftMemory], MemoryPlan]
-"""Form of `plan_memory`: sizes, the GPU, the longest job, the requested slots, the drafts."""
-
-
-def plan_memory(
-    sizes: ModelSizes,
-    gpu: GPUMemory,
-    longest_job: int,
-    num_slots: int | None = None,
-    drafts: DraftMemory = NO_DRAFTS,
-) -> MemoryPlan:
-    """Divide a GPU's memory among slots for jobs of up to `longest_job` positions.
-
-    `num_slots` None means as many as fit. Raises KVRoomError if one slot, or the requested number, does not fit.
-    """
-    plan = one_slot(sizes, gpu, longest_job, drafts)
-    if plan.num_fitting < 1:
-        raise none_fits(plan)
-    plan = replace(plan, num_slots=min(most_slots(gpu.num_rows), plan.num_fitting) if num_slots is None else num_slots)
-    if plan.num_fitting < plan.num_slots:
-        raise too_many_slots(plan, f"with jobs of {longest_job:,} positions that")
-    return plan
-
-
 def one_slot(sizes: ModelSizes, gpu: GPUMemory, longest_job: int, drafts: DraftMemory = NO_DRAFTS) -> MemoryPlan:
     """Return the plan for one slot, which may not fit."""
     needs = {
@@ -265,9 +241,10 @@ def plan_pages(
     num_slots: int | None = None,
     drafts: DraftMemory = NO_DRAFTS,
 ) -> MemoryPlan:
-    """Divide a GPU's memory as `plan_memory` does, for a pool of pages.
+    """Divide a GPU's memory among slots and a pool of pages for jobs of up to `longest_job` positions.
 
-    Raises KVRoomError if the longest job or the drafts of `num_slots` slots do not fit.
+    `num_slots` None means as many as pay. Raises KVRoomError if the longest job or the drafts of `num_slots` slots do
+    not fit.
     """
     least = most_of_a_job(longest_job)
     alone = one_slot(sizes, gpu, longest_job, drafts).keeping(sizes.state_bytes)

@@ -11,7 +11,7 @@ from bench.tables import tables
 from swiftbatch.worker.drafters.engine_options import TokenSwiftOptions
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, SLOT_LENGTHS
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
-from swiftbatch.worker.kv.gpu_memory_plan import CAPACITY_BLOCK, GRAPH_RESERVE, SLACK, WORK, GPUMemory, one_slot
+from swiftbatch.worker.kv.gpu_memory_plan import GRAPH_RESERVE, SLACK, WORK, GPUMemory, one_slot
 from swiftbatch.worker.kv.host_copies import STAGING_BYTES
 from swiftbatch.worker.kv.sparse_cache import CHUNK_SIZE
 from tests.readme.command_lines import page, table
@@ -55,7 +55,6 @@ def test_the_words_around_it_are_those_of_the_code() -> None:
     assert f"{min(work) / 1e9:.1f} to {max(work) / 1e9:.1f} GB for work space" in PROSE
     assert f"{2 * STAGING_BYTES / 1e6:.0f} MB of pinned buffers" in PROSE
     assert f"a GPU that has {GPU_BYTES / 1e9:.0f} GB of which CUDA keeps {CONTEXT_BYTES / 1e9:.1f}" in PROSE
-    assert f"whole blocks of {CAPACITY_BLOCK} positions" in PROSE
     assert f"{NUM_ROWS} rows of activations" in PROSE
     assert f"{GRAPH_RESERVE / 1e9:.1f} GB for graphs and workspaces" in PROSE
     assert f"and {SLACK:.1%} of what is free as slack".replace("%", " %") in PROSE

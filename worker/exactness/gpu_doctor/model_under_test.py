@@ -117,7 +117,7 @@ class Parts:
 
     def arena(self, num_slots: int, max_length: int, num_layers: int | None = None) -> KVArena:
         shape, staging = self.cache_shape(num_layers), self._staging()
-        return whole_arena(self.kernels.attention, shape, num_slots, max_length, staging)
+        return whole_arena(shape, num_slots, max_length, staging)
 
     def target(self, num_slots: int, max_length: int, capture: Capture | None = None) -> ArenaTarget:
         """Return the model over an arena of zeros."""

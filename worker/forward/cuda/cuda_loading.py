@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from swiftbatch.jobs.run.run_records import AttentionName, KVDtype
+from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.jobs.start_times import timed
 from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.forward.forward_interface import Forwards
@@ -23,11 +23,9 @@ from swiftbatch.worker.kv.gpu_memory_plan import (
     DraftMemory,
     GPUMemory,
     MemoryPlan,
-    PlanMemory,
     SlotsWanted,
     draft_model_memory,
     most_of_a_job,
-    plan_memory,
     plan_pages,
     slot_capacity,
 )
@@ -46,8 +44,6 @@ from swiftbatch.worker.kv.sparse_cache import CHUNK_SIZE, partial_positions
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import ModelFiles
 
-# flash-attn's splits depend on a slot's capacity, so it cannot have pages
-PLANS: dict[AttentionName, PlanMemory] = {"triton": plan_pages, "flash": plan_memory}
 # exactness was measured with cuBLAS; the environment may prefer cuBLASLt, which chooses other kernels
 BLAS_LIBRARY = "cublas"
 
@@ -73,7 +69,7 @@ def load_cuda_forwards(
     if sizes.latent is not None:
         refuse_latent(kv_dtype, files.name)
     compiled_library()
-    sizes = replace(sizes, kv_dtype=kv_dtype, held=_held(sizes, wanted, kernels))
+    sizes = replace(sizes, kv_dtype=kv_dtype, held=_held(sizes, wanted))
     kernels.refuse_absent()
     kernels.refuse_unfit(dtype_name, sizes.head_dim)
     hold_gemms_steady()
@@ -87,7 +83,7 @@ def plan_wanted(wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory) -> Memor
     """Plan a GPU's memory, without an optional engine if it is too small for that. Raises KVRoomError."""
     drafts = drafts_of(wanted, sizes, gpu)
     try:
-        return PLANS[gpu.attention](sizes, gpu, wanted.longest_job, wanted.num_slots, drafts)
+        return plan_pages(sizes, gpu, wanted.longest_job, wanted.num_slots, drafts)
     except KVRoomError:
         if not wanted.can_lack_engine or wanted.engine is None:
             raise
@@ -130,11 +126,8 @@ def arena_of(shape: CacheShape, plan: MemoryPlan, staging: Staging | None) -> KV
     return KVArena(shape, plan.num_slots, plan.longest_job, pool, staging)
 
 
-def whole_arena(
-    attention: AttentionName, shape: CacheShape, num_slots: int, max_length: int, staging: Staging | None
-) -> KVArena:
-    pool = PoolSize(num_slots * most_of_a_job(max_length)) if PLANS[attention] is plan_pages else None
-    return KVArena(shape, num_slots, max_length, pool, staging)
+def whole_arena(shape: CacheShape, num_slots: int, max_length: int, staging: Staging | None) -> KVArena:
+    return KVArena(shape, num_slots, max_length, PoolSize(num_slots * most_of_a_job(max_length)), staging)
 
 
 def cuda_cache_shape(
@@ -144,9 +137,9 @@ def cuda_cache_shape(
     return replace(CacheShape.of(weights, device, kv_dtype), kv_scale_bytes=CUDA_SCALE_BYTES, windows=windows)
 
 
-def _held(sizes: ModelSizes, wanted: SlotsWanted, kernels: CudaKernels) -> HeldPositions | None:
+def _held(sizes: ModelSizes, wanted: SlotsWanted) -> HeldPositions | None:
     """Return how many positions have window pages, or None if caches keep all positions."""
-    if PLANS[kernels.attention] is not plan_pages or wanted.partial_budget or wanted.num_unwritten is None:
+    if wanted.partial_budget or wanted.num_unwritten is None:
         return None
     return held_in_windows(sizes.windows, wanted.num_unwritten)
 

@@ -122,8 +122,8 @@ class MLAAttention(RowsInOrder):
         return self.query[:, None]
 
 
-# Attention with flash-attn's kernel for prefixes, in two launches per layer. Splits depend on a slot's capacity, so a
-# row's bits depend on its boundary and that capacity.
+# Attention with flash-attn's kernel for prefixes, in two launches per layer. Splits depend on the pages of the longest
+# job, so a row's bits depend on its boundary and their number.
 
 
 @triton.jit
@@ -174,7 +174,11 @@ class FlashAttention:
 
         self._call: Any = flash_attn_with_kvcache
         self._shape, self._scale = shape, scale
-        self._capacity, self._num_splits = layout.capacity, num_splits(layout.capacity, HEAD_BLOCKS)
+        assert layout.page is not None, "keys and values lie in pages"
+        num_pages = -(-layout.capacity // layout.page)
+        self._pages = torch.zeros(layout.num_groups, num_pages, dtype=torch.int32, device=device)
+        self._capacity = num_pages * layout.page
+        self._num_splits = num_splits(self._capacity, HEAD_BLOCKS)
         self._size = (layout.num_groups, shape.rows_per_group * shape.heads_per_kv, shape.num_kv_heads, shape.head_dim)
         num_places, num_heads = layout.num_groups * shape.rows_per_group, shape.num_kv_heads * shape.heads_per_kv
         size = (num_places, num_heads, shape.head_dim)
@@ -199,15 +203,17 @@ class FlashAttention:
             raise ValueError("found a bias, which flash-attn does not add to scores; attend with triton")
         if kept.view != SEES_ALL:
             raise ValueError("found a window, a soft cap or sinks beside flash-attn; attend with triton")
-        if kept.pages is not None:
-            raise ValueError("found pages beside flash-attn, whose splits follow from a slot; attend with triton")
+        if kept.pages is None:
+            raise ValueError("found caches without pages, which flash-attn is given; attend with triton")
         slots, boundaries = table.prefixes
+        if layer == 0:
+            torch.index_select(kept.pages.numbers, 0, slots, out=self._pages)  # of all layers
         output, lse = self._call(
             self.query.view(self._size),
-            kept.keys.transpose(1, 2),
-            kept.values.transpose(1, 2),
+            in_pages(kept.keys, kept.pages.page),
+            in_pages(kept.values, kept.pages.page),
             cache_seqlens=boundaries,  # without lengths, flash-attn runs another kernel
-            cache_batch_idx=slots,
+            block_table=self._pages,
             softmax_scale=self._scale,
             causal=False,
             num_splits=self._num_splits,  # 0 would let flash-attn choose by the number of groups
@@ -228,6 +234,12 @@ class FlashAttention:
     def heads(self) -> Tensor:
         shape = self._shape
         return self.query.view(-1, shape.heads_per_kv, shape.num_kv_heads, shape.head_dim).transpose(1, 2)
+
+
+def in_pages(kept: Tensor, page: int) -> Tensor:
+    """View a pool `[num_slots, num_kv_heads, num_entries, head_dim]` as `[num_pages, page, num_kv_heads, head_dim]`."""
+    num_kv_heads, num_entries, head_dim = kept.shape[1:]
+    return kept[0].view(num_kv_heads, num_entries // page, page, head_dim).permute(1, 2, 0, 3)
 
 
 def packed_constants(shape: AttentionShape) -> dict[str, Any]:

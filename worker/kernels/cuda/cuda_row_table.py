@@ -104,7 +104,7 @@ class CudaRowTable(Generic[Ints]):
     rows: Ints  # [num_rows, 5]: slot, boundary, length of the tail (0: padding), row of the angle table, entry to write
     tail_slots: Ints  # [num_rows, BLOCK]: entries of the keys from the boundary on, in position order
     token_ids: Ints  # [num_rows]
-    prefixes: Ints  # [2, num_groups]: the groups' slots and boundaries again, contiguous, as flash-attn expects
+    prefixes: Ints  # [2, num_groups]: the groups' slots and boundaries again, contiguous, for flash-attn
     packed: Ints  # [num_rows]: places of the rows in a buffer with `rows_per_group` places per group
 
 

@@ -16,7 +16,7 @@ from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kv.cache_rows import CacheShape
-from swiftbatch.worker.kv.kv_capacity import PoolSize, WindowPages, pages_of
+from swiftbatch.worker.kv.kv_capacity import GPU_PAGE, PoolSize, WindowPages, pages_of
 from swiftbatch.worker.kv.slot_arena import KVArena
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import ModelFiles
@@ -47,13 +47,12 @@ def arena_of(
     num_pages: int | None,
     windows: WindowPages | None = None,
 ) -> KVArena:
-    """Make slots for flash-attn, otherwise small shuffled pages, so that jobs have several."""
-    if attention == "flash":
-        return KVArena(shape, num_slots, longest_job)
-    num_pages = num_pages or num_slots * pages_of(longest_job + PAGE, PAGE)
+    """Make shuffled pages, as small as attention takes, so that jobs have several."""
+    page = GPU_PAGE if attention == "flash" else PAGE
+    num_pages = num_pages or num_slots * pages_of(longest_job + page, page)
     if windows is not None:
         return window_arena_of(shape, num_slots, longest_job, num_pages, windows)
-    arena = KVArena(shape, num_slots, longest_job, PoolSize(num_pages, PAGE))
+    arena = KVArena(shape, num_slots, longest_job, PoolSize(num_pages, page))
     if arena.states is not None:
         leave_unwritten(arena.states.states)
         leave_unwritten(arena.states.steps)

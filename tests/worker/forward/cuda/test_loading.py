@@ -16,7 +16,7 @@ from swiftbatch.worker.forward.target_model import TargetModel, load_forwards
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels, triton_version
 from swiftbatch.worker.kernels.native_library import NO_KERNELS, OVERRIDE, KernelError, chosen_library
 from swiftbatch.worker.kv import kv_capacity
-from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, MemoryPlan, SlotsWanted, plan_memory
+from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, MemoryPlan, SlotsWanted, plan_pages
 from swiftbatch.worker.kv.kv_capacity import KVRoomError, held_in_windows
 from swiftbatch.worker.kv.model_sizes import ModelSizes, read_sizes
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
@@ -43,14 +43,14 @@ def test_a_gpu_runs_the_kernels_that_the_run_chose(
 
     def plan(sizes: ModelSizes, gpu: GPUMemory, *_: object) -> MemoryPlan:
         planned.append(gpu)
-        return plan_memory(sizes, gpu, 64, 1)
+        return plan_pages(sizes, gpu, 64, 1)
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 10**9))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(loading, "CudaLane", lambda device: None)
     monkeypatch.setattr(loading, "Staging", lambda *args: None)
     monkeypatch.setattr(loading, "hold_gemms_steady", lambda: None)
-    monkeypatch.setattr(loading, "PLANS", {"triton": plan, "flash": plan})
+    monkeypatch.setattr(loading, "plan_pages", plan)
     forwards = load_forwards(files, torch.bfloat16, torch.device("cpu"), SlotsWanted(64), kernels)
     assert forwards.numerics.endswith(f", triton {triton_version()}, triton kernels 2, {words}")
     assert ", workspaces :4096:8, " in forwards.numerics
@@ -73,7 +73,7 @@ def test_a_model_of_more_heads_than_the_kernels_take_is_left_to_others(one_layer
     files = locate_model(str(folder))
     sizes = read_sizes(files, "float32")
     assert sizes is not None
-    plan = plan_memory(sizes, GPUMemory(10**9), 64, 1)
+    plan = plan_pages(sizes, GPUMemory(10**9), 64, 1)
     assert planned_forwards(files, torch.float32, torch.device("cpu"), plan, frozenset(), None) is None
 
 
@@ -81,7 +81,7 @@ def test_a_dense_model_has_the_slots_of_its_plan(one_layer_model: Path) -> None:
     files = locate_model(str(one_layer_model))
     sizes = read_sizes(files, "float32")
     assert sizes is not None
-    plan = plan_memory(sizes, GPUMemory(10**9), 64, 3)
+    plan = plan_pages(sizes, GPUMemory(10**9), 64, 3)
     forwards = planned_forwards(files, torch.float32, torch.device("cpu"), plan, frozenset(), None)
     assert forwards is not None
     assert forwards.arena.num_slots == 3
@@ -116,10 +116,9 @@ def test_memory_is_planned_for_once_a_killed_worker_has_given_it_back(
 
 
 def test_layers_with_a_window_forget_where_nobody_reads_what_they_forget_and_caches_lie_in_pages() -> None:
-    sizes, kernels = WINDOWED["gpt-oss-20b"], CudaKernels()
+    sizes = WINDOWED["gpt-oss-20b"]
     wanted = SlotsWanted(1000, num_unwritten=512)
-    assert loading._held(sizes, wanted, kernels) == held_in_windows(sizes.windows, 512) is not None
+    assert loading._held(sizes, wanted) == held_in_windows(sizes.windows, 512) is not None
     for other in (SlotsWanted(1000), replace(wanted, partial_budget=64)):
-        assert loading._held(sizes, other, kernels) is None
-    assert loading._held(sizes, wanted, CudaKernels("flash")) is None
-    assert loading._held(MODELS["Llama 3.1 8B"], wanted, kernels) is None
+        assert loading._held(sizes, other) is None
+    assert loading._held(MODELS["Llama 3.1 8B"], wanted) is None

@@ -26,11 +26,11 @@ def install(patches: pytest.MonkeyPatch) -> None:
 
 def flash_attn_with_kvcache(
     q: Tensor,  # [batch, num_rows, num_heads, head_dim]
-    k_cache: Tensor,  # [num_slots, capacity, num_kv_heads, head_dim]
+    k_cache: Tensor,  # [num_pages, page, num_kv_heads, head_dim]
     v_cache: Tensor,
     *,
     cache_seqlens: Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
+    block_table: Tensor | None = None,  # [batch, most_pages]
     softmax_scale: float | None = None,
     causal: bool = False,
     num_splits: int = 0,
@@ -41,22 +41,26 @@ def flash_attn_with_kvcache(
     """
     _check_numbers(q, k_cache, v_cache)
     assert cache_seqlens is not None, "without them another kernel runs"
-    assert cache_batch_idx is not None
+    assert block_table is not None
     assert 1 <= num_splits <= MOST_SPLITS, "0 is a choice by the batch; more are not taken"
     assert return_softmax_lse
     assert not causal, "rows are heads, too"
-    for indices in (cache_seqlens, cache_batch_idx):
+    for indices, shape in ((cache_seqlens, (len(q),)), (block_table, (len(q), block_table.shape[1]))):
         assert indices.dtype == torch.int32
         assert indices.is_contiguous()
-        assert indices.shape == (len(q),)
-    assert 0 <= int(cache_seqlens.min()) <= int(cache_seqlens.max()) <= k_cache.shape[1]
+        assert indices.shape == shape
+    page = k_cache.shape[1]
+    assert page % 256 == 0, "Paged KV cache block size must be divisible by 256"
+    capacity = block_table.shape[1] * page
+    assert 0 <= int(cache_seqlens.min()) <= int(cache_seqlens.max()) <= capacity
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    length = split_length(k_cache.shape[1], q.shape[-1], num_splits)
+    length = split_length(capacity, q.shape[-1], num_splits)
     output = torch.zeros_like(q)
     lse = torch.full((len(q), q.shape[2], q.shape[1]), torch.inf)
-    for entry, (slot, end) in enumerate(zip(cache_batch_idx.tolist(), cache_seqlens.tolist(), strict=True)):
+    for entry, end in enumerate(cache_seqlens.tolist()):
         if end:
-            keys, values = k_cache[slot, :end], v_cache[slot, :end]
+            pages = block_table[entry, : -(-end // page)].long()
+            keys, values = (each[pages].flatten(0, 1)[:end] for each in (k_cache, v_cache))
             output[entry], lse[entry] = _in_splits(q[entry], keys, values, scale, length)
     return output, lse
 

@@ -65,9 +65,9 @@ def decoder_of(
     return CudaDecoder(weights, arena.buffer, NUM_POSITIONS, linear)
 
 
-def upload(decoder: CudaDecoder, sequences: Sequence[tuple[Rows, int]]) -> None:
+def upload(decoder: CudaDecoder, sequences: Sequence[tuple[Rows, int]], pages: Sequence[Sequence[int]] = ()) -> None:
     buffer = np.empty(decoder.layout.size, dtype=np.int32)
-    decoder.layout.fill(buffer, sequences)
+    decoder.layout.fill(buffer, sequences, pages)
     decoder.table_buffer.copy_(torch.from_numpy(buffer))
 
 
@@ -75,9 +75,10 @@ def run(
     decoder: CudaDecoder,
     sequences: Sequence[tuple[Rows, int]],
     tap: Callable[[int, Tensor], None] | None = None,
+    pages: Sequence[Sequence[int]] = (),
 ) -> tuple[Tensor, Tensor]:
     """Return the real rows' hidden states and logits."""
-    upload(decoder, sequences)
+    upload(decoder, sequences, pages)
     decoder.hidden.fill_(NAN)
     decoder.logits.fill_(NAN)
     decoder.forward(tap)

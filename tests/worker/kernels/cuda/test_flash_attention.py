@@ -14,11 +14,13 @@ from torch import Tensor
 from swiftbatch.jobs.run.run_records import AttentionName, LinearName
 from swiftbatch.worker.kernels.cuda.attention_backends import ATTENTION_KERNELS, FlashAttention
 from swiftbatch.worker.kernels.cuda.cuda_decoder import CudaDecoder
+from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
 from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, triton_linear
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, KeptLayer
 from swiftbatch.worker.kernels.kernel_sizes import HEAD_BLOCKS, num_splits
 from swiftbatch.worker.kv.gpu_memory_plan import PADDED_ROWS
+from swiftbatch.worker.kv.kv_capacity import GPU_PAGE
 from tests.worker.kernels.cuda import flash_stub
 from tests.worker.kernels.cuda.arenas import CAPACITY, Arena, Placed, padded, random_rows
 from tests.worker.kernels.cuda.launches import launched
@@ -40,6 +42,7 @@ SMALL = Shape(num_kv_heads=2, group=3)
 CPU = torch.device("cpu")
 LENGTHS = (0, 63, 64, 700)
 PRODUCT, CALL = "aten.mm.out", "flash_attn_with_kvcache"
+PAGES = "aten.index_select.out"  # once for all layers
 BOUND = 2e-2  # of attention in bfloat16
 
 
@@ -52,13 +55,19 @@ def _stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def flash_of(arena: Arena) -> FlashAttention:
     shape = arena.shape
     attention = AttentionShape(shape.num_kv_heads, shape.group, shape.head_dim, shape.dtype)
-    return FlashAttention(attention, arena.layout, SCALE, CPU)
+    return FlashAttention(attention, dataclasses.replace(arena.layout, page=GPU_PAGE), SCALE, CPU)
+
+
+def in_shuffled_pages(arena: Arena) -> tuple[KeptLayer, PageTable]:
+    buffer, pages = arena.in_pages(GPU_PAGE)
+    return KeptLayer(*buffer[1], pages=pages), pages
 
 
 def attended(arena: Arena, sequences: Sequence[Placed], query: Tensor) -> Tensor:
-    attention, table, mixed = flash_of(arena), arena.table(sequences), padded(query[:0])
+    kept, pages = in_shuffled_pages(arena)
+    attention, table, mixed = flash_of(arena), arena.table(sequences, pages), padded(query[:0])
     attention.put(query, table)
-    attention.attend(1, KeptLayer(*arena.buffer[1]), table, mixed)
+    attention.attend(0, kept, table, mixed)
     assert mixed[len(query) :].isnan().all()
     return mixed[: len(query)]
 
@@ -125,7 +134,8 @@ def test_the_numerics_name_the_splits_that_are_cut(head_dim: int, monkeypatch: p
         return flash_stub.flash_attn_with_kvcache(*args, num_splits=num_splits, **kwargs)
 
     monkeypatch.setattr(attention, "_call", see)
-    attention.attend(1, KeptLayer(*arena.buffer[1]), arena.table(sequences), padded(queries(arena, 0)))
+    kept, pages = in_shuffled_pages(arena)
+    attention.attend(0, kept, arena.table(sequences, pages), padded(queries(arena, 0)))
     assert asked == [num_splits(CAPACITY, HEAD_BLOCKS)]
     length = flash_stub.split_length(CAPACITY, head_dim, asked[0])
     assert attention.numerics == f"flash 2.8.3 prefixes in splits of {length}"
@@ -150,9 +160,11 @@ def test_biases_and_float32_are_refused() -> None:
         attended(arena, sequences, queries(arena, 1))
 
 
-def decoder_of(arena: Arena) -> CudaDecoder:
-    weights = stacked_weights(random_weights(arena.shape), CPU)
-    return CudaDecoder(weights, arena.buffer, 6000, triton_linear, attention=FlashAttention)
+def decoder_of(arena: Arena) -> tuple[CudaDecoder, list[list[int]]]:
+    """Return a decoder over an arena's entries in shuffled pages, and the pages of its slots."""
+    weights, (buffer, pages) = stacked_weights(random_weights(arena.shape), CPU), arena.in_pages(GPU_PAGE)
+    decoder = CudaDecoder(weights, buffer[:, :, :1], 6000, triton_linear, attention=FlashAttention, pages=pages)
+    return decoder, pages.numbers.tolist()
 
 
 @pytest.mark.sample(2)
@@ -160,13 +172,13 @@ def decoder_of(arena: Arena) -> CudaDecoder:
 def test_a_whole_decoder_is_as_the_reference_and_shows_the_same_queries(shape: Shape) -> None:
     arena, _ = written(shape, (5, 64, 300), (), seed=8)
     other, sizes = arena.copy(), (3, 25, 1)
-    decoder, shown = decoder_of(arena), list[Tensor]()
+    (decoder, pages), shown = decoder_of(arena), list[Tensor]()
 
     def show(layer: int, query: Tensor) -> None:
         if layer == 0:
             shown.append(query[0].clone())
 
-    found = run(decoder, random_rows(random.Random(1), arena, sizes), show)
+    found = run(decoder, random_rows(random.Random(1), arena, sizes), show, pages)
     expected_rows = [rows for rows, _ in random_rows(random.Random(1), other, sizes)]
     for mine, its in zip(found, whole(ReferenceDecoder(random_weights(shape)).forward(expected_rows)), strict=True):
         assert (mine.float() - its.float()).abs().max() <= 0.03 * its.float().abs().max()
@@ -177,11 +189,12 @@ def test_a_whole_decoder_is_as_the_reference_and_shows_the_same_queries(shape: S
 
 def test_a_layer_is_ten_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     arena, _ = written(SMALL, (100, 10), (), seed=9)
-    decoder = decoder_of(arena)
-    upload(decoder, random_rows(random.Random(3), arena, (2, 1)))
+    decoder, pages = decoder_of(arena)
+    upload(decoder, random_rows(random.Random(3), arena, (2, 1)), pages)
     others = {"prefix_split": CALL, "tail_merge": "tail_merge_packed", PRODUCT: "multiply_columns"}
     layer = [others.get(name, name) for name in LAYER]
-    assert launched(monkeypatch, decoder.forward) == ["embed_row", *layer, *layer, "add_norm_row", others[PRODUCT]]
+    first = [part for name in layer for part in ((PAGES, name) if name == CALL else (name,))]
+    assert launched(monkeypatch, decoder.forward) == ["embed_row", *first, *layer, "add_norm_row", others[PRODUCT]]
 
 
 def test_catalogues_have_what_a_run_may_name() -> None:

@@ -17,7 +17,7 @@ from swiftbatch.worker.kv.gpu_memory_plan import (
     DraftMemory,
     GPUMemory,
     most_of_a_job,
-    plan_memory,
+    one_slot,
     plan_pages,
 )
 from swiftbatch.worker.kv.kv_capacity import GPU_PAGE, KVRoomError, PoolSize, held_in_windows, pages_of
@@ -30,8 +30,8 @@ PAGE_BYTES = GPU_PAGE * LLAMA.bytes_per_position
 
 @pytest.mark.parametrize("longest_job", [6_000, 32_768, 100_000])
 def test_a_long_job_leaves_the_memory_to_all_others(longest_job: int) -> None:
-    plan, slots = plan_pages(LLAMA, H100, longest_job), plan_memory(LLAMA, H100, longest_job)
-    assert plan.num_slots == MOST_SLOTS >= slots.num_slots
+    plan, slots = plan_pages(LLAMA, H100, longest_job), one_slot(LLAMA, H100, longest_job)
+    assert plan.num_slots == MOST_SLOTS >= min(MOST_SLOTS, slots.num_fitting)
     assert plan.used_bytes <= plan.free_bytes
     assert most_of_a_job(longest_job) <= plan.num_pages <= MOST_SLOTS * most_of_a_job(longest_job)
     if longest_job > 6_000:
@@ -41,10 +41,10 @@ def test_a_long_job_leaves_the_memory_to_all_others(longest_job: int) -> None:
 def test_what_drafts_keep_for_each_job_takes_a_share_or_as_much_as_with_all_at_their_longest() -> None:
     for slot_bytes in (10**9, 5 * 10**9):
         plan = plan_pages(LLAMA, H100, 100_000, None, DraftMemory(slot_bytes=slot_bytes))
-        whole = plan_memory(LLAMA, H100, 100_000, None, DraftMemory(slot_bytes=slot_bytes))
+        whole = one_slot(LLAMA, H100, 100_000, DraftMemory(slot_bytes=slot_bytes))
         left = plan.left_bytes + plan.num_pages * PAGE_BYTES
-        assert plan.num_slots >= max(whole.num_slots, int(DRAFT_SHARE * left) // slot_bytes)
-        assert plan.num_pages >= whole.num_slots * most_of_a_job(100_000) or plan.num_slots * slot_bytes < left / 4
+        assert plan.num_slots >= max(whole.num_fitting, int(DRAFT_SHARE * left) // slot_bytes)
+        assert plan.num_pages >= whole.num_fitting * most_of_a_job(100_000) or plan.num_slots * slot_bytes < left / 4
         assert plan.used_bytes <= plan.free_bytes < plan.used_bytes + PAGE_BYTES
 
 

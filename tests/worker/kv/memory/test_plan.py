@@ -17,7 +17,7 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES
 from swiftbatch.worker.kernels.cuda.cuda_row_table import TableLayout
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
-from swiftbatch.worker.kernels.kernel_sizes import BLOCK, HEAD_BLOCKS, MOST_SLOTS, NUM_ROWS, num_splits
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, HEAD_BLOCKS, NUM_ROWS, num_splits
 from swiftbatch.worker.kernels.quantized_weights import Code
 from swiftbatch.worker.kv.cache_rows import CacheShape
 from swiftbatch.worker.kv.gpu_memory_plan import (
@@ -30,7 +30,7 @@ from swiftbatch.worker.kv.gpu_memory_plan import (
     GPUMemory,
     draft_model_memory,
     one_slot,
-    plan_memory,
+    plan_pages,
     slot_capacity,
 )
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, KVRoomError
@@ -69,7 +69,7 @@ def test_the_two_models_have_the_sizes_that_follow_from_their_configs() -> None:
 def test_four_slots_of_100k_take_what_they_take_by_hand() -> None:
     """In GB: weights 16.1, keys and values 4 x 102,400 x 131,072 bytes = 53.7, drafts 4.7, slack 1.25, the rest 1.0."""
     drafts = DraftMemory(slot_bytes=partial_positions(BUDGET, LONGEST) * LLAMA.bytes_per_position)
-    plan = plan_memory(LLAMA, GPU, LONGEST, 4, drafts)
+    plan = replace(one_slot(LLAMA, GPU, LONGEST, drafts), num_slots=4)
     taken = {purpose: (need.once + 4 * need.per_slot) / 1e9 for purpose, need in plan.needs.items()}
     assert taken[WEIGHTS] == pytest.approx(16.06, abs=0.01)
     assert taken[KEPT] == pytest.approx(53.69, abs=0.01)
@@ -79,62 +79,48 @@ def test_four_slots_of_100k_take_what_they_take_by_hand() -> None:
     assert taken[ROWS] == pytest.approx(64 * 128_256 * 60 / 1e9 + 0.017, abs=0.001)
     assert plan.used_bytes / 1e9 == pytest.approx(76.7, abs=0.1)
     assert plan.used_bytes / 1e9 == pytest.approx(sum(taken.values()))
-    assert plan_memory(LLAMA, GPU, LONGEST, None, drafts).num_slots == 4
+    assert plan.num_fitting == 4
 
 
 @pytest.mark.parametrize("num_slots", [1, 4, 32])
 @pytest.mark.parametrize("heads_per_kv", [1, 3, 4, 16])
 def test_flash_attn_s_partial_results_have_room_for_every_group_s_whole_tile(num_slots: int, heads_per_kv: int) -> None:
     sizes = replace(LLAMA, num_kv_heads=2, num_heads=2 * heads_per_kv)
-    plan = plan_memory(sizes, replace(GPU, attention="flash"), 1000, num_slots)
+    plan = one_slot(sizes, replace(GPU, attention="flash"), 1000)
     layout = TableLayout(num_slots, slot_capacity(1000), NUM_ROWS // heads_per_kv, 1000, 9)
     num_places = layout.num_groups * layout.rows_per_group
     planned = plan.needs[SUMS].once + num_slots * plan.needs[SUMS].per_slot
     splits = num_splits(slot_capacity(1000), HEAD_BLOCKS)
     assert planned >= splits * num_places * sizes.num_heads * (128 + 1) * 4
-    plain = plan_memory(sizes, GPU, 1000, num_slots)
-    more = planned - plain.needs[SUMS].once
-    assert plan.used_bytes - plain.used_bytes == more < 2 * num_slots * splits * 64 * 2 * 129 * 4
-
-
-def test_as_many_slots_as_fit_are_used_and_not_one_more() -> None:
-    for sizes, length in ((LLAMA, 100_000), (LLAMA, 32_768), (QWEN, 32_768)):
-        plan = plan_memory(sizes, GPU, length)
-        assert plan.used_bytes <= plan.free_bytes < plan.used_bytes + plan.needs[KEPT].per_slot
-        assert plan.num_slots == plan.num_fitting
-
-
-def test_however_short_the_jobs_there_are_no_more_slots_than_gain() -> None:
-    plan = plan_memory(LLAMA, GPU, 1000)
-    assert plan.num_slots == MOST_SLOTS < plan.num_fitting
+    assert planned - one_slot(sizes, GPU, 1000).needs[SUMS].once < 2 * num_slots * splits * 64 * 2 * 129 * 4
 
 
 def test_a_job_that_has_no_room_is_refused_with_the_numbers_and_what_to_do() -> None:
     with pytest.raises(KVRoomError) as caught:
-        plan_memory(QWEN, GPU, 100_000)
+        plan_pages(QWEN, GPU, 100_000)
     assert str(caught.value) == (
         "the longest job, 100,000 positions, has no room on the GPU: weights 65.5, its keys and values 26.3, its "
-        "drafts 0.0 and work space 2.3 need 94.1 GB, 83.4 GB are free; use fewer max_tokens, --kv-dtype fp8 or "
+        "drafts 0.0 and work space 2.3 need 94.2 GB, 83.4 GB are free; use fewer max_tokens, --kv-dtype fp8 or "
         "int8, or a GPU with more memory"
     )
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_loaded() -> None:
     with pytest.raises(KVRoomError, match=r"weights 65\.5, .* 24\.0 GB are free"):
-        plan_memory(QWEN, replace(GPU, free_bytes=24 * 10**9), 1000)
+        plan_pages(QWEN, replace(GPU, free_bytes=24 * 10**9), 1000)
 
 
 def test_trained_parts_come_once_and_what_drafts_keep_with_every_slot() -> None:
     plain, parts, kept = (
-        plan_memory(LLAMA, GPU, 100_000, 3, drafts)
+        replace(one_slot(LLAMA, GPU, 100_000, drafts), num_slots=3)
         for drafts in (DraftMemory(), DraftMemory(part_bytes=10**9), DraftMemory(slot_bytes=10**9))
     )
     assert parts.used_bytes - plain.used_bytes == 10**9
     assert kept.used_bytes - plain.used_bytes == 3 * 10**9
     large = DraftMemory(part_bytes=3 * plain.bytes_per_slot)
-    assert plan_memory(LLAMA, GPU, 100_000, None, large).num_slots == plain.num_fitting - 3
+    assert one_slot(LLAMA, GPU, 100_000, large).num_fitting == plain.num_fitting - 3
     with pytest.raises(KVRoomError, match=r"its drafts 70\.0 and work space"):
-        plan_memory(LLAMA, GPU, 100_000, None, DraftMemory(part_bytes=7 * 10**10))
+        plan_pages(LLAMA, GPU, 100_000, None, DraftMemory(part_bytes=7 * 10**10))
 
 
 def test_a_draft_model_comes_once_and_its_slots_with_every_slot_and_one_more() -> None:
@@ -144,14 +130,6 @@ def test_a_draft_model_comes_once_and_its_slots_with_every_slot_and_one_more() -
     assert drafts.slot_bytes == slot_capacity(592) * 24_576
     scratch, rows = 2 * 64 * 12 * 65 * 4, 64 * ((4 * 768 + 5 * 768 + 3 * 2048) * 2 + 8 * 768 * 4 + 128_256 * 4)
     assert drafts.part_bytes == 2 * 10**8 + scratch + rows + drafts.slot_bytes
-
-
-def test_slots_that_do_not_all_fit_are_refused_with_the_number_that_does() -> None:
-    with pytest.raises(
-        KVRoomError, match=r"^--slots 8: with jobs of 100,000 positions that needs .* use --slots 4, or"
-    ):
-        plan_memory(LLAMA, GPU, 100_000, 8)
-    assert plan_memory(LLAMA, GPU, 100_000, 4).num_slots == 4
 
 
 @pytest.mark.parametrize("max_length", [1, 64, 65, 1000, 100_000])
@@ -164,9 +142,9 @@ def test_a_slot_has_room_for_a_job_and_its_tree_in_whole_blocks(max_length: int)
 def test_an_arena_takes_what_the_plan_says() -> None:
     shape = CacheShape(4, 2, 32, torch.bfloat16, torch.device("meta"))
     sizes = ModelSizes(0, shape.bytes_per_position(), 4, 2, 32, 64, 128, 100, 2)
-    plan = plan_memory(sizes, GPUMemory(10**9), 1000, 3)
-    arena = KVArena(shape, plan.num_slots, plan.longest_job)
-    assert arena.buffer.nbytes == plan.num_slots * plan.needs[KEPT].per_slot
+    plan = one_slot(sizes, GPUMemory(10**9), 1000)
+    arena = KVArena(shape, 3, plan.longest_job)
+    assert arena.buffer.nbytes == 3 * plan.needs[KEPT].per_slot
 
 
 @pytest.mark.parametrize("max_length", [1000, 4000, 20_000, 100_000])
