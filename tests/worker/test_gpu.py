@@ -70,7 +70,7 @@ def test_every_engine_decodes_on_cuda_as_plain_decoding_does(
     slots = wanted(engine_name, embedded_files, dtype, len(prompt_ids) + PARAMS.max_tokens)
     target = TargetModel.load(embedded_files, dtype, "cuda", slots=slots)
     assert isinstance(target.forwards, CudaForwards)
-    assert isinstance(target.forwards._graph, CudaGraph)
+    assert isinstance(target.forwards._captured[-1].graph, CudaGraph)
     plain = generated(target, "autoregressive", prompt_ids)
     assert len(plain) == PARAMS.max_tokens
     assert generated(target, engine_name, prompt_ids) == plain

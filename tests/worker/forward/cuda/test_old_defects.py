@@ -31,14 +31,18 @@ def test_one_row_and_many_go_through_the_same_products(one_layer_model: Path, dt
     """Other numbers of rows used other kernels, in bfloat16 without padding."""
     target = cuda_target(locate_model(str(one_layer_model)), dtype, num_slots=1, linear=linear)
     assert isinstance(target.forwards, CudaForwards)
-    graph, cache = target.forwards._graph, target.new_cache(100)
+    [captured], cache = target.forwards._captured, target.new_cache(100)
+    graph = captured.graph
     assert isinstance(graph, CheckedGraph)
     products = [launch for launch in graph.launches if launch[0] in ("aten.mm.out", "multiply_columns")]
     assert products
     for num_nodes in (0, 1, 40):
         target.verify([tree_rows(cache, 5, DraftTree.chain([6] * num_nodes))])  # refuses any other launch
     assert graph.num_replays == 3
-    inputs = [next(part for part in launch if isinstance(part, tuple) and len(part) == 3) for launch in products]
+    tensors = (
+        [part for part in launch if isinstance(part, tuple) and isinstance(part[1], tuple)] for launch in products
+    )
+    inputs = [parts[0] for parts in tensors]
     assert {shape[0] for _, shape, _ in inputs} == {NUM_ROWS}
 
 
