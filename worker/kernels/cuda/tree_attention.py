@@ -321,6 +321,7 @@ def tail_merge(
 SCALE_TO_LOG2 = math.log2(math.e)
 TAIL_TILE_ROWS = 16  # the most query heads per KV head; tensor cores support no fewer rows
 PROGRAMS = 2  # of `prefix_split` on a multiprocessor: shared memory allows no more
+WIDEST_FOR_THREE_STAGES = 128  # at two stages the loop waits for each page number; wider blocks have no third buffer
 WIDEST_FOR_FOUR_WARPS = 128  # accumulators of wider heads need more registers
 
 
@@ -360,7 +361,7 @@ class AttentionShape:
     head_dim: int
     dtype: torch.dtype
     num_rows: int = NUM_ROWS
-    num_stages: int = 3  # of the loop over a prefix: at 2 it waits for each page number; no bit depends on it
+    num_stages: int = 0  # of the loop over a prefix; 0: as shared memory allows; no bit depends on it
 
     def __post_init__(self) -> None:
         """Raise ValueError for more query heads per KV head than `tail_merge` supports."""
@@ -389,7 +390,7 @@ class AttentionShape:
             "TILE_ROWS": self.tile_rows,
             "HALF": triton.next_power_of_2(self.head_dim) // 2,
             "num_warps": bf16_warps if self.dtype == torch.bfloat16 else 16,
-            "num_stages": self.num_stages,
+            "num_stages": self.num_stages or (3 if self.head_dim <= WIDEST_FOR_THREE_STAGES else 2),
         }
 
     def tail_constants(self, view: AttentionView = SEES_ALL) -> dict[str, Any]:
