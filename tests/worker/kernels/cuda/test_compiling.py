@@ -241,7 +241,7 @@ def test_packed_weights_become_operands_in_registers_by_few_instructions(
 def test_packed_products_multiply_as_the_plain_one_with_as_many_rows(
     compiled: Callable[..., list[Report]], capabilities: tuple[int, ...]
 ) -> None:
-    """Of an operand in registers, an A100's instructions must have the same parts of the depth."""
+    """An A100's instructions must have the same parts of the depth, though one operand is in registers."""
     twins = {"packed uint4": "linear", "packed uint4 of 16 rows": "linear of 16 rows"}
     plain = {(each["kernel"], each["capability"]): each for each in compiled("bf16", capabilities, *twins.values())}
     for report in compiled("bf16", capabilities, *twins):
