@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
+from swiftbatch.worker.kernels.cuda.device_caches import DeviceCaches
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.kv.cache_rows import NO_PAGE, CacheRows, CacheShape
 from swiftbatch.worker.kv.full_cache import FullKVCache, LayerStore
@@ -360,6 +361,11 @@ class KVArena(SlotBuffer):
     @property
     def states(self) -> StateBuffers | None:
         return None if self._states is None else self._states.states
+
+    @property
+    def on_device(self) -> DeviceCaches:
+        windowed = None if self.windowed is None else self.windowed.place
+        return DeviceCaches(self.buffer, self.capacity, self.pages, windowed, self.states)
 
     @contextlib.contextmanager
     def moving_together(self) -> Iterator[None]:

@@ -47,7 +47,10 @@ class CudaDraftModel(Protocol):
     """A draft model with the target's head as CUDA kernels, over fixed buffers."""
 
     layout: TableLayout  # layout of its rows
-    logits: torch.Tensor  # [NUM_ROWS, vocab] float32 of the newest forward
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """Return those of the newest forward, `[NUM_ROWS, vocab] float32`."""
 
     def read_from(self, rows: torch.Tensor, places: torch.Tensor) -> None:
         """Read the rows of every forward from a table `[layout.size] int32`.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import cast
 
 import torch
@@ -14,8 +16,9 @@ from swiftbatch.worker.drafters.griffin.griffin_model import GriffinModel, Griff
 from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.forward.forward_interface import Forwards
 from swiftbatch.worker.kernels.cuda.cuda_decoder import CudaDecoder
-from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS
+from swiftbatch.worker.kernels.cuda.layer_launches import Delta, Launch, Launches
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights, stacked_layer
+from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kernels.quantized_weights import AnyLinear
 from swiftbatch.worker.kv.cache_rows import CacheShape
@@ -46,7 +49,7 @@ class CudaGriffin(CudaDecoder):
         around, device, sizes = forwards.surroundings, forwards.device, weights.sizes
         layer, no_norm = stacked_layer(weights.layer, device), torch.empty(0, device=device)
         stacked = StackedWeights(sizes, around.embedding, [layer], no_norm, around.head, weights.rotary)
-        super().__init__(stacked, arena.buffer, arena.buffer.shape[4], LINEAR_KERNELS[forwards.kernels.linear])
+        super().__init__(stacked, arena.on_device, CudaKernels(linear=forwards.kernels.linear))
         self._features = features.flatten(0, 1)
         self._fuse, self._norms = weights.fuse, weights.parts  # the unstacked layer is not kept
         self._expand, self._contract = weights.expand, weights.contract
@@ -57,42 +60,46 @@ class CudaGriffin(CudaDecoder):
 
         self._pairs, self._parts = rows(2 * sizes.hidden), rows(len(weights.parts) * sizes.hidden)
         self._expanded = rows(weights.expansion())
-        self._regressed = self._state if weights.regress is None else rows(sizes.hidden)
+        self._regressed = self.buffers.state if weights.regress is None else rows(sizes.hidden)
 
     def read_from(self, rows: Tensor, places: Tensor) -> None:
-        self._use_table(rows)
+        self.take_table(rows)
         self._places = places
 
-    def begin(self) -> None:
-        table = self._table
-        pair(table.rows, table.token_ids, self._places, self._features, self._weights.embedding, self._pairs)
-        self._run(self._pairs, self._fuse, self._state)
+    def _begin(self) -> Iterator[Launch]:
+        table, state, delta = self._table, self.buffers.state, self.buffers.delta
+        sources = self._features, self._weights.embedding
+        yield partial(pair, table.rows, table.token_ids, self._places, *sources, self._pairs)
+        yield self._product(self._pairs, self._fuse, state)
         if self._contract is not None:
-            self._run(self._guided(), self._contract, self._delta)
-            add(table.rows, self._state, self._delta)
+            guided = yield from self._guided()
+            yield self._product(guided, self._contract, delta)
+            yield partial(add, table.rows, state, delta)
 
-    def end(self) -> None:
-        rows, predicted = self._table.rows, self._state
-        add(rows, self._state, self._delta)
+    def _end(self, delta: Delta) -> Iterator[Launch]:
+        rows, state = self._table.rows, self.buffers.state
+        predicted = state
+        assert delta.rows is not None, "the layer has a result"
+        yield partial(add, rows, state, delta.rows)
         if self._predict is not None and self._regress is not None:
             predicted = self.hidden
-            self._run(self._state, self._predict, predicted)
-            self._run(self._state, self._regress, self._regressed)
-        keep(rows, self._places, self._regressed, self._features)
-        self._run(predicted, self._weights.head, self.logits)
+            yield self._product(state, self._predict, predicted)
+            yield self._product(state, self._regress, self._regressed)
+        yield partial(keep, rows, self._places, self._regressed, self._features)
+        yield self._product(predicted, self._weights.head, self.logits)
 
-    def _guided(self) -> Tensor:
-        """Return the sources of the second fusion, normed and expanded."""
+    def _guided(self) -> Launches:
+        """Find the sources of the second fusion, normed and expanded."""
         rows, hidden = self._table.rows, self.sizes.hidden
-        sources = {"feature": self._pairs[:, :hidden], "token": self._pairs[:, hidden:], "fused": self._state}
+        sources = {"feature": self._pairs[:, :hidden], "token": self._pairs[:, hidden:], "fused": self.buffers.state}
         for (source, norm), part in zip(self._norms, self._parts.split(hidden, dim=1), strict=True):
             assert norm.bias is not None
-            layer_norm(rows, sources[source], norm.weight, norm.bias, part)
+            yield partial(layer_norm, rows, sources[source], norm.weight, norm.bias, part)
         if self._expand is None:
             return self._parts
-        self._run(self._parts, self._expand, self._expanded)
-        silu(rows, self._expanded)
+        yield self._product(self._parts, self._expand, self._expanded)
+        yield partial(silu, rows, self._expanded)
         return self._expanded
 
-    def _run(self, rows: Tensor, linear: AnyLinear, out: Tensor) -> None:
-        self._linear(rows, linear.weight, linear.bias, out)
+    def _product(self, rows: Tensor, linear: AnyLinear, out: Tensor) -> Launch:
+        return partial(self._linear, rows, linear.weight, linear.bias, out)

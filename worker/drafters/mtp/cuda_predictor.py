@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields, replace
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -15,8 +17,10 @@ from swiftbatch.worker.drafters.mtp.predictor import NUM_ENTRIES, NUM_PLACES, Pr
 from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.forward.forward_interface import Forwards
 from swiftbatch.worker.kernels.cuda.cuda_decoder import CudaDecoder
-from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS
+from swiftbatch.worker.kernels.cuda.device_caches import DeviceCaches
+from swiftbatch.worker.kernels.cuda.layer_launches import Delta, Launch
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights, stacked_layer
+from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kernels.layer_specs import NormForm
 from swiftbatch.worker.kernels.native_decoder import check_layers
@@ -52,29 +56,28 @@ class CudaPredictor(CudaDecoder):
             around.head,
             weights.rotary,
         )
-        super().__init__(
-            stacked, arena.buffer, forwards.arena.capacity, LINEAR_KERNELS[forwards.kernels.linear],
-            turns=turns if are_alike(rotary, weights.rotary) else None,
-        )  # fmt: skip
+        caches = DeviceCaches(arena.buffer, forwards.arena.capacity)  # rows have the target's positions
+        kernels = CudaKernels(linear=forwards.kernels.linear)
+        super().__init__(stacked, caches, kernels, turns if are_alike(rotary, weights.rotary) else None)
         self._norms = weights.token_norm.to(device), weights.hidden_norm.to(device)
         self._join = weights.join.to(device, sizes.dtype)
         self._feeds_normed, self._features = weights.feeds_normed, features.flatten(0, 1)
         self._pairs = torch.zeros(NUM_ROWS, 2 * sizes.hidden, dtype=sizes.dtype, device=device)
 
     def read_from(self, rows: Tensor, places: Tensor) -> None:
-        self._use_table(rows)
+        self.take_table(rows)
         self._places = places
 
-    def begin(self) -> None:
-        table, embedding = self._table, self._weights.embedding
-        sources = self._features, embedding, *self._norms
-        join(table.rows, table.token_ids, self._places, *sources, self.sizes.epsilon, self._pairs)
-        self._linear(self._pairs, self._join, None, self._state)
+    def _begin(self) -> Iterator[Launch]:
+        table, sources = self._table, (self._features, self._weights.embedding, *self._norms)
+        yield partial(join, table.rows, table.token_ids, self._places, *sources, self.sizes.epsilon, self._pairs)
+        yield partial(self._linear, self._pairs, self._join, None, self.buffers.state)
 
-    def end(self) -> None:
-        """Launch norm and head, and store each row's feature in the row's own place."""
-        super().end()
-        keep(self._table.rows, self._places, self.hidden if self._feeds_normed else self._state, self._features)
+    def _end(self, delta: Delta) -> Iterator[Launch]:
+        """Yield the launches of norm and head, and one that stores each row's feature in the row's own place."""
+        yield from super()._end(delta)
+        features = self.hidden if self._feeds_normed else self.buffers.state
+        yield partial(keep, self._table.rows, self._places, features, self._features)
 
 
 def added_by(form: NormForm) -> float:

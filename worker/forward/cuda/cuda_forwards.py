@@ -15,7 +15,6 @@ from swiftbatch.worker.forward.expert_counts import CudaExpertCounts
 from swiftbatch.worker.forward.forward_interface import SparseRows
 from swiftbatch.worker.forward.hardware import hardware_of
 from swiftbatch.worker.forward.tile_packing import SequenceRows, known_rows, pack_tiles, tree_rows
-from swiftbatch.worker.kernels.cuda.attention_backends import ATTENTION_KERNELS
 from swiftbatch.worker.kernels.cuda.cuda_decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.cuda_graph import Capture, Upload, capture
 from swiftbatch.worker.kernels.cuda.cuda_recurrence import StateRows
@@ -129,15 +128,12 @@ class CudaForwards:
         kernels = kernels.for_weights(weights.is_packed)
         self.kernels, self.capture = kernels, capture
         self.rows_per_forward = kernels.num_rows
-        windowed = None if arena.windowed is None else arena.windowed.place
-        attention, linear = ATTENTION_KERNELS[kernels.attention], LINEAR_KERNELS[kernels.linear]
-        self._decoder = CudaDecoder(
-            weights, arena.buffer, arena.capacity, linear, attention=attention, pages=arena.pages,
-            states=arena.states, num_rows=kernels.num_rows, windowed=windowed,
-        )  # fmt: skip
+        self._decoder = CudaDecoder(weights, arena.on_device, kernels)
         num_routed, met = sum(layer.experts is not None for layer in weights.layers), self._decoder.experts_met
         self.expert_counts = None if met is None else CudaExpertCounts(met, num_routed)
-        self.surroundings = Surroundings(weights.embedding, weights.head, linear, self._decoder.turns)
+        self.surroundings = Surroundings(
+            weights.embedding, weights.head, LINEAR_KERNELS[kernels.linear], self._decoder.turns
+        )
         self._rounds = weakref.WeakKeyDictionary[SparseArena, CudaRounds]()  # freed with the drafter's arena
         for each in (arena, arena.windowed):
             if each is not None:
@@ -230,7 +226,7 @@ class CudaForwards:
         self._note_states(groups)
         if self.expert_counts is not None:
             self.expert_counts.look(num_rows)
-        return (self._decoder.features if feature_layers else self._decoder.hidden)[:num_rows]
+        return (self._decoder.buffers.features if feature_layers else self._decoder.hidden)[:num_rows]
 
     def _send(self, groups: list[SequenceRows], captured: CapturedForward) -> None:
         computing_stream(self.device).join()

@@ -261,12 +261,6 @@ def finish_constants(sizes: RecurrentSizes) -> dict[str, Any]:
     }
 
 
-def scale(rows: Tensor, factor: float) -> None:
-    """Scale in place, rounding once."""
-    if factor != 1.0:
-        rows.mul_(factor)
-
-
 class CudaRecurrentLayers:
     """All mixers of a decoder, which share buffers and so run one at a time."""
 
@@ -305,7 +299,8 @@ class CudaRecurrentLayers:
                     numbers.mul_(scales)
             self._run_heads(table, number, mixer)
         self._linear(self._mixed, mixer.output.weight, mixer.output.bias, out)
-        scale(out, self._sizes.out_scale)
+        if self._sizes.out_scale != 1.0:
+            out.mul_(self._sizes.out_scale)
 
     def _gate(self, table: StateTable[Tensor], number: int, mixer: StackedRecurrentLayer) -> None:
         floats, inputs = mixer.floats, self._states.inputs[number]

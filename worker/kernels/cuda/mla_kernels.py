@@ -379,7 +379,7 @@ class CudaMLA:
         queries = sizes.num_heads * latent.query_dim
         of_vectors = queries if latent.query_rank else 0
         widths = ((latent.query_rank or queries) + latent.entry_dim, latent.query_rank, of_vectors, sizes.found_width)
-        self._down, self._vector, self._queries, self._found = (
+        self._down, self._vector, self._queries, self.found = (
             torch.zeros(num_rows, width, dtype=sizes.dtype, device=device) for width in widths
         )
 
@@ -409,10 +409,9 @@ class CudaMLA:
             queries = self._queries
         self._multiply(queries, weights.key_up, table, angles, query, latent.rope_dim)
 
-    def values(self, weights: StackedMLA, mixed: Tensor, table: CudaRowTable[Tensor]) -> Tensor:
-        """Map `mixed [num_rows, num_heads, rank]` to values `[num_rows, num_heads * value_dim]`."""
-        self._multiply(mixed.flatten(1), weights.value_up, table, None, self._found)
-        return self._found
+    def find_values(self, weights: StackedMLA, mixed: Tensor, table: CudaRowTable[Tensor]) -> None:
+        """Map `mixed [num_rows, num_heads, rank]` to values `found [num_rows, num_heads * value_dim]`."""
+        self._multiply(mixed.flatten(1), weights.value_up, table, None, self.found)
 
     def _multiply(
         self,

@@ -224,10 +224,6 @@ class StackedLayer:
         return None if self.query_key_value is None or self.output is None else (self.query_key_value, self.output)
 
     @property
-    def last_norm(self) -> Tensor | None:
-        return self.output_norm if self.dense_mlp is None and self.experts is None else self.down_norm
-
-    @property
     def products(self) -> list[AnyLinear]:
         """Return all projections except those of experts and those per head in latent attention."""
         within = [] if self.latent is None or self.latent.query is None else [self.latent.query]

@@ -296,6 +296,6 @@ def test_angles_are_shared_where_both_turn_alike(tmp_path: Path) -> None:
     publish_with_layer(DENSE, tmp_path)
     target = on_a_gpu(tmp_path)
     rotary, turns = target.forwards.surroundings.turns  # type: ignore[attr-defined]
-    assert rows_of(forwards_of(target))._model._angles is turns  # type: ignore[attr-defined]
+    assert rows_of(forwards_of(target))._model.turns[1] is turns  # type: ignore[attr-defined]
     assert are_alike(rotary, Rotary(rotary.frequencies.copy(), rotary.scaling))
     assert not are_alike(rotary, replace(rotary, frequencies=2 * rotary.frequencies))

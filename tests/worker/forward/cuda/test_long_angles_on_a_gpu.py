@@ -51,7 +51,7 @@ def is_near(found: torch.Tensor, expected: torch.Tensor) -> bool:
 def test_short_and_long_jobs_side_by_side_say_what_they_say_on_a_cpu(files: ModelFiles, on_cpu: TargetModel) -> None:
     target = cuda_target(files, torch.float32, num_slots=2, longest_job=LONG_JOB, linear="cublas")
     assert isinstance(target.forwards, CudaForwards)
-    assert len(target.forwards._decoder._angles) == SHORT_LENGTH + target.forwards.arena.capacity
+    assert len(target.forwards._decoder.turns[1]) == SHORT_LENGTH + target.forwards.arena.capacity
     expected, alone, caches = [], [], []
     for length in (SHORT_JOB, LONG_JOB):
         expected += [on_cpu.verify([tree_rows(read(on_cpu, length, text(NUM_TOKENS)), 5, TREE)])[0].logits]

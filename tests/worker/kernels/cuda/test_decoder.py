@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from swiftbatch.jobs.run.run_records import LinearName
 from swiftbatch.worker.kernels.cuda.cuda_decoder import CudaDecoder
-from swiftbatch.worker.kernels.cuda.gemm import LinearKernel, cublas_linear, triton_linear
+from swiftbatch.worker.kernels.cuda.device_caches import DeviceCaches
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
+from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.kernels.quantized_weights import Linear
 from tests.worker.kernels.cuda.arenas import CAPACITY, NAN, Arena, arena_of, random_arena, random_rows
 from tests.worker.kernels.cuda.launches import launched
@@ -42,27 +44,24 @@ CPU = torch.device("cpu")
 SIZES = (3, 2, 6, 1)  # of trees
 LLAMA = Shape(dtype=FLOAT32)
 KINDS = {
-    "qwen2, float32": (Shape(num_kv_heads=2, group=1, has_bias=True, is_tied=False, dtype=FLOAT32), triton_linear),
-    "qwen3, float32": (Shape(head_dim=96, group=3, has_qk_norm=True, dtype=FLOAT32), cublas_linear),
-    "llama, bfloat16": (Shape(group=4, is_tied=False), triton_linear),
-    "granite, bfloat16": (Shape(is_scaled=True), triton_linear),
-    "granite, float32": (Shape(is_scaled=True, dtype=FLOAT32), triton_linear),
-    "mistral, float32": (Shape(dtype=FLOAT32, windows=(40, 130), has_other_angles=True), triton_linear),
-    "mistral, bfloat16": (Shape(group=4, windows=(70, None)), triton_linear),
-    "all at once, bfloat16": (Shape(head_dim=80, group=8, has_bias=True, has_qk_norm=True), triton_linear),
-    **{name: (shape, triton_linear) for name, shape in OTHER_FORMS.items()},
+    "qwen2, float32": (Shape(num_kv_heads=2, group=1, has_bias=True, is_tied=False, dtype=FLOAT32), "triton"),
+    "qwen3, float32": (Shape(head_dim=96, group=3, has_qk_norm=True, dtype=FLOAT32), "cublas"),
+    "llama, bfloat16": (Shape(group=4, is_tied=False), "triton"),
+    "granite, bfloat16": (Shape(is_scaled=True), "triton"),
+    "granite, float32": (Shape(is_scaled=True, dtype=FLOAT32), "triton"),
+    "mistral, float32": (Shape(dtype=FLOAT32, windows=(40, 130), has_other_angles=True), "triton"),
+    "mistral, bfloat16": (Shape(group=4, windows=(70, None)), "triton"),
+    "all at once, bfloat16": (Shape(head_dim=80, group=8, has_bias=True, has_qk_norm=True), "triton"),
+    **{name: (shape, "triton") for name, shape in OTHER_FORMS.items()},
     # only hybrids have experts without gates, and their mixers lack GPU kernels
-    **{name: (shape, triton_linear) for name, shape in WITH_EXPERTS.items() if shape.has_gates},
-    **{f"latent, {shape.dtype}": (shape, triton_linear) for shape in LATENTS},
+    **{name: (shape, "triton") for name, shape in WITH_EXPERTS.items() if shape.has_gates},
+    **{f"latent, {shape.dtype}": (shape, "triton") for shape in LATENTS},
 }
 
 
-def decoder_of(
-    arena: Arena,
-    linear: LinearKernel = cublas_linear,
-) -> CudaDecoder:
+def decoder_of(arena: Arena, linear: LinearName = "cublas") -> CudaDecoder:
     weights = stacked_weights(random_weights(arena.shape), CPU)
-    return CudaDecoder(weights, arena.buffer, NUM_POSITIONS, linear)
+    return CudaDecoder(weights, DeviceCaches(arena.buffer, NUM_POSITIONS), CudaKernels(linear=linear))
 
 
 def upload(decoder: CudaDecoder, sequences: Sequence[tuple[Rows, int]], pages: Sequence[Sequence[int]] = ()) -> None:
@@ -161,8 +160,8 @@ def test_rows_have_the_bits_that_they_have_alone(dtype: torch.dtype) -> None:
     shape = Shape(has_bias=True, dtype=dtype)
     arena = random_arena(shape, (100, 200))
     other = arena.copy()
-    together = run(decoder_of(arena, triton_linear), random_rows(random.Random(2), arena, (9, 3)))
-    alone = run(decoder_of(other, triton_linear), random_rows(random.Random(2), other, (9, 3))[1:])
+    together = run(decoder_of(arena, "triton"), random_rows(random.Random(2), arena, (9, 3)))
+    alone = run(decoder_of(other, "triton"), random_rows(random.Random(2), other, (9, 3))[1:])
     for mine, its in zip(alone, together, strict=True):
         assert torch.equal(mine, its[9:])
     assert torch.equal(arena.buffer[:, :, 1].nan_to_num(9), other.buffer[:, :, 1].nan_to_num(9))
@@ -252,11 +251,8 @@ def test_windows_beside_an_attention_that_knows_none_are_refused() -> None:
     arena = random_arena(Shape(windows=(40, None)), (5,))
     weights = stacked_weights(random_weights(arena.shape), CPU)
 
-    def another(*_: Any) -> Any:
-        return object()
-
     with pytest.raises(ValueError, match="windows, soft caps or sinks"):
-        CudaDecoder(weights, arena.buffer, NUM_POSITIONS, cublas_linear, attention=another)
+        CudaDecoder(weights, DeviceCaches(arena.buffer, NUM_POSITIONS), CudaKernels(attention="flash"))
 
 
 @pytest.mark.parametrize("windows", [(None, None), (40, None)])

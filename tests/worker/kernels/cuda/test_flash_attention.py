@@ -15,9 +15,11 @@ from swiftbatch.jobs.run.run_records import AttentionName, LinearName
 from swiftbatch.worker.kernels.cuda.attention_backends import ATTENTION_KERNELS, FlashAttention
 from swiftbatch.worker.kernels.cuda.cuda_decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
-from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, triton_linear
+from swiftbatch.worker.kernels.cuda.device_caches import DeviceCaches
+from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, KeptLayer
+from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.kernels.kernel_sizes import HEAD_BLOCKS, num_splits
 from swiftbatch.worker.kv.gpu_memory_plan import PADDED_ROWS
 from swiftbatch.worker.kv.kv_capacity import GPU_PAGE
@@ -163,7 +165,8 @@ def test_biases_and_float32_are_refused() -> None:
 def decoder_of(arena: Arena) -> tuple[CudaDecoder, list[list[int]]]:
     """Return a decoder over an arena's entries in shuffled pages, and the pages of its slots."""
     weights, (buffer, pages) = stacked_weights(random_weights(arena.shape), CPU), arena.in_pages(GPU_PAGE)
-    decoder = CudaDecoder(weights, buffer[:, :, :1], 6000, triton_linear, attention=FlashAttention, pages=pages)
+    caches, kernels = DeviceCaches(buffer[:, :, :1], 6000, pages), CudaKernels(attention="flash", linear="triton")
+    decoder = CudaDecoder(weights, caches, kernels)
     return decoder, pages.numbers.tolist()
 
 
@@ -182,7 +185,7 @@ def test_a_whole_decoder_is_as_the_reference_and_shows_the_same_queries(shape: S
     expected_rows = [rows for rows, _ in random_rows(random.Random(1), other, sizes)]
     for mine, its in zip(found, whole(ReferenceDecoder(random_weights(shape)).forward(expected_rows)), strict=True):
         assert (mine.float() - its.float()).abs().max() <= 0.03 * its.float().abs().max()
-    in_order = CudaDecoder(decoder._weights, other.buffer, 6000, triton_linear)
+    in_order = CudaDecoder(decoder._weights, DeviceCaches(other.buffer, 6000), CudaKernels(linear="triton"))
     run(in_order, random_rows(random.Random(1), other, sizes), show)
     assert torch.equal(*shown)
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.cuda_decoder import CudaDecoder
-from swiftbatch.worker.kernels.cuda.gemm import triton_linear
+from swiftbatch.worker.kernels.cuda.device_caches import DeviceCaches
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
+from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES
 from tests.worker.kernels.cuda.arenas import Arena, Placed, random_arena, random_rows
 from tests.worker.kernels.cuda.test_decoder import CPU, NUM_POSITIONS, run
@@ -32,7 +33,8 @@ EVERY_DAY = {("experts", 128)}  # these attend like those without experts
 
 def decoder_of(arena: Arena, num_rows: int) -> CudaDecoder:
     weights = stacked_weights(random_weights(arena.shape), CPU)
-    return CudaDecoder(weights, arena.buffer, NUM_POSITIONS, triton_linear, num_rows=num_rows)
+    kernels = CudaKernels(linear="triton", num_rows=num_rows)
+    return CudaDecoder(weights, DeviceCaches(arena.buffer, NUM_POSITIONS), kernels)
 
 
 def company(shape: Shape, num_rows: int) -> tuple[Arena, list[Placed]]:

@@ -1,0 +1,198 @@
+"""A layer as a list of launches, each bound to its weights and to fixed buffers: ten for a plain layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from swiftbatch.worker.kernels.cuda.attention_backends import Attention
+from swiftbatch.worker.kernels.cuda.cuda_recurrence import StateTable
+from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import CudaRecurrentLayers
+from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable
+from swiftbatch.worker.kernels.cuda.decoder_buffers import DecoderBuffers, LayerAngles
+from swiftbatch.worker.kernels.cuda.gemm import LinearKernel
+from swiftbatch.worker.kernels.cuda.mla_kernels import CudaMLA
+from swiftbatch.worker.kernels.cuda.moe_gemm import CudaExperts
+from swiftbatch.worker.kernels.cuda.row_kernels import activate, add_norm, gate_heads, norm_heads, rope_store
+from swiftbatch.worker.kernels.cuda.stacked_weights import StackedLayer, StackedWeights
+from swiftbatch.worker.kernels.cuda.tree_attention import KeptLayer
+from swiftbatch.worker.kernels.kernel_sizes import parts_of_depth
+from swiftbatch.worker.kernels.quantized_weights import AnyLinear
+
+Launch = Callable[[], object]
+Tap = Callable[[int, Tensor], None]
+
+
+class Tables(NamedTuple):
+    """Rows of a forward, for all kernels, for layers in the windows' pool, and for layers with a state."""
+
+    rows: CudaRowTable[Tensor]
+    windows: CudaRowTable[Tensor]
+    states: StateTable[Tensor] | None
+
+
+class Delta(NamedTuple):
+    """A sublayer's result, which the next norm adds to the state, after a norm of its own if it has one."""
+
+    rows: Tensor | None = None  # [num_rows, hidden], or in parts
+    norm: Tensor | None = None
+
+
+Launches = Generator[Launch, None, Tensor]
+"""Launches in order; returns the buffer with the result."""
+
+
+@dataclass(frozen=True)
+class LayerLaunches:
+    """The launches of all layers, over what the layers share."""
+
+    weights: StackedWeights
+    linear: LinearKernel
+    attention: Attention
+    kept: Sequence[KeptLayer]  # caches of attending layers
+    in_windows: Sequence[bool]  # says which of them are in the windows' pool
+    buffers: DecoderBuffers
+    tables: Tables
+    angles: LayerAngles
+    latents: CudaMLA | None
+    experts: CudaExperts | None
+    mixers: CudaRecurrentLayers | None
+    feature_layers: tuple[int, ...] = ()
+
+    def of_layers(self, tap: Tap | None) -> Generator[Launch, None, Delta]:
+        """Yield the launches of all layers; return the last result, which is not added yet.
+
+        `tap` gets each attending layer's rotated queries, `[:, num_kv_heads, heads_per_kv, head_dim]`.
+        """
+        delta, num_attending, num_mixing = Delta(), 0, 0
+        for number, layer in enumerate(self.weights.layers):
+            delta = yield from self._of_layer(number, num_attending, num_mixing, delta, tap)
+            num_attending += layer.attention is not None
+            num_mixing += layer.mixer is not None
+        return delta
+
+    def add(self, delta: Delta, front: Tensor | None, normed: Tensor) -> Launches:
+        """Add a result to the state; return the state after its norm `front`, or itself without one."""
+        state, sizes = self.buffers.state, self.weights.sizes
+        if delta.rows is not None or front is not None:
+            yield partial(
+                add_norm, self.tables.rows.rows, state, delta.rows, front, sizes.epsilon, normed,
+                sizes.residual_scale, delta.norm, sizes.norm_form,
+            )  # fmt: skip
+        return state if front is None else normed
+
+    def keep_features(self, number: int) -> Iterator[Launch]:
+        """Copy a layer's output, which is in the state once the next norm has added the layer's last result."""
+        features, state = self.buffers.features, self.buffers.state
+        for place, layer in enumerate(self.feature_layers):
+            if layer == number:
+                yield partial(features.view(len(features), -1, state.shape[1])[:, place].copy_, state)
+
+    def _of_layer(
+        self, number: int, attending: int, mixing: int, delta: Delta, tap: Tap | None
+    ) -> Generator[Launch, None, Delta]:
+        """Yield the launches of a layer, the `attending`-th with attention and the `mixing`-th with a state."""
+        layer, buffers, rows = self.weights.layers[number], self.buffers, self.buffers.state
+        has_features = False
+        if layer.attention is not None or layer.mixer is not None:
+            rows = yield from self.add(delta, layer.input_norm, buffers.normed)
+            yield from self.keep_features(number - 1)
+            has_features = True
+            delta = Delta((yield from self._mix(layer, attending, mixing, rows)), layer.output_norm)
+        if tap is not None and layer.attention is not None:
+            yield partial(tap, attending, self.attention.heads())
+        if layer.dense_mlp is not None or layer.experts is not None:
+            normed = yield from self.add(delta, layer.mlp_norm, buffers.normed)
+            if not has_features:
+                yield from self.keep_features(number - 1)
+            read = rows if self.weights.sizes.is_parallel else normed
+            delta = Delta((yield from self._of_mlp(layer, read)), layer.down_norm)
+        return delta
+
+    def _mix(self, layer: StackedLayer, attending: int, mixing: int, rows: Tensor) -> Launches:
+        buffers, out = self.buffers, self.buffers.delta
+        if layer.attention is not None:
+            out = yield from self._attend(layer, attending, rows, *layer.attention)
+        if layer.mixer is not None and self.mixers is not None and self.tables.states is not None:
+            found = out if layer.attention is None else buffers.beside
+            yield partial(self.mixers.run, self.tables.states, mixing, layer.mixer, rows, found)
+            if layer.attention is not None:
+                yield partial(out.add_, found)
+        return out
+
+    def _attend(
+        self, layer: StackedLayer, number: int, rows: Tensor, in_front: AnyLinear, behind: AnyLinear
+    ) -> Launches:
+        """Attend in the `number`-th attending layer."""
+        buffers, sizes, kept = self.buffers, self.weights.sizes, self.kept[number]
+        table = self.tables.windows if self.in_windows[number] else self.tables.rows
+        if sizes.attention_in_scale != 1.0:
+            yield partial(torch.mul, rows, sizes.attention_in_scale, out=buffers.scaled)
+            rows = buffers.scaled
+        if layer.latent is not None and self.latents is not None:
+            given = rows, table, self.angles.usual, kept.keys, self.attention.query
+            yield partial(self.latents.keep, layer.latent, in_front, *given)
+        else:
+            yield from self._take_heads(layer, in_front, rows, kept, table)
+        yield partial(self.attention.attend, number, kept, table, buffers.mixed)
+        found = buffers.mixed.flatten(1)
+        if sizes.gates_heads:
+            yield partial(gate_heads, self.tables.rows.rows, buffers.qkv, buffers.mixed)
+        if layer.latent is not None and self.latents is not None:
+            yield partial(self.latents.find_values, layer.latent, buffers.mixed, self.tables.rows)
+            found = self.latents.found
+        return (yield from self._multiply(found, behind, sizes.attention_out_scale, layer.mixer is None))
+
+    def _take_heads(
+        self, layer: StackedLayer, in_front: AnyLinear, rows: Tensor, kept: KeptLayer, table: CudaRowTable[Tensor]
+    ) -> Iterator[Launch]:
+        """Find queries, keys and values; rotate and store them."""
+        qkv, attention, sizes = self.buffers.qkv, self.attention, self.weights.sizes
+        first, num_keys = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+        yield partial(self.linear, rows, in_front.weight, in_front.bias, qkv)
+        yield from scaled(qkv[:, first : first + num_keys], sizes.key_scale)
+        if layer.joint_norms is not None:
+            yield partial(norm_heads, table.rows, qkv, layer.joint_norms, first, sizes.epsilon, sizes.norm_form)
+        yield partial(
+            rope_store, qkv, self.angles.of_layer(layer), layer.qk_norms, sizes.epsilon, table.rows, attention.query,
+            kept.keys, kept.values, attention.places(table), sizes.norm_form, sizes.norms_after_rope,
+            self.angles.query_scales,
+        )  # fmt: skip
+
+    def _of_mlp(self, layer: StackedLayer, rows: Tensor) -> Launches:
+        buffers, sizes, table, out = self.buffers, self.weights.sizes, self.tables.rows, self.buffers.delta
+        if layer.dense_mlp is not None:
+            wide, down = layer.dense_mlp
+            gate_up = of_width(buffers.gate_up, wide.weight.shape[0])
+            activated = of_width(buffers.activated, down.weight.shape[1])
+            yield partial(self.linear, rows, wide.weight, wide.bias, gate_up)
+            yield from scaled(gate_up[:, : activated.shape[1]], sizes.gate_scale)
+            yield partial(activate, table.rows, gate_up, activated, sizes.activation, layer.curve)
+            out = yield from self._multiply(activated, down, sizes.down_scale, layer.experts is None)
+        if layer.experts is not None and self.experts is not None:
+            yield partial(self.experts.run, table.rows, layer.experts, rows, out, layer.dense_mlp is not None)
+        return out
+
+    def _multiply(self, rows: Tensor, product: AnyLinear, factor: float, is_alone: bool) -> Launches:
+        """Multiply rows for the next norm. A result that nothing else changes may stay in parts of the depth."""
+        out, parts = self.buffers.delta, self.buffers.delta_parts
+        if parts is not None and is_alone and factor == 1.0:
+            out = parts[: parts_of_depth(product.weight.shape[1])]
+        yield partial(self.linear, rows, product.weight, product.bias, out)
+        yield from scaled(out, factor)
+        return out
+
+
+def scaled(rows: Tensor, factor: float) -> Iterator[Launch]:
+    """Scale in place, rounding once."""
+    if factor != 1.0:
+        yield partial(rows.mul_, factor)
+
+
+def of_width(buffer: Tensor, width: int) -> Tensor:
+    return buffer.flatten()[: len(buffer) * width].view(len(buffer), width)
