@@ -146,7 +146,6 @@ def _refuse_without_pickles(model: str) -> None:
 DTYPE = "bfloat16"  # bytes and slots are reported for it
 GPU_BYTES = 84_000_000_000  # 80 GiB less what programs cannot use
 CONTEXT_BYTES = 600_000_000  # an estimate of CUDA's own memory
-GPUS = ("A100 80 GB", "H100 80 GB")
 SLOT_LENGTHS = (8_192, 32_768, 100_000)
 
 
@@ -169,7 +168,7 @@ class Inspection(Frozen):
     checkpointed_state_bytes: int  # a checkpoint has this part of them
     cpu: ComputePath | None
     cuda: ComputePath | None
-    slots: dict[str, dict[int, int]]  # counts jobs that fit with plain decoding, by GPU and positions
+    slots: dict[int, int]  # counts jobs that fit on a GPU of 80 GB with plain decoding, by positions
     has_chat_template: bool
     thinking_markers: tuple[str, str] | None
     predictor: str | None  # says how multi-token prediction layers (MTP) are used; None without any
@@ -249,14 +248,10 @@ def _formats(source: Source, layout: Layout | None) -> dict[str, int]:
     return dict(numbers.most_common())
 
 
-def _slots(sizes: ModelSizes, most_positions: int) -> dict[str, dict[int, int]]:
+def _slots(sizes: ModelSizes, most_positions: int) -> dict[int, int]:
     sizes = replace(sizes, held=held_in_windows(sizes.windows, NUM_UNWRITTEN))
-    found: dict[str, dict[int, int]] = {}
-    for name in GPUS:
-        gpu = GPUMemory(GPU_BYTES - CONTEXT_BYTES)
-        lengths = [length for length in SLOT_LENGTHS if length <= most_positions]
-        found[name] = {length: most_together(sizes, gpu, length) for length in lengths}
-    return found
+    gpu = GPUMemory(GPU_BYTES - CONTEXT_BYTES)
+    return {length: most_together(sizes, gpu, length) for length in SLOT_LENGTHS if length <= most_positions}
 
 
 def _chat_template(path: Path) -> str | None:

@@ -75,9 +75,11 @@ def _running(found: Inspection) -> list[tuple[str, str]]:
             ("states", f"{found.state_bytes:,} bytes per job; {found.checkpointed_state_bytes:,} in a checkpoint")
         )
     rows += [(name, _path(path)) for name, path in (("on a CPU", found.cpu), ("on a GPU", found.cuda)) if path]
-    for gpu, by_length in found.slots.items():
-        slots = ", ".join(f"{number} of {length:,}" for length, number in by_length.items())
-        rows.append((gpu, f"jobs at a time, by positions, in forwards of up to {ROW_CHOICES[-1]} rows: {slots}"))
+    if found.slots:
+        slots = ", ".join(f"{number} of {length:,}" for length, number in found.slots.items())
+        rows.append(
+            ("80-GB GPU", f"jobs at a time, by positions, in forwards of up to {ROW_CHOICES[-1]} rows: {slots}")
+        )
     thinking = f"; thinks between {' and '.join(found.thinking_markers)}" if found.thinking_markers else ""
     rows.append(("chat", f"{'template' if found.has_chat_template else 'no template'}{thinking}"))
     if found.predictor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from swiftbatch.worker.kernels.cuda.attention_backends import ATTENTION_KERNELS,
 from swiftbatch.worker.kernels.cuda.cuda_graph import Upload
 from swiftbatch.worker.kernels.cuda.cuda_row_table import TableLayout
 from swiftbatch.worker.kernels.cuda.tree_attention import KeptLayer
+from swiftbatch.worker.kernels.gpu_kernel_choice import DEFAULT_KERNELS
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS, ROW_CHOICES
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.draft_tree import DraftTree
@@ -39,22 +41,34 @@ def check_attention(parts: Parts) -> Finding:
 
 
 def check_attention_speed(parts: Parts) -> Finding:
-    """Time the reading of keys and values, of few long jobs and of many mixed ones; slowness is not a failure."""
+    """Time the reading of keys and values, of few long jobs and of many mixed ones; slowness is not a failure.
+
+    Where flash-attn is tested, Triton's attention is timed beside it.
+    """
+    rows, words = list[Row](), list[str]()
+    for name in dict.fromkeys((parts.kernels.attention, DEFAULT_KERNELS.attention)):
+        few, many = _speeds(parts.with_kernels(replace(parts.kernels, attention=name)))
+        best, of_many = (max(float(row["GB/s"]) for row in part) for part in (few, many))
+        words.append(f"{name} reads keys and values at up to {best:,.1f} GB/s, of many mixed jobs at {of_many:,.1f}")
+        rows += [{"attention": name} | row for row in (*few, *many)]
+    return Finding(passed=True, words="; ".join(words), rows=rows)
+
+
+def _speeds(parts: Parts) -> tuple[list[Row], list[Row]]:
+    """Time few long jobs, then many mixed ones."""
     rng, longest, extent = random.Random(1), attended_lengths(parts)[-1], parts.extent
     layer = OneLayer(parts, max(extent.slot_counts), longest)
-    rows = [
+    few = [
         _timed(parts, layer, layer.placed(rng, longest, num_slots, num_slots * num_rows))
         for num_slots in extent.slot_counts
         for num_rows in TIMED_ROWS
     ]
-    mixed = min(longest, extent.mixed_length)
+    many, mixed = list[Row](), min(longest, extent.mixed_length)
     for num_slots in extent.many_slots:
         wide = parts.with_rows(next(number for number in ROW_CHOICES if number >= num_slots))
         layer = OneLayer(wide, num_slots, mixed)
-        rows.append(_timed(wide, layer, layer.placed(rng, mixed, num_slots, num_slots, shorter=mixed // num_slots)))
-    best, many = (max(float(row["GB/s"]) for row in part) for part in (rows, rows[-len(extent.many_slots) :]))
-    words = f"keys and values are read at up to {best:,.1f} GB/s, of many mixed jobs at {many:,.1f}"
-    return Finding(passed=True, words=words, rows=rows)
+        many.append(_timed(wide, layer, layer.placed(rng, mixed, num_slots, num_slots, shorter=mixed // num_slots)))
+    return few, many
 
 
 def _timed(parts: Parts, layer: OneLayer, placed: list[Placed]) -> Row:

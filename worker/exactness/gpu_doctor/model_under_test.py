@@ -86,8 +86,11 @@ class Parts:
         return cls(files, DTYPES[dtype], device, load, kernels=kernels)
 
     def with_rows(self, num_rows: int) -> Parts:
+        return self.with_kernels(replace(self.kernels, num_rows=num_rows))
+
+    def with_kernels(self, kernels: CudaKernels) -> Parts:
         made = copy.copy(self)
-        made.kernels = replace(self.kernels, num_rows=num_rows)
+        made.kernels = kernels
         return made
 
     def seconds(self, work: Work) -> float:

@@ -95,3 +95,10 @@ def test_reading_is_timed_at_the_greatest_length(embedded_files: ModelFiles) -> 
     assert len(finding.rows) == len(TIMED_ROWS) * len(SMALL.slot_counts) + len(SMALL.many_slots)
     assert [(row["slots"], row["length"]) for row in finding.rows[6:]] == [(3, 140), (70, 140)]
     assert all(float(row["GB/s"]) > 0 for row in finding.rows)
+
+
+def test_flash_attn_is_timed_beside_triton(flash_parts: Parts) -> None:
+    finding = check_attention_speed(flash_parts)
+    num_timed = len(TIMED_ROWS) * len(SMALL.slot_counts) + len(SMALL.many_slots)
+    assert [row["attention"] for row in finding.rows] == ["flash"] * num_timed + ["triton"] * num_timed
+    assert all(finding.words.count(f"{name} reads keys and values at up to") == 1 for name in ("flash", "triton"))

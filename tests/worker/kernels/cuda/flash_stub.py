@@ -28,18 +28,30 @@ def flash_attn_with_kvcache(
     q: Tensor,  # [batch, num_rows, num_heads, head_dim]
     k_cache: Tensor,  # [num_pages, page, num_kv_heads, head_dim]
     v_cache: Tensor,
-    *,
+    k: None = None,
+    v: None = None,
+    rotary_cos: None = None,
+    rotary_sin: None = None,
     cache_seqlens: Tensor | None = None,
+    cache_batch_idx: None = None,
+    cache_leftpad: None = None,
     block_table: Tensor | None = None,  # [batch, most_pages]
     softmax_scale: float | None = None,
     causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
-) -> Returned:
+) -> Returned:  # the published parameters, in their order
     """Return output `[batch, num_rows, num_heads, head_dim]` and natural LSE `[batch, num_heads, num_rows]`, inf if
     empty.
     """
     _check_numbers(q, k_cache, v_cache)
+    others = k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, alibi_slopes
+    assert others == (None,) * len(others), "what they would change is not computed here"
+    assert (window_size, softcap, rotary_interleaved) == ((-1, -1), 0.0, True)
     assert cache_seqlens is not None, "without them another kernel runs"
     assert block_table is not None
     assert 1 <= num_splits <= MOST_SPLITS, "0 is a choice by the batch; more are not taken"
