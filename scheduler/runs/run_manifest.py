@@ -144,8 +144,9 @@ def with_rows(manifest: RunManifest, files: ModelFiles, jobs: JobIndex, settings
     num_jobs = min(settings.num_slots or len(jobs), -(-len(jobs) // settings.num_workers))
     if not engine_entry(manifest.engine).reads_caches:
         sizes = replace(sizes, held=held_in_windows(sizes.windows, NUM_UNWRITTEN))
-    in_triton, is_dense = bool(sizes.packed) or manifest.linear == "triton", sizes.is_dense
-    load = RunLoad(num_jobs, float(held.mean()), manifest.engine != PLAIN_ENGINE, in_triton and is_dense)
+    in_triton = bool(sizes.packed) or manifest.linear == "triton"
+    has_narrow = in_triton and manifest.attention != "flash"
+    load = RunLoad(num_jobs, float(held.mean()), manifest.engine != PLAIN_ENGINE, has_narrow)
     most = most_rows(capability, sizes.item_size, in_triton)
     gpu = GPUMemory(max(0, free_bytes - CONTEXT_BYTES))
     num_rows = rows_that_pay(sizes, gpu, load, most)

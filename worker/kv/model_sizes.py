@@ -163,11 +163,6 @@ class ModelSizes:
     held: HeldPositions | None = None  # None: a GPU's caches keep all positions
 
     @property
-    def is_dense(self) -> bool:
-        """Return whether all layers attend to keys and values, and have no experts."""
-        return self.recurrent is None and self.experts is None and self.latent is None
-
-    @property
     def value_dim(self) -> int:
         return self.head_dim if self.latent is None else self.latent.rank
 

@@ -138,8 +138,8 @@ class CudaForwards:
         for each in (arena, arena.windowed):
             if each is not None:
                 each.move_rows = RowMover(each.buffer, capture)
-        is_exact = kernels.linear == "triton" and self._decoder.can_be_narrowed
-        self.narrow_rows = tuple(each for each in ROW_CHOICES if is_exact and each < kernels.num_rows)
+        narrower = [each for each in ROW_CHOICES if each < kernels.num_rows]
+        self.narrow_rows = tuple(narrower if self._decoder.can_be_narrowed else ())
         self._captured = self._capture_all()
 
     def _capture_all(self) -> list[CapturedForward]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 import triton
@@ -59,8 +59,16 @@ class Attention(Protocol):
 class RowsInOrder:
     """Base of our own attention kernels: queries by row, and partial softmaxes to merge."""
 
+    shape: Any  # has `num_rows`
     query: Tensor
     scratch: Scratch
+
+    def narrowed(self, num_rows: int) -> Self:
+        """Return the attention of forwards of fewer rows, in the same memory."""
+        other = copy.copy(self)
+        other.shape = replace(self.shape, num_rows=num_rows)
+        other.scratch, other.query = self.scratch.narrowed(num_rows), self.query[:num_rows]
+        return other
 
     def places(self, table: CudaRowTable[Tensor]) -> None:
         return None
@@ -81,13 +89,6 @@ class TritonAttention(RowsInOrder):
             num_splits(layout.capacity, HEAD_BLOCKS), num_heads, shape.head_dim, device, shape.num_rows
         )
         self.query = torch.zeros(shape.num_rows, num_heads, shape.head_dim, dtype=shape.dtype, device=device)
-
-    def narrowed(self, num_rows: int) -> TritonAttention:
-        """Return the attention of forwards of fewer rows, in the same memory."""
-        other = copy.copy(self)
-        other.shape = replace(self.shape, num_rows=num_rows)
-        other.scratch, other.query = self.scratch.narrowed(num_rows), self.query[:num_rows]
-        return other
 
     @property
     def numerics(self) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 from swiftbatch.worker.kernels.cuda.attention_backends import (
     ATTENTION_KERNELS,
     Attention,
+    RowsInOrder,
     TritonAttention,
     new_attention,
     shape_of,
@@ -99,16 +100,23 @@ class CudaDecoder:
 
     @property
     def can_be_narrowed(self) -> bool:
-        """Return whether a row's bits are the same in forwards of fewer rows, with products in Triton."""
-        has_others = self._layers.experts is not None or self._layers.latents is not None or self.mixers is not None
-        return isinstance(self.attention, TritonAttention) and not has_others
+        """Return whether a row's bits are the same in forwards of fewer rows, which flash-attn's may not be."""
+        return self._linear is triton_linear and isinstance(self.attention, RowsInOrder)
 
     def narrowed(self, num_rows: int) -> CudaDecoder:
         """Return the decoder of forwards of fewer rows, in the first rows of the same buffers."""
-        assert isinstance(self.attention, TritonAttention)
-        buffers, attention = self.buffers.narrowed(num_rows), self.attention.narrowed(num_rows)
-        layers = replace(self._layers, buffers=buffers, attention=attention)
-        return self._with(replace(self.layout, num_rows=num_rows), layers)
+        layers, other = self._layers, copy.copy(self)
+        assert isinstance(layers.attention, RowsInOrder)
+        other.mixers = None if self.mixers is None else self.mixers.narrowed(num_rows)
+        narrowed = replace(
+            layers,
+            attention=layers.attention.narrowed(num_rows),
+            buffers=layers.buffers.narrowed(num_rows),
+            latents=None if layers.latents is None else layers.latents.narrowed(num_rows),
+            experts=None if layers.experts is None else layers.experts.narrowed(num_rows),
+            mixers=other.mixers,
+        )
+        return other._with(replace(self.layout, num_rows=num_rows), narrowed)
 
     @property
     def attention(self) -> Attention:

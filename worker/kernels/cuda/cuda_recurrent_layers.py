@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -282,6 +284,15 @@ class CudaRecurrentLayers:
         self._values, self._own, self._found = (rows(heads, sizes.value_dim) for _ in range(3))
         self._shares, self._wholes = rows(heads), rows(heads)
         self._scores = rows(heads, BLOCK), rows(heads, BLOCK)
+
+    def narrowed(self, num_rows: int) -> CudaRecurrentLayers:
+        """Return the mixers of forwards of fewer rows, in the first rows of the same buffers."""
+        other = copy.copy(self)
+        other.layout = replace(self.layout, num_rows=num_rows)
+        for name in ("_wide", "_narrow", "_mixed", "_queries", "_values", "_own", "_found", "_shares", "_wholes"):
+            setattr(other, name, getattr(self, name)[:num_rows])
+        other._scores = self._scores[0][:num_rows], self._scores[1][:num_rows]
+        return other
 
     def run(
         self, table: StateTable[Tensor], number: int, mixer: StackedRecurrentLayer, rows: Tensor, out: Tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -382,6 +383,14 @@ class CudaMLA:
         self._down, self._vector, self._queries, self.found = (
             torch.zeros(num_rows, width, dtype=sizes.dtype, device=device) for width in widths
         )
+
+    def narrowed(self, num_rows: int) -> CudaMLA:
+        """Return the launches of forwards of fewer rows, in the first rows of the same buffers."""
+        other = copy.copy(self)
+        other._num_rows = num_rows
+        for name in ("_down", "_vector", "_queries", "found"):
+            setattr(other, name, getattr(self, name)[:num_rows])
+        return other
 
     def keep(
         self,

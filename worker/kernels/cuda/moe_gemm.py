@@ -5,6 +5,7 @@ All tiles have the same height and order of sums, so a row's bits do not depend 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -161,6 +162,12 @@ class CudaExperts:
         self._linear, latent = linear, max(each.latent_width for each in layers)
         self._read, self._sums = (torch.zeros(num_rows * latent, dtype=dtype, device=device) for _ in range(2))
         self._from_latent = torch.zeros(num_rows * bool(latent), hidden, dtype=dtype, device=device)
+
+    def narrowed(self, num_rows: int) -> CudaExperts:
+        """Return the experts of forwards of fewer rows, in the same memory."""
+        other = copy.copy(self)
+        other._num_rows, other._from_latent = num_rows, self._from_latent[:num_rows]
+        return other
 
     def run(self, rows: Tensor, experts: StackedExperts, normed: Tensor, out: Tensor, has_shared: bool) -> None:
         """Write `out [num_rows, hidden]` for rows `normed`; with `has_shared`, it has the shared expert's result."""

@@ -11,12 +11,13 @@ import torch
 
 from swiftbatch.jobs.checkpoints.kv_segments import LayerStates, decode_state, encode_state
 from swiftbatch.jobs.file_owner import Identity
+from swiftbatch.jobs.run.run_records import LinearName
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.exactness.forward_comparisons import compare, random_tree
 from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import max_tree_depth, tree_rows
-from swiftbatch.worker.kernels.kernel_sizes import BLOCK
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.model_sizes import read_sizes
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
@@ -64,10 +65,10 @@ FORMS = ["LFM2", *(pytest.param(name, marks=SLOW) for name in ("Bamba", "Qwen3.5
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def made(name: str, folder: Path, dtype: str = "bf16", num_slots: int = 3) -> TargetModel:
+def made(name: str, folder: Path, dtype: str = "bf16", num_slots: int = 3, num_rows: int = NUM_ROWS) -> TargetModel:
     publish(PUBLISHED[name] | FEWER_LAYERS.get(name, {}), folder)
-    linear = "triton" if dtype == "bf16" else "cublas"
-    return cuda_target(locate_model(str(folder)), DTYPES[dtype], num_slots, LONGEST, linear)  # type: ignore[arg-type]
+    linear: LinearName = "triton" if dtype == "bf16" else "cublas"
+    return cuda_target(locate_model(str(folder)), DTYPES[dtype], num_slots, LONGEST, linear, num_rows=num_rows)
 
 
 def read(target: TargetModel, cache: FullKVCache, end: int) -> None:
@@ -84,6 +85,23 @@ def next_logits(target: TargetModel, cache: FullKVCache, token_id: int = 5) -> t
     logits = outputs.logits[0].clone()
     cache.commit([])
     return logits
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forwards_of_all_widths_have_the_same_bits(name: str, tmp_path: Path) -> None:
+    found: list[torch.Tensor] = []
+    for num_rows in (NUM_ROWS, 2 * NUM_ROWS):
+        target, rng = made(name, tmp_path, num_rows=num_rows), random.Random(7)
+        own = caches(target, 3)
+        for number, each in enumerate(own):
+            read(target, each, BLOCK + 20 * number)
+        trees = [random_tree(rng, NUM_ROWS // 2 - 1, BLOCK - 40, target.vocab_size) for _ in own]
+        outputs = target.verify([tree_rows(cache, 5, tree) for cache, tree in zip(own, trees, strict=True)])
+        found += [torch.cat([each.logits for each in outputs]), next_logits(target, own[0])]
+    assert target.forwards.narrow_rows == (NUM_ROWS,)
+    assert len(found[0]) > NUM_ROWS
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
 
 
 def test_a_forward_that_finds_no_memory_is_repeated_with_the_states_that_it_should_have_stored(

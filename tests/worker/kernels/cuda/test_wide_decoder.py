@@ -83,9 +83,13 @@ def test_a_row_has_the_bits_in_company_that_it_has_alone(kind: str, num_rows: in
         assert torch.equal(found[1], logits[number]), number
 
 
-def test_a_wide_forward_has_the_bits_of_a_narrow_one() -> None:
-    arena, placed = company(SHAPES["float32"], 64)
-    other = arena.copy()
-    narrow, wide = run(decoder_of(arena, 64), placed), run(decoder_of(other, 128), placed)
-    for mine, its in zip(narrow, wide, strict=True):
+@pytest.mark.parametrize(
+    "kind", ["float32", *(pytest.param(each, marks=pytest.mark.slow) for each in ("experts", "latent"))]
+)
+def test_a_wide_forward_has_the_bits_of_a_narrow_one_and_of_its_own_narrow_forward(kind: str) -> None:
+    arena, placed = company(SHAPES[kind], 64)
+    others = arena.copy(), arena.copy()
+    expected, wide = run(decoder_of(arena, 64), placed), decoder_of(others[0], 128)
+    narrowed = decoder_of(others[1], 128).narrowed(64)
+    for mine, its in zip((*run(wide, placed), *run(narrowed, placed)), 2 * expected, strict=True):
         assert torch.equal(mine, its)
