@@ -96,8 +96,8 @@ def _into(kernel: LinearKernel, out: Tensor, rows: Tensor, linear: AnyLinear) ->
 
 def _num_changed_by_place(parts: Parts, kernel: LinearKernel, linear: AnyLinear, out_dtype: torch.dtype) -> int:
     """Return how often one row's bits change when its index and the other rows change."""
-    given = (kernel, linear, parts.kernels.num_rows, parts.dtype, out_dtype)
-    return sum(int(uneven_places(*given, seed).sum()) for seed in range(parts.extent.num_tries))
+    given = (kernel, linear, [parts.kernels.num_rows], parts.dtype, out_dtype)
+    return sum(len(uneven_places(*given, seed)) for seed in range(parts.extent.num_tries))
 
 
 def _error(parts: Parts, run: functools.partial[None], linear: AnyLinear, out: Tensor) -> float:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS
+from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, triton_linear
 from swiftbatch.worker.kernels.cuda.gemm_probe import refuse_uneven_products
+from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES
 from tests.worker.exactness.gpu_doctor.small_parts import by_place, one_layer, row_by_row
 from tests.worker.kernels.kernel_parts import FLOAT32, Shape
 
@@ -44,6 +45,31 @@ def test_products_row_by_row_pass_and_no_other_product_helps_where_triton_s_rows
     monkeypatch.setitem(LINEAR_KERNELS, "triton", by_place)
     with pytest.raises(ModelError, match="use --device cpu"):
         refuse_uneven_products(WEIGHTS, "triton", NUM_ROWS)
+
+
+def test_a_narrower_forward_with_other_bits_is_refused_with_the_rows_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_width(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        row_by_row(rows, weight, bias, out[0] if out.dim() == 3 else out)
+        if len(rows) == ROW_CHOICES[0]:
+            out += 1
+
+    monkeypatch.setitem(LINEAR_KERNELS, "triton", by_width)
+    refuse_uneven_products(WEIGHTS, "triton", ROW_CHOICES[0])
+    with pytest.raises(ModelError, match=r"row 0 of 64 has other bits than row 0 of 128 .*; use --rows 64"):
+        refuse_uneven_products(WEIGHTS, "triton", ROW_CHOICES[1])
+
+
+def test_parts_that_a_norm_sums_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = one_layer(Shape())
+
+    def uneven(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        triton_linear(rows, weight, bias, out)
+        if out.dim() == 3:
+            out[-1, WRONG, -1] += 1
+
+    monkeypatch.setitem(LINEAR_KERNELS, "triton", uneven)
+    with pytest.raises(ModelError, match=f"row {WRONG} of 64 has other bits than row 0 of 64"):
+        refuse_uneven_products(weights, "triton", ROW_CHOICES[0])
 
 
 def test_every_shape_is_tried_once_in_every_place(monkeypatch: pytest.MonkeyPatch) -> None:
