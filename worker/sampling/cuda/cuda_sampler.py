@@ -40,7 +40,7 @@ from swiftbatch.worker.sampling.cuda.sampling_rows import (
     refuse_vocab,
     rows_of,
 )
-from swiftbatch.worker.sampling.cuda.top_candidates import TopCandidates, best_of_blocks, best_of_rows
+from swiftbatch.worker.sampling.cuda.top_candidates import ROW_WARPS, TopCandidates, best_of_rows, bounds_of_blocks
 from swiftbatch.worker.sampling.draft_tree import ROOT, TOP_K, Candidates, DraftTree, Walk
 from swiftbatch.worker.sampling.filters import needs_filters
 from swiftbatch.worker.sampling.logits_processors import Context, bias_row, masked_behind, output_counts
@@ -75,7 +75,7 @@ class Draw:
         device = buffers.logits.device
         self.scores = torch.empty(num_rows, vocab_size, device=device)
         self.peaks = torch.empty(2, *self._grid, dtype=torch.int32, device=device)
-        self._best = torch.empty(self._grid, dtype=torch.int64, device=device)
+        self._bounds = torch.empty(self._grid, dtype=torch.int64, device=device)
         self.cuts = RowCuts(buffers.rows, self.scores, self.peaks)
 
     def launch(self, is_filtered: bool = False) -> None:
@@ -93,15 +93,13 @@ class Draw:
         )  # fmt: skip
 
     def _choose(self, ranks: torch.Tensor | None) -> None:
-        given, (num_rows, num_blocks) = self.buffers, self._grid
-        best_of_blocks[self._grid](
-            given.rows, self.scores, self.peaks, ranks, self._best, given.logits.shape[1],
-            BLOCK=BLOCK, WIDTH=self._width, num_warps=NUM_WARPS,
-        )  # fmt: skip
+        given, (num_rows, num_blocks), vocab_size = self.buffers, self._grid, self.buffers.logits.shape[1]
+        found = given.rows, self.scores, self.peaks, ranks, self._bounds
+        sizes = {"BLOCK": BLOCK, "WIDTH": self._width}
+        bounds_of_blocks[self._grid](*found, vocab_size, **sizes, num_warps=NUM_WARPS)
         best_of_rows[(num_rows,)](
-            given.rows, self.peaks, self._best, given.tokens, given.highest, num_blocks,
-            WIDTH=self._width, num_warps=NUM_WARPS,
-        )  # fmt: skip
+            *found, given.tokens, given.highest, vocab_size, num_blocks, **sizes, num_warps=ROW_WARPS
+        )
 
 
 # Graphs for rows with filters, for all others, and for log-probabilities.
