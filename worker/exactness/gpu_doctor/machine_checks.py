@@ -14,7 +14,7 @@ from torch import Tensor
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row
 from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
 from swiftbatch.worker.forward.hardware import cpu_capability, cublas_version, driver_version
-from swiftbatch.worker.sampling.cuda.logits_kernels import gumbel, noise_words
+from swiftbatch.worker.sampling.cuda.logits_kernels import gumbel, gumbel_bound, noise_words
 from swiftbatch.worker.sampling.noise import BLOCK, gumbel_block, philox4x32
 
 LEAST_CAPABILITY = (8, 0)  # older tensor cores lack bf16
@@ -131,14 +131,18 @@ def read_numbers(numbers_ptr, sums_ptr, BLOCK: tl.constexpr, NUM_READS: tl.const
 
 @triton.jit
 def store_noise(words_ptr, noise_ptr, places_ptr, BLOCK: tl.constexpr):
-    """Program (tokens): words and noise of one place, with seed and position in low and high words."""
+    """Program (tokens): words and noise of one place, with seed and position in low and high words.
+
+    Noise above its bound becomes NaN.
+    """
     first = tl.program_id(0) * BLOCK
     seed_low, seed_high = tl.load(places_ptr), tl.load(places_ptr + 1)
     position_low, position_high = tl.load(places_ptr + 2), tl.load(places_ptr + 3)
     seed = (seed_high.to(tl.uint64) << 32) | seed_low.to(tl.uint64)
     words = noise_words(seed, position_low, position_high, first, BLOCK)
     tl.store(words_ptr + first + tl.arange(0, BLOCK), words.to(tl.int64))
-    tl.store(noise_ptr + first + tl.arange(0, BLOCK), gumbel(words))
+    noise, bound = gumbel(words), gumbel_bound(words)
+    tl.store(noise_ptr + first + tl.arange(0, BLOCK), tl.where(bound >= noise, noise, float("nan")))
 
 
 def num_read(num_bytes: int) -> int:

@@ -230,8 +230,26 @@ def noise_words(key, position_low, position_high, first, BLOCK: tl.constexpr):
     return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))  # in the order of tokens
 
 
+WORD_UNIT = tl.constexpr(2.0**-32)
+MARGIN = tl.constexpr(2.0**-10)  # eight times the greatest error of an estimate
+
+
 @triton.jit
 def gumbel(words):
     """Return standard Gumbel noise, float32."""
-    uniform = (words.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2^-32: exact, inside (0, 1)
+    uniform = (words.to(tl.float64) + 0.5) * WORD_UNIT  # exact, inside (0, 1)
     return (-tl.log(-tl.log(uniform))).to(tl.float32)
+
+
+@triton.jit
+def gumbel_bound(words):
+    """Return float32 numbers above the noise by up to 2^-9: estimates from float32 logarithms, plus a margin.
+
+    An estimate is off by the relative error of -log(uniform). The series' two terms have one below 2^-13.5. Elsewhere,
+    where -log(uniform) is at least 1/64, it is below 2^-15 if a logarithm errs by 2^-22 of itself (CUDA's guide says
+    one unit in the last place, numpy up to four) and `uniform` by 2^-23.
+    """
+    uniform = (words.to(tl.float32) + 0.5) * WORD_UNIT
+    rest = ((words ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * WORD_UNIT  # 1 - uniform, without its rounding near 1
+    inner = tl.where(rest < 0.015625, rest + rest * rest * 0.5, -tl.log(uniform))
+    return -tl.log(inner) + MARGIN

@@ -15,6 +15,7 @@ from swiftbatch.worker.sampling.cuda.logits_kernels import (
     SLOT,
     TEMPERATURE,
     gumbel,
+    gumbel_bound,
     is_greedy,
     noise_key_of,
     noise_words,
@@ -53,48 +54,64 @@ def kept_scores(rows_ptr, row, scores, tokens, peak, cut):
 
 
 @triton.jit
-def best_of_blocks(
-    rows_ptr,
-    scores_ptr,
-    peaks_ptr,
-    cuts_ptr,
-    best_ptr,
-    vocab,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Store the rank of each block's best token, `[num_rows, num_blocks] int64`, among those that the cut keeps."""
-    row, block = tl.program_id(0), tl.program_id(1)
-    if whole(rows_ptr, row, SLOT) < 0:
-        return
-    num_rows, num_blocks = tl.num_programs(0), tl.num_programs(1)
+def best_of_block(rows_ptr, row, scores_ptr, cuts_ptr, peak, block, vocab, IS_EXACT: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the rank of a block's best token among those that the cut keeps.
+
+    Without `IS_EXACT`, it is the rank that the token would have with the noise's bound: this one or a higher one.
+    """
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     inside = tokens < vocab
     values = tl.load(scores_ptr + row.to(tl.int64) * vocab + tokens, mask=inside, other=float("-inf"))
-    peak = row_peak(peaks_ptr + (num_rows + row) * num_blocks, num_blocks, WIDTH)
     if not is_greedy(rows_ptr, row, peak):
         cut = None if cuts_ptr is None else tl.load(cuts_ptr + row)
         values, kept = kept_scores(rows_ptr, row, values, tokens, peak, cut)
         if tl.max(kept.to(tl.int32), 0) > 0:  # without such tokens, noise changes nothing
             low, high = whole(rows_ptr, row, POSITION), whole(rows_ptr, row, POSITION + 1)
-            values += gumbel(noise_words(noise_key_of(rows_ptr, row), low, high, block * BLOCK, BLOCK))
-    ranks = tl.where(inside, rank_of(values, tokens), SMALLEST)
-    tl.store(best_ptr + row * num_blocks + block, tl.max(ranks, 0))
+            words = noise_words(noise_key_of(rows_ptr, row), low, high, block * BLOCK, BLOCK)
+            values += gumbel(words) if IS_EXACT else gumbel_bound(words)
+    return tl.max(tl.where(inside, rank_of(values, tokens), SMALLEST), 0)
 
 
 @triton.jit
-def best_of_rows(rows_ptr, peaks_ptr, best_ptr, tokens_ptr, highest_ptr, num_blocks, WIDTH: tl.constexpr):
-    """Store each row's token, -1 if nothing can be drawn, and its highest logit, NaN if there is any."""
+def bounds_of_blocks(
+    rows_ptr, scores_ptr, peaks_ptr, cuts_ptr, bounds_ptr, vocab, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Store a rank at or above that of each block's best token, `[num_rows, num_blocks] int64`."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    if whole(rows_ptr, row, SLOT) < 0:
+        return
+    num_rows, num_blocks = tl.num_programs(0), tl.num_programs(1)
+    peak = row_peak(peaks_ptr + (num_rows + row) * num_blocks, num_blocks, WIDTH)
+    bound = best_of_block(rows_ptr, row, scores_ptr, cuts_ptr, peak, block, vocab, False, BLOCK)
+    tl.store(bounds_ptr + row * num_blocks + block, bound)
+
+
+@triton.jit
+def best_of_rows(
+    rows_ptr, scores_ptr, peaks_ptr, cuts_ptr, bounds_ptr, tokens_ptr, highest_ptr, vocab, num_blocks,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Store each row's token, -1 if nothing can be drawn, and its highest logit, NaN if there is any.
+
+    Noise in float64 is computed only for blocks that may have the token, which is nearly always one.
+    """
     row = tl.program_id(0)
     if whole(rows_ptr, row, SLOT) < 0:
         tl.store(tokens_ptr + row, -1)
         tl.store(highest_ptr + row, float("nan"))
         return
+    peak = row_peak(peaks_ptr + (tl.num_programs(0) + row) * num_blocks, num_blocks, WIDTH)
     blocks = tl.arange(0, WIDTH)
-    rank = tl.max(tl.load(best_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=SMALLEST), 0)
+    bounds = tl.load(bounds_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=SMALLEST)
+    bound, best = tl.max(bounds, 0), tl.full([], SMALLEST, tl.int64)
+    while bound > best:
+        block = token_of(bound) // BLOCK
+        best = tl.maximum(best, best_of_block(rows_ptr, row, scores_ptr, cuts_ptr, peak, block, vocab, True, BLOCK))
+        bounds = tl.where(bounds == bound, SMALLEST, bounds)
+        bound = tl.max(bounds, 0)
     highest = row_peak(peaks_ptr + row * num_blocks, num_blocks, WIDTH)
     tl.store(highest_ptr + row, highest)
-    tl.store(tokens_ptr + row, tl.where(tl.abs(highest) < float("inf"), token_of(rank), -1))
+    tl.store(tokens_ptr + row, tl.where(tl.abs(highest) < float("inf"), token_of(best), -1))
 
 
 BLOCK_WARPS = 4

@@ -47,7 +47,7 @@ TYPES = {
     "tops_ptr": INTS,
     "tempered_ptr": FLOATS,
     "cuts_ptr": LONGS,
-    "best_ptr": LONGS,
+    "bounds_ptr": LONGS,
     "tokens_ptr": INTS,
     "highest_ptr": FLOATS,
     "ranks_ptr": LONGS,
@@ -87,9 +87,10 @@ def every_launch() -> list[Launch]:
     averaged = moved | {"CHUNK_WIDTH": CHUNK_SIZE, "PAGE": GPU_PAGE}
     return [
         Launch(scores.penalise_blocks, TYPES, block, cuda_sampler.NUM_WARPS),
-        Launch(choice.best_of_blocks, TYPES, block | width | {"cuts_ptr": None}, cuda_sampler.NUM_WARPS),
-        Launch(choice.best_of_blocks, TYPES, block | width, cuda_sampler.NUM_WARPS),
-        Launch(choice.best_of_rows, TYPES, width, cuda_sampler.NUM_WARPS),
+        Launch(choice.bounds_of_blocks, TYPES, block | width | {"cuts_ptr": None}, cuda_sampler.NUM_WARPS),
+        Launch(choice.bounds_of_blocks, TYPES, block | width, cuda_sampler.NUM_WARPS),
+        Launch(choice.best_of_rows, TYPES, block | width | {"cuts_ptr": None}, choice.ROW_WARPS),
+        Launch(choice.best_of_rows, TYPES, block | width, choice.ROW_WARPS),
         Launch(filter_kernels.temper_blocks, TYPES, block | width, filter_kernels.NUM_WARPS),
         *(
             Launch(filter_kernels.sum_weights, SUMMING, searched | each, filter_kernels.NUM_WARPS)

@@ -11,6 +11,7 @@ from swiftbatch.worker.sampling.cuda.cuda_sampler import Draw, SamplingBuffers
 from swiftbatch.worker.sampling.cuda.sampling_rows import BLOCK
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.filters import needs_filters
+from swiftbatch.worker.sampling.noise import noise_row
 from tests.worker.sampling.cuda.draw_parts import (
     FILTERS,
     NAN,
@@ -121,6 +122,20 @@ def test_of_equal_sums_the_lower_token_wins_across_blocks(temperature: float) ->
     expected = [branch.expected() for branch in branches]
     assert drawn(step_of(list(branches)), is_filtered=False) == expected
     assert len(set(expected[:3])) <= 3
+
+
+@pytest.mark.parametrize("spread", [1e-6, 1e-4, 1e-3])
+def test_of_sums_closer_than_the_estimates_of_noise_the_best_wins_across_blocks(spread: float) -> None:
+    """Logits undo the noise, so that the best estimate is seldom the best sum."""
+    vocab_size, branches = 3 * BLOCK + 37, []
+    for i in range(8):
+        sequence = sequence_of([1] * (i + 1), plain(temperature=1.0), vocab_size)
+        noise = torch.from_numpy(noise_row(sequence.noise_key, len(sequence), vocab_size))
+        close = spread * torch.rand(vocab_size, generator=torch.Generator().manual_seed(i))
+        branches.append(Branch(sequence, [], close - noise))
+    expected = [branch.expected() for branch in branches]
+    assert drawn(step_of(list(branches)), is_filtered=False) == expected
+    assert len({token // BLOCK for token in expected}) > 1
 
 
 @pytest.mark.parametrize(("temperature", "scale"), [(1e-30, 1.0), (1e-30, 1e30), (1e-3, 3e37), (0.5, 1e38)])

@@ -43,7 +43,7 @@ def test_a_draw_allocates_nothing_and_launches_the_same_whatever_the_rows_are(
     is_filtered: bool, num_launches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffers, launches = step_of([any_branch(random.Random(1), plain()), None]), []
-    for name in ("penalise_blocks", "best_of_blocks", "best_of_rows"):
+    for name in ("penalise_blocks", "bounds_of_blocks", "best_of_rows"):
         monkeypatch.setattr(cuda_sampler, name, Recorder(launches))
     for name in ("temper_blocks", "sum_bytes", "sum_weights", "find_lowest", "settle_cuts"):
         monkeypatch.setattr(filter_kernels, name, Recorder(launches))

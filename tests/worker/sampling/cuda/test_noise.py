@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from swiftbatch.worker.sampling.cuda.logits_kernels import gumbel, noise_words
+from swiftbatch.worker.sampling.cuda.logits_kernels import gumbel, gumbel_bound, noise_words
 from swiftbatch.worker.sampling.noise import BLOCK, gumbel_block, philox4x32
 
 NUM_TOKENS = 2048
@@ -44,3 +44,24 @@ def test_noise_is_that_of_the_cpu(seed: int, position: int) -> None:
     expected = gumbel_block(seed, position, NUM_TOKENS, torch.device("cpu"))
     for offset in (0, BLOCK - 1):
         assert torch.equal(noise_of(seed, position + offset, 0)[1], expected[offset])
+
+
+@triton.jit
+def store_bounds(words_ptr, bounds_ptr, noise_ptr, SIZE: tl.constexpr):  # noqa: N803
+    places = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    words = tl.load(words_ptr + places).to(tl.uint32)
+    tl.store(bounds_ptr + places, gumbel_bound(words))
+    tl.store(noise_ptr + places, gumbel(words))
+
+
+def test_bounds_are_above_the_noise_of_all_kinds_of_words_and_close_to_it() -> None:
+    """Words lie at both ends, around each power of two from each end, where the form changes, and in between."""
+    near = torch.arange(-4096, 4096)
+    ends = [side for power in range(33) for side in (2**power + near, 2**32 - 2**power + near)]
+    words = torch.cat([*ends, torch.arange(0, 2**32, 16_381)]).clamp(0, 2**32 - 1)
+    words = torch.cat([words, words.new_zeros(-len(words) % NUM_TOKENS)])
+    bounds, noise = torch.zeros(2, len(words))
+    store_bounds[(len(words) // NUM_TOKENS,)](words, bounds, noise, SIZE=NUM_TOKENS)
+    above = bounds.double() - noise.double()
+    assert above.min() >= 7 / 8 * 2**-10
+    assert above.max() <= 2**-9
