@@ -32,6 +32,7 @@ from swiftbatch.worker.kv.cache_room import CacheRoom
 from swiftbatch.worker.kv.file_offload import offloaded_cache
 from swiftbatch.worker.kv.full_cache import FullKVCache, new_cache_of
 from swiftbatch.worker.kv.kv_capacity import KVRoom, place_of_caches, refuse_offload
+from swiftbatch.worker.model.architectures.catalogue import needs_indexers
 from swiftbatch.worker.model.compute_path import short_length
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import ModelFiles, eos_token_ids_of, read_config
@@ -219,9 +220,14 @@ class TargetModel:
             return self.forwards
         return load_transformers(self.files, self.dtype, self.device)
 
-    @property
+    @functools.cached_property
     def model(self) -> Any:
-        return self.transformers.model
+        """Return the model as `transformers` has it."""
+        if not needs_indexers(read_config(self.files.name, self.files.path)):
+            return self.transformers.model
+        from swiftbatch.worker.model.causal_lm import load_causal_lm
+
+        return load_causal_lm(self.files, self.dtype).to(self.device).eval().requires_grad_(False)
 
     @property
     def numerics(self) -> str:

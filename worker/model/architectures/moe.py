@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from swiftbatch.worker.kernels.layer_specs import NormForm, Score
 from swiftbatch.worker.model.architectures.attention_layers import (
+    IndexerSpec,
     MLASpec,
     Windows,
     by_layer_types,
@@ -68,6 +69,11 @@ DEEPSEEK_V3 = ArchitectureSpec(
     latent=MLASpec("rope_interleave"),
     experts=replace(SCORED_BY_SIGMOID, one_meaning=WITHOUT_BIASES),
     known_keys=("aux_loss_alpha", "num_mtp_layers"),
+)
+INDEXED = replace(
+    DEEPSEEK_V3,
+    experts=replace(SCORED_BY_SIGMOID, layers=SparseOr(behind_the_first), one_meaning=WITHOUT_BIASES),
+    rules=NULL_HEADS,
 )
 PLAIN = MoESpec(Score.SOFTMAX, experts_in_all_layers, "intermediate_size")
 MIXTRAL = "block_sparse_moe"
@@ -186,6 +192,10 @@ MIXTURES: dict[str, ArchitectureSpec] = {
         rules=NULL_HEADS,
     ),
     "deepseek_v3": replace(DEEPSEEK_V3, rules=NULL_HEADS, aliases=("kimi_k2",), nested_in=("kimi_k25",)),
+    "deepseek_v32": replace(
+        INDEXED,
+        latent=MLASpec(indexer=IndexerSpec(is_interleaved=False)),
+    ),
     "dots1": replace(QK_NORMED, windows=by_layer_types_if_said, rules=NULL_HEADS, experts=SCORED_BY_SIGMOID),
     "ernie4_5_moe": ArchitectureSpec(
         "use_bias",
@@ -234,6 +244,11 @@ MIXTURES: dict[str, ArchitectureSpec] = {
             keys={},
             one_meaning=WITHOUT_BIASES | {"first_k_dense_replace": (1,)},
         ),
+    ),
+    "glm_moe_dsa": replace(
+        INDEXED,
+        latent=MLASpec(indexer=IndexerSpec(is_interleaved=True, types_key="indexer_types")),
+        known_keys=(*INDEXED.known_keys, "index_topk_freq", "index_topk_pattern", "index_skip_topk_offset"),
     ),
     "gpt_oss": replace(
         BIASED,
