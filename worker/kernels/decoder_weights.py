@@ -434,6 +434,8 @@ def _check_latent(sizes: DecoderSizes, layer: LayerWeights) -> None:
         has_down |= {layer.query_norm is not None}
     if has_parts != {has_vectors} or has_down != {of_queries}:
         raise ValueError("found a layer with another form of latent attention than its decoder's")
-    of_indexer = {each is not None for each in (layer.index_query, layer.index_key, layer.index_weight, layer.index_norm)}
+    of_indexer = {
+        each is not None for each in (layer.index_query, layer.index_key, layer.index_weight, layer.index_norm)
+    }
     if len(of_indexer) > 1 or (True in of_indexer and (sizes.latent is None or sizes.latent.indexer is None)):
         raise ValueError("found a layer with a part of an indexer, or in a decoder without indexers")

@@ -117,7 +117,9 @@ def _latent_fault(latent: MLASizes, num_heads: int, num_kv_heads: int, head_dim:
         return f"found widths {widths} and {latent.query_rank} of latent attention, expected multiples of {LANES}"
     if (indexer := latent.indexer) is not None:
         if not latent.query_rank or indexer.num_heads > MOST_LATENT_HEADS or indexer.num_chosen > MOST_CHOSEN:
-            return f"found indexers of {indexer.num_heads} heads that choose {indexer.num_chosen:,} keys, expected others"
+            return (
+                f"found indexers of {indexer.num_heads} heads that choose {indexer.num_chosen:,} keys, expected others"
+            )
         if indexer.dim % LANES or not latent.rope_dim <= indexer.dim <= MOST_LATENT:
             return f"found indexers of width {indexer.dim}, expected a multiple of {LANES}, {latent.rope_dim} or more"
     if (num_kv_heads, head_dim) != (1, latent.entry_dim):

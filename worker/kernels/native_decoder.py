@@ -83,6 +83,8 @@ class CForwardCall(ctypes.Structure):
 def check_layers(sizes: DecoderSizes, layers: list[LayerWeights]) -> None:
     if len(layers) != sizes.num_layers:
         raise ValueError(f"found {len(layers)} layers, expected {sizes.num_layers}")
+    if sizes.latent is not None and sizes.latent.indexer is not None and layers[0].index_norm is None:
+        raise ValueError("found a first layer without an indexer, expected one whose choice others use")
     check_weights((each for layer in layers for each in shapes(sizes, layer)), sizes.dtype)
     check_weights((each for layer in layers for each in _floats(sizes, layer)), torch.float32)
 

@@ -211,7 +211,9 @@ def indexer_weights(tensors: Mapping[str, Weight], prefix: str, latent: MLAConfi
     """Arrange a layer's indexer for the kernels. Raises ValueError for tensors of unexpected sizes."""
     assert latent.sizes.indexer is not None
     order, dim = latent.index_order, latent.sizes.indexer.dim
-    found: dict[str, Any] = {role: linear_from(tensors[f"{prefix}{name}.weight"]) for role, name in INDEX_LINEARS.items()}
+    found: dict[str, Any] = {
+        role: linear_from(tensors[f"{prefix}{name}.weight"]) for role, name in INDEX_LINEARS.items()
+    }
     norm = [plain(tensors[f"{prefix}{INDEX_NORM}.{part}"]) for part in ("weight", "bias")]
     if any(part.shape != (dim,) for part in norm):
         raise ValueError(f"found norms of indexers of {norm[0].numel()} and {norm[1].numel()}, expected {dim}")
