@@ -230,7 +230,7 @@ class TargetModel:
     @functools.cached_property
     def model(self) -> Any:
         """Return the model as `transformers` has it."""
-        if not needs_indexers(read_config(self.files.name, self.files.path)):
+        if not isinstance(self.forwards, NativeForwards) or self.forwards.sizes.indexer is None:
             return self.transformers.model
         from swiftbatch.worker.model.causal_lm import load_causal_lm
 

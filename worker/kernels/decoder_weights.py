@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swiftbatch.worker.kernels.kernel_sizes import COUNTS, LANES, MLASizes, sizes_fault
+from swiftbatch.worker.kernels.kernel_sizes import COUNTS, LANES, IndexerSizes, MLASizes, sizes_fault
 from swiftbatch.worker.kernels.layer_specs import (
     Activation,
     NormForm,
@@ -149,6 +149,10 @@ class DecoderSizes:
             raise ValueError(f"found a decoder of {self.dtype}, expected bfloat16 or float32")
         if fault := sizes_fault(**{name: getattr(self, name) for name in COUNTS}, latent=self.latent):
             raise ValueError(fault)
+
+    @property
+    def indexer(self) -> IndexerSizes | None:
+        return None if self.latent is None else self.latent.indexer
 
     @property
     def found_width(self) -> int:
@@ -437,5 +441,5 @@ def _check_latent(sizes: DecoderSizes, layer: LayerWeights) -> None:
     of_indexer = {
         each is not None for each in (layer.index_query, layer.index_key, layer.index_weight, layer.index_norm)
     }
-    if len(of_indexer) > 1 or (True in of_indexer and (sizes.latent is None or sizes.latent.indexer is None)):
+    if len(of_indexer) > 1 or (True in of_indexer and sizes.indexer is None):
         raise ValueError("found a layer with a part of an indexer, or in a decoder without indexers")

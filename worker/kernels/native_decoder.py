@@ -83,7 +83,7 @@ class CForwardCall(ctypes.Structure):
 def check_layers(sizes: DecoderSizes, layers: list[LayerWeights]) -> None:
     if len(layers) != sizes.num_layers:
         raise ValueError(f"found {len(layers)} layers, expected {sizes.num_layers}")
-    if sizes.latent is not None and sizes.latent.indexer is not None and layers[0].index_norm is None:
+    if sizes.indexer is not None and layers[0].index_norm is None:
         raise ValueError("found a first layer without an indexer, expected one whose choice others use")
     check_weights((each for layer in layers for each in shapes(sizes, layer)), sizes.dtype)
     check_weights((each for layer in layers for each in _floats(sizes, layer)), torch.float32)
@@ -184,7 +184,10 @@ class NativeLayers:
             raise ValueError("found scanned keys of a decoder with latent vectors, expected none")
         attending = self._attending_among(layers)
         places = [self._place(group.cache, attending) for group in groups]
-        return RowTable.of(self._library, groups, places, self.sizes.vocab)
+        table = RowTable.of(self._library, groups, places, self.sizes.vocab)
+        if self.sizes.indexer is not None and any(group.kv_code for group in table.groups):
+            raise ValueError("found caches of 8 bits of a decoder with indexers, expected its dtype")
+        return table
 
     def call(
         self,
