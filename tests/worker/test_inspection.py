@@ -26,7 +26,8 @@ from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.model.text_config import text_view
 from tests.worker.model.expert_configs import write_experts
-from tests.worker.model.kind_parts import EACH_KIND, save_tiny, tiny_config, tiny_target
+from tests.worker.model.kind_parts import EACH_KIND, WITH_INDEXERS, save_tiny, tiny_config, tiny_target
+from tests.worker.model.latent_configs import WITH_INDEXERS as PUBLISHED_INDEXED
 from tests.worker.model.latent_configs import WITH_LATENTS
 from tests.worker.model.test_nested_models import publish, whole_model
 
@@ -51,6 +52,14 @@ def test_latent_vectors_are_counted_in_place_of_keys_and_values(tmp_path: Path) 
     assert "384 bytes per position in bfloat16\n" in CliRunner().invoke(main, ["inspect", str(tmp_path)]).output
 
 
+def test_a_model_with_indexers_is_shown_to_run_on_cpus_alone(tmp_path: Path) -> None:
+    write_experts(PUBLISHED_INDEXED["GLM 5.2"], tmp_path)
+    lines = CliRunner().invoke(main, ["inspect", str(tmp_path)]).output
+    assert "on a CPU    swiftbatch's kernels\n" in lines
+    assert "it does not run: its attention to keys that an indexer chooses runs on CPUs alone\n" in lines
+    assert "jobs at a time" not in lines, "no GPU has slots for it"
+
+
 def test_what_layers_with_windows_hold_of_old_positions_is_shown(tmp_path: Path) -> None:
     """Four layers, two of which see all."""
     save_tiny(tiny_config("gpt_oss", has_wide_heads=True), tmp_path)
@@ -72,7 +81,7 @@ def test_a_nested_model_is_counted_without_its_tower(tmp_path: Path) -> None:
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("kind", EACH_KIND)
+@pytest.mark.parametrize("kind", [each for each in EACH_KIND if each not in WITH_INDEXERS])
 def test_the_path_that_is_told_is_the_one_that_is_taken(kind: str) -> None:
     """Kernels run the whole forward, only attention, or nothing."""
     variant = chosen_variant()
@@ -91,7 +100,7 @@ def test_the_path_that_is_told_is_the_one_that_is_taken(kind: str) -> None:
 def test_every_kind_that_the_kernels_do_not_take_has_its_reason() -> None:
     for kind in ARCHITECTURES:
         told = path_on("cuda", {"model_type": kind})
-        assert told.name == "transformers"
+        assert told.name == ("none" if kind in WITH_INDEXERS else "transformers")
         assert told.reason != "its layers are of another form"
 
 

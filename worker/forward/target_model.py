@@ -32,7 +32,8 @@ from swiftbatch.worker.kv.cache_room import CacheRoom
 from swiftbatch.worker.kv.file_offload import offloaded_cache
 from swiftbatch.worker.kv.full_cache import FullKVCache, new_cache_of
 from swiftbatch.worker.kv.kv_capacity import KVRoom, place_of_caches, refuse_offload
-from swiftbatch.worker.model.compute_path import short_length
+from swiftbatch.worker.model.architectures.catalogue import CHOOSES, needs_indexers
+from swiftbatch.worker.model.compute_path import refuse_on_gpu, short_length
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import ModelFiles, eos_token_ids_of, read_config
 from swiftbatch.worker.sampling.batch_sampler import SplitRows
@@ -64,6 +65,7 @@ def load_forwards(
     refuse_kv_dtype(kv_dtype, kernels.attention)
     if device.type != "cpu":
         kernels.refuse_integer_rows("the device is a GPU")
+        refuse_on_gpu(files.name, read_config(files.name, files.path))
     if slots is not None:
         from swiftbatch.worker.forward.cuda.cuda_loading import load_cuda_forwards
 
@@ -75,14 +77,14 @@ def load_forwards(
         refuse_without_kernels(kv_dtype, files.name)
     if variant is None:
         kernels.refuse_integer_rows("torch runs here")
-        _refuse_long_angles(files)
+        _refuse_what_kernels_alone_do(files)
         return load_transformers(files, dtype, device, kv_dtype=kv_dtype)
     weights = dense_weights(files, dtype)
     if weights and weights.sizes.latent is not None:
         refuse_latent(kv_dtype, files.name)
     if weights and (forwards := _native(weights, eos_token_ids_of(files), variant, kv_dtype, kernels)):
         return forwards
-    _refuse_long_angles(files)
+    _refuse_what_kernels_alone_do(files)
     loaded = load_transformers(files, dtype, device, variant, kv_dtype)
     taken = decoder_weights(loaded.model)
     if taken and (forwards := _native(taken, loaded.eos_token_ids, variant, kv_dtype, kernels)):
@@ -113,9 +115,15 @@ def load_transformers(
     return TransformersForwards(model.to(device).eval().requires_grad_(False), files, variant, kv_dtype)
 
 
-def _refuse_long_angles(files: ModelFiles) -> None:
-    """Raise ModelError for rotary angles that depend on a job's length."""
-    if short_length(read_config(files.name, files.path)) is not None:
+def _refuse_what_kernels_alone_do(files: ModelFiles) -> None:
+    """Raise ModelError for indexers, and for rotary angles that depend on a job's length."""
+    config = read_config(files.name, files.path)
+    if needs_indexers(config):
+        raise ModelError(
+            f"model {files.name}: only our kernels have its {CHOOSES}, and these do not run here, or not with its "
+            "weights; `swiftbatch doctor` says which run"
+        )
+    if short_length(config) is not None:
         raise ModelError(
             f"model {files.name}: its rotary positions (longrope) change with the length of the text, which only our "
             "kernels leave to each job, and these do not run it here; `swiftbatch doctor` says which run"
@@ -219,9 +227,14 @@ class TargetModel:
             return self.forwards
         return load_transformers(self.files, self.dtype, self.device)
 
-    @property
+    @functools.cached_property
     def model(self) -> Any:
-        return self.transformers.model
+        """Return the model as `transformers` has it."""
+        if not isinstance(self.forwards, NativeForwards) or self.forwards.sizes.indexer is None:
+            return self.transformers.model
+        from swiftbatch.worker.model.causal_lm import load_causal_lm
+
+        return load_causal_lm(self.files, self.dtype).to(self.device).eval().requires_grad_(False)
 
     @property
     def numerics(self) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swiftbatch.worker.kernels.kernel_sizes import COUNTS, LANES, MLASizes, sizes_fault
+from swiftbatch.worker.kernels.kernel_sizes import COUNTS, LANES, IndexerSizes, MLASizes, sizes_fault
 from swiftbatch.worker.kernels.layer_specs import (
     Activation,
     NormForm,
@@ -151,6 +151,10 @@ class DecoderSizes:
             raise ValueError(fault)
 
     @property
+    def indexer(self) -> IndexerSizes | None:
+        return None if self.latent is None else self.latent.indexer
+
+    @property
     def found_width(self) -> int:
         return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
 
@@ -171,7 +175,8 @@ class LayerWeights:
 
     In latent attention, `key` computes the latent vector and the rotary part of keys, and `query` follows `query_down`
     if the model has it. `key_up [num_heads * rank, nope_dim]` maps a head's query to the latent vector, `value_up
-    [num_heads * value_dim, rank]` maps the latent vector to a head's values.
+    [num_heads * value_dim, rank]` maps the latent vector to a head's values. A layer without an indexer attends to the
+    keys that the last indexer before it chose.
     """
 
     query: AnyLinear | None
@@ -185,6 +190,10 @@ class LayerWeights:
     query_down: AnyLinear | None = None
     key_up: AnyLinear | None = None
     value_up: AnyLinear | None = None
+    index_query: AnyLinear | None = None  # of the queries' latent vector
+    index_key: AnyLinear | None = None
+    index_weight: AnyLinear | None = None  # of the index heads
+    index_norm: Tensor | None = None  # of index keys: weights, then biases
     mixer: RecurrentWeights | None = None
     experts: ExpertWeights | None = None
     sinks: Tensor | None = None
@@ -367,15 +376,27 @@ def _attention_widths(sizes: DecoderSizes) -> dict[str, tuple[int, int]]:
     return {
         "query_down": (latent.query_rank, hidden),
         "query": (sizes.num_heads * latent.query_dim, latent.query_rank or hidden),
-        "key": (latent.entry_dim, hidden),
+        "key": (latent.key_dim, hidden),
         "key_up": (sizes.num_heads * latent.rank, latent.nope_dim),
         "value_up": (sizes.num_heads * latent.value_dim, latent.rank),
+        **_index_widths(sizes.hidden, latent),
+    }
+
+
+def _index_widths(hidden: int, latent: MLASizes) -> dict[str, tuple[int, int]]:
+    if (indexer := latent.indexer) is None:
+        return {}
+    return {
+        "index_query": (indexer.num_heads * indexer.dim, latent.query_rank),
+        "index_key": (indexer.dim, hidden),
+        "index_weight": (indexer.num_heads, hidden),
     }
 
 
 def _qk_norm_widths(sizes: DecoderSizes) -> dict[str, int]:
     if sizes.latent is not None:
-        return {"query_norm": sizes.latent.query_rank, "key_norm": sizes.latent.rank}
+        of_indexer = {} if (indexer := sizes.latent.indexer) is None else {"index_norm": 2 * indexer.dim}
+        return of_indexer | {"query_norm": sizes.latent.query_rank, "key_norm": sizes.latent.rank}
     if sizes.joins_heads or sizes.qk_norms_differ:
         return {"query_norm": sizes.num_heads * sizes.head_dim, "key_norm": sizes.num_kv_heads * sizes.head_dim}
     return dict.fromkeys(("query_norm", "key_norm"), sizes.head_dim)
@@ -417,3 +438,8 @@ def _check_latent(sizes: DecoderSizes, layer: LayerWeights) -> None:
         has_down |= {layer.query_norm is not None}
     if has_parts != {has_vectors} or has_down != {of_queries}:
         raise ValueError("found a layer with another form of latent attention than its decoder's")
+    of_indexer = {
+        each is not None for each in (layer.index_query, layer.index_key, layer.index_weight, layer.index_norm)
+    }
+    if len(of_indexer) > 1 or (True in of_indexer and sizes.indexer is None):
+        raise ValueError("found a layer with a part of an indexer, or in a decoder without indexers")

@@ -22,22 +22,41 @@ CUDA_SCALE_BYTES = 16  # the scale and its padding, which aligns a GPU's rows to
 HEAD_DIMS = range(64, 257, LANES)
 COUNTS = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "intermediate", "vocab")  # of a decoder
 MOST_LATENT, MOST_LATENT_HEADS = 16384, 1024  # largest size of a latent vector, and most heads that share it
+MOST_CHOSEN = 1 << 20  # keys that an indexer chooses for a row
+
+
+@dataclass(frozen=True)
+class IndexerSizes:
+    """Sizes of indexers, which choose the keys that a row attends to."""
+
+    num_heads: int
+    dim: int  # of each head of queries, and of the key that all heads share
+    num_chosen: int  # most keys of a row
 
 
 @dataclass(frozen=True)
 class MLASizes:
-    """Sizes of attention whose cache has a latent vector per position, followed by the rotary part of the keys."""
+    """Sizes of attention whose cache has a latent vector per position, followed by the rotary part of the keys.
+
+    The indexer's key follows if the model has indexers.
+    """
 
     rank: int
     query_rank: int  # 0: queries have no latent vector of their own
     nope_dim: int  # dimensions of a head's queries and keys that are not rotated
     rope_dim: int
     value_dim: int
+    indexer: IndexerSizes | None = None
+
+    @property
+    def key_dim(self) -> int:
+        """Return the numbers of an entry that scores multiply."""
+        return self.rank + self.rope_dim
 
     @property
     def entry_dim(self) -> int:
         """Return the size of a cache entry: the numbers per position and layer."""
-        return self.rank + self.rope_dim
+        return self.key_dim + (0 if self.indexer is None else self.indexer.dim)
 
     @property
     def query_dim(self) -> int:
@@ -96,6 +115,13 @@ def _latent_fault(latent: MLASizes, num_heads: int, num_kv_heads: int, head_dim:
         return f"found latent attention of {num_heads} heads and widths {widths}, expected others"
     if any(width % LANES for width in (*widths, latent.query_rank)):
         return f"found widths {widths} and {latent.query_rank} of latent attention, expected multiples of {LANES}"
+    if (indexer := latent.indexer) is not None:
+        if not latent.query_rank or indexer.num_heads > MOST_LATENT_HEADS or indexer.num_chosen > MOST_CHOSEN:
+            return (
+                f"found indexers of {indexer.num_heads} heads that choose {indexer.num_chosen:,} keys, expected others"
+            )
+        if indexer.dim % LANES or not latent.rope_dim <= indexer.dim <= MOST_LATENT:
+            return f"found indexers of width {indexer.dim}, expected a multiple of {LANES}, {latent.rope_dim} or more"
     if (num_kv_heads, head_dim) != (1, latent.entry_dim):
         return f"found {num_kv_heads} heads of {head_dim} in a cache, expected one of {latent.entry_dim}"
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import dataclasses
 import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -47,6 +48,7 @@ ROLES = {  # in the order of `weight_role` in source/api.h; parts of a layer hav
             *("mlp_norm", "gate", "up", "down", "down_norm"),
             *("without rotation", "seen window", "other angles", "curve", "sinks", "head_gate"),
             *("without attention", "without products", "query_down", "key_up", "value_up"),
+            *("index_query", "index_key", "index_weight", "index_norm"),
         )
     )
 }
@@ -60,8 +62,9 @@ class CDecoderSizes(ctypes.Structure):
     FORMS = ("norm_form", "activation", "has_gates", "joins_heads", "norms_after_rope", "is_parallel")
     MORE_FORMS = ("qk_norms_differ", "gates_heads")
     LATENT = ("latent_rank", "query_rank", "nope_dim", "value_dim")
+    INDEX = ("index_heads", "index_dim", "num_chosen_keys")
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("element", *COUNTS, *FORMS, *MORE_FORMS, *LATENT)),
+        *((name, ctypes.c_int32) for name in ("element", *COUNTS, *FORMS, *MORE_FORMS, *LATENT, *INDEX)),
         *((name, ctypes.c_float) for name in (*SCALES, *MORE_SCALES)),
     )
 
@@ -80,6 +83,8 @@ class CForwardCall(ctypes.Structure):
 def check_layers(sizes: DecoderSizes, layers: list[LayerWeights]) -> None:
     if len(layers) != sizes.num_layers:
         raise ValueError(f"found {len(layers)} layers, expected {sizes.num_layers}")
+    if sizes.indexer is not None and layers[0].index_norm is None:
+        raise ValueError("found a first layer without an indexer, expected one whose choice others use")
     check_weights((each for layer in layers for each in shapes(sizes, layer)), sizes.dtype)
     check_weights((each for layer in layers for each in _floats(sizes, layer)), torch.float32)
 
@@ -113,11 +118,14 @@ class NativeLayers:
         self._other_angles = None if other is None else AngleTable(other, sizes.dtype)
         self._query_scales = None if rotary.growth is None else QueryScaleTable(rotary.growth, sizes.dtype)
         self._places: weakref.WeakKeyDictionary[Any, dict[range, CachePlace]] = weakref.WeakKeyDictionary()
-        names = (field[0] for field in CDecoderSizes._fields_[1:] if field[0] not in CDecoderSizes.LATENT)
+        of_latents = {*CDecoderSizes.LATENT, *CDecoderSizes.INDEX}
+        names = (field[0] for field in CDecoderSizes._fields_[1:] if field[0] not in of_latents)
         numbers = {name: getattr(sizes, name) for name in names}
         if (latent := sizes.latent) is not None:
             of_vectors = (latent.rank, latent.query_rank, latent.nope_dim, latent.value_dim)
             numbers |= dict(zip(CDecoderSizes.LATENT, of_vectors, strict=True))
+            if latent.indexer is not None:
+                numbers |= dict(zip(CDecoderSizes.INDEX, dataclasses.astuple(latent.indexer), strict=True))
         c_sizes = CDecoderSizes(element=ELEMENTS[sizes.dtype], **numbers)
         self.handle: int = self._library.decoder_new(ctypes.byref(c_sizes))
         weakref.finalize(self, team.retire, self._library.decoder_free, self.handle)
@@ -176,7 +184,10 @@ class NativeLayers:
             raise ValueError("found scanned keys of a decoder with latent vectors, expected none")
         attending = self._attending_among(layers)
         places = [self._place(group.cache, attending) for group in groups]
-        return RowTable.of(self._library, groups, places, self.sizes.vocab)
+        table = RowTable.of(self._library, groups, places, self.sizes.vocab)
+        if self.sizes.indexer is not None and any(group.kv_code for group in table.groups):
+            raise ValueError("found caches of 8 bits of a decoder with indexers, expected its dtype")
+        return table
 
     def call(
         self,

@@ -10,14 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.kernels.kernel_sizes import HEAD_DIMS
-from swiftbatch.worker.model.architectures.catalogue import architecture_of, layer_types
+from swiftbatch.worker.model.architectures.catalogue import CHOOSES, architecture_of, layer_types, needs_indexers
 from swiftbatch.worker.model.architectures.recurrent_layers import RECURRENT, STATELESS
 from swiftbatch.worker.model.config_values import POSITIVE, Config
 from swiftbatch.worker.model.decoder_config import OtherDecoderError, read_decoder_config, refuse_other_tensors
 from swiftbatch.worker.model.formats.layout import CONFIG_KEYS
 
-PathName = Literal["kernels", "kernels attend", "transformers"]
+PathName = Literal["kernels", "kernels attend", "transformers", "none"]
 MOST_LAYERS = 1000
 KNOWN_LAYERS = {"attention", "full_attention", "sliding_attention", "*"} | RECURRENT | STATELESS
 SHIFTING = {"dynamic", "dynamic-yarn", "longrope", "su"}  # types of angles that change with the length of a text
@@ -25,7 +26,7 @@ SHIFTING = {"dynamic", "dynamic-yarn", "longrope", "su"}  # types of angles that
 
 @dataclass(frozen=True)
 class ComputePath:
-    """The code that computes a forward, and the reason if not all runs in our kernels."""
+    """The code that computes a forward, and the reason if not all runs in our kernels. `none`: it does not run."""
 
     name: PathName
     reason: str | None = None
@@ -33,16 +34,26 @@ class ComputePath:
 
 def path_on(device: Literal["cpu", "cuda"], config: Config, stored: set[str] | None = None) -> ComputePath:
     """Return the path of a text model; `stored` are its tensors' names, where known."""
+    if device == "cuda" and needs_indexers(config):
+        return ComputePath("none", f"its {CHOOSES} runs on CPUs alone")
     try:
         dense = read_decoder_config(config)
         if stored is not None:
             refuse_other_tensors(dense, stored)
         return ComputePath("kernels")
     except OtherDecoderError as error:
+        if needs_indexers(config):
+            return ComputePath("none", str(error))
         if device == "cpu" and _are_taken_over(config):
             return ComputePath("kernels")
         can_attend = device == "cpu" and _attends_in_kernels(config)
         return ComputePath("kernels attend" if can_attend else "transformers", str(error))
+
+
+def refuse_on_gpu(model: str, config: Config) -> None:
+    """Raise ModelError for a text model that nothing here computes on a GPU."""
+    if (path := path_on("cuda", config)).name == "none":
+        raise ModelError(f"model {model}: {path.reason}; use --device cpu")
 
 
 def _are_taken_over(config: Config) -> bool:
@@ -89,6 +100,17 @@ def shifting_rotary(config: Config) -> str | None:
         read_decoder_config(config)
     except OtherDecoderError as error:
         return f"{shifts}, which only our kernels leave to each job, and these do not run it: {error}"
+    return None
+
+
+def unread_indexers(config: Config) -> str | None:
+    """Return why a model with indexers does not run, or None if it does or has none."""
+    if not needs_indexers(config):
+        return None
+    try:
+        read_decoder_config(config)
+    except OtherDecoderError as error:
+        return f"only our kernels have its {CHOOSES}, and these do not run it: {error}"
     return None
 
 

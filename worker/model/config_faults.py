@@ -63,6 +63,7 @@ ANGLES: dict[str, KeyRule] = {  # keys within `rope_parameters` and `rope_scalin
 }
 KEYS = "model.layers.0.self_attn.k_proj.weight"
 PER_LAYER: dict[str, KeyRule] = {  # lists with a value for each layer
+    "indexer_types": WORD,
     "layer_rope_theta": NOT_NEGATIVE,
     "layer_types": WORD,
     "layers_block_type": WORD,

@@ -13,6 +13,7 @@ from swiftbatch.worker.kernels.kernel_sizes import sizes_fault
 from swiftbatch.worker.kernels.layer_specs import Activation
 from swiftbatch.worker.kernels.rope_scaling import QueryGrowth, Rotary, rotary_of
 from swiftbatch.worker.model.architectures.attention_layers import (
+    INDEXED,
     IS_WINDOWED,
     WINDOWED,
     MLAConfig,
@@ -150,6 +151,7 @@ class DecoderConfig:
         parts += [f"{linears[role]}.bias" for role in self.biased if role in linears]
         if self.attends(number):
             parts += [f"{part}.weight" for part in self.qk_norms.values()] + ([form.sinks] if form.sinks else [])
+        parts += [] if self.latent is None else self.latent.index_tensors(number)
         if self.mixer is not None and number in self.mixer.layers:
             parts += self.mixer.parts()
         if self.experts is not None and number in self.experts.layers:
@@ -179,6 +181,7 @@ def what_is_not_understood(config: Config, form: ArchitectureSpec) -> str | None
     """Return which value of the config the kernels do not support, or None if they support all."""
     known = {name for name, is_windowed in IS_WINDOWED.items() if form.windows or not is_windowed}
     known |= set() if form.mixer is None else ATTENDING | RECURRENT | STATELESS
+    known |= INDEXED if form.latent is not None and form.latent.indexer is not None else set()
     if others := set(map(str, config.get("layer_types") or ())) - known:
         return f"its layers have {', '.join(sorted(others))}"
     one_meaning = ONE_MEANING | dict(form.one_meaning) | ({} if form.windows else NO_WINDOWS)

@@ -22,7 +22,7 @@ from swiftbatch.worker.kernels.quantized_weights import (
     linear_from,
     plain,
 )
-from swiftbatch.worker.model.architectures.attention_layers import UP, MLAConfig
+from swiftbatch.worker.model.architectures.attention_layers import INDEX_LINEARS, INDEX_NORM, UP, MLAConfig
 from swiftbatch.worker.model.architectures.moe_layers import ROLES, FusedNames, MoEConfig
 from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentConfig
 from swiftbatch.worker.model.architectures.spec import ATTENTION
@@ -192,8 +192,8 @@ def latent_linears(linears: Mapping[str, AnyLinear], latent: MLAConfig) -> dict[
     of_queries = [*range(sizes.nope_dim), *(sizes.nope_dim + each for each in latent.turned_order)]
     of_key = [*range(sizes.rank), *(sizes.rank + each for each in latent.turned_order)]
     query, key = (linears[role].weight for role in ("query", "key"))
-    if key.shape[0] != sizes.entry_dim:
-        raise ValueError(f"found {key.shape[0]} rows of latent vectors, expected {sizes.entry_dim}")
+    if key.shape[0] != sizes.key_dim:
+        raise ValueError(f"found {key.shape[0]} rows of latent vectors, expected {sizes.key_dim}")
     up, width = plain(linears[UP].weight), sizes.nope_dim + sizes.value_dim
     if up.shape[0] != len(heads) * width:
         raise ValueError(f"found {up.shape[0]} rows of keys and values, expected {len(heads)} heads of {width}")
@@ -205,6 +205,20 @@ def latent_linears(linears: Mapping[str, AnyLinear], latent: MLAConfig) -> dict[
         "key_up": Linear(keys.transpose(1, 2).flatten(0, 1)),
         "value_up": Linear(values.flatten(0, 1)),
     }
+
+
+def indexer_weights(tensors: Mapping[str, Weight], prefix: str, latent: MLAConfig) -> dict[str, Any]:
+    """Arrange a layer's indexer for the kernels. Raises ValueError for tensors of unexpected sizes."""
+    assert latent.sizes.indexer is not None
+    order, dim = latent.index_order, latent.sizes.indexer.dim
+    found: dict[str, Any] = {
+        role: linear_from(tensors[f"{prefix}{name}.weight"]) for role, name in INDEX_LINEARS.items()
+    }
+    norm = [plain(tensors[f"{prefix}{INDEX_NORM}.{part}"]) for part in ("weight", "bias")]
+    if any(part.shape != (dim,) for part in norm):
+        raise ValueError(f"found norms of indexers of {norm[0].numel()} and {norm[1].numel()}, expected {dim}")
+    found |= {role: _of_heads(found[role], order, dim) for role in ("index_query", "index_key")}
+    return found | {"index_norm": torch.cat([part[order] for part in norm])}
 
 
 # Dense decoders straight from their files, without `transformers`, whose import takes seconds: see `decoder_config`.
@@ -312,13 +326,16 @@ def _floats_of(dense: DecoderConfig) -> frozenset[str]:
 def _layer(tensors: Mapping[str, Weight], number: int, dense: DecoderConfig, dtype: torch.dtype) -> LayerWeights:
     prefix = f"model.layers.{number}."
     parts, widths = _parts(dense.linears(number)), dense.widths(number)
-    linears = {role: each for part in parts.items() for role, each in _linears(tensors, prefix, part, widths)}
+    linears: dict[str, Any] = {}
+    linears |= {role: each for part in parts.items() for role, each in _linears(tensors, prefix, part, widths)}
     norms: dict[str, Any] = {role: _norm(tensors, prefix + part, dense) for role, part in dense.form.norms.items()}
     if dense.attends(number):
         norms |= {role: _qk_norm(tensors, prefix + part, dense) for role, part in dense.qk_norms.items()}
         linears = (
             latent_linears(linears, dense.latent) if dense.latent is not None else linears | _heads(linears, dense)
         )
+    if dense.latent is not None and number in dense.latent.indexed_layers:
+        linears |= indexer_weights(tensors, prefix, dense.latent)
     view: dict[str, Any] = {"is_nope": number in dense.nope_layers, "window": dense.windows[number]}
     view["rotary"] = dense.other_rotary if number in dense.other_layers else None
     view["curve"] = _curve([plain(tensors[prefix + part]) for part in dense.form.curve])

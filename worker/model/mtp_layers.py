@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftbatch.worker.kernels.layer_specs import NormForm
-from swiftbatch.worker.model.architectures.catalogue import layer_types
+from swiftbatch.worker.model.architectures.catalogue import layer_types, needs_indexers
 from swiftbatch.worker.model.config_values import Config, shown
 from swiftbatch.worker.model.decoder_config import (
     DecoderConfig,
@@ -131,6 +131,8 @@ def _read(
     form: MTPSpec, heads: dict[str, StoredTensor], plain: Mapping[str, str], config: Config, path: Path
 ) -> Predictor:
     """Read an MTP layer with these names. Raises NoPredictorError if its tensors do not fit."""
+    if needs_indexers(config):
+        raise NoPredictorError("their rows would attend to keys that an indexer chooses")
     num_layers = config.get("num_hidden_layers") or 0
     names = {name: each for name in heads if (each := _own_name(plain[name], form, num_layers)) is not None}
     one = one_layer_config(config)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.cli import main
@@ -110,6 +111,14 @@ def test_a_model_that_no_kernels_compute_on_a_gpu_is_told_of_before_workers_star
     )
     assert launch.slow_on_gpu(str(tmp_path), num_gpus_per_worker=0) is None, "on CPUs nothing is said"
     assert launch.slow_on_gpu("embedded", num_gpus_per_worker=1) is None
+
+
+def test_a_model_that_does_not_run_on_a_gpu_is_refused_before_workers_start(tmp_path: Path) -> None:
+    config = {"model_type": "glm_moe_dsa", "max_position_embeddings": 1024, "vocab_size": 97}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="an indexer chooses runs on CPUs alone; use --device cpu"):
+        launch.slow_on_gpu(str(tmp_path), num_gpus_per_worker=1)
+    assert launch.slow_on_gpu(str(tmp_path), num_gpus_per_worker=0) is None
 
 
 def test_it_is_told_in_the_run(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from swiftbatch.worker.drafters.griffin.griffin_model import GriffinWeights
 from swiftbatch.worker.forward.forward_interface import SparseRows, partial_rows
 from swiftbatch.worker.forward.tile_packing import SequenceRows, max_tree_depth, tree_rows
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, DecoderWeights, LayerWeights
-from swiftbatch.worker.kernels.kernel_sizes import MLASizes
+from swiftbatch.worker.kernels.kernel_sizes import IndexerSizes, MLASizes
 from swiftbatch.worker.kernels.kv_codes import SCAN_CHUNK
 from swiftbatch.worker.kernels.layer_specs import Activation, NormForm
 from swiftbatch.worker.kernels.native_decoder import NativeDecoder
@@ -149,6 +149,10 @@ LATENTS = (  # more heads share a vector than are computed together, and widths 
     Shape(head_dim=64, group=20, latent=MLASizes(48, 0, 32, 16, 16)),
     Shape(head_dim=112, group=3, latent=MLASizes(80, 48, 16, 32, 48), dtype=FLOAT32),
 )
+INDEXED = (  # fewer keys than most texts have, and a second layer that shares the first one's choice
+    Shape(head_dim=112, group=20, latent=MLASizes(48, 32, 32, 16, 16, IndexerSizes(6, 48, 100))),
+    Shape(head_dim=144, group=3, latent=MLASizes(80, 48, 16, 16, 48, IndexerSizes(17, 48, 100)), dtype=FLOAT32),
+)
 
 
 def random_weights(shape: Shape) -> DecoderWeights:
@@ -206,7 +210,8 @@ def _random_layer(
 
     def attention() -> dict[str, Any]:
         if shape.latent is not None:
-            return _latent_attention(shape.latent, shape, normal, linear)
+            of_latents = _latent_attention(shape.latent, shape, normal, linear)
+            return of_latents | (_indexer(shape.latent, shape, normal, linear) if number == 0 else {})
         widths = {"query": (query, shape.hidden), "key": (key, shape.hidden), "value": (key, shape.hidden)}
         return {role: linear(*each) for role, each in (widths | {"output": (shape.hidden, query)}).items()}
 
@@ -242,11 +247,24 @@ def _latent_attention(
     return {
         "query_down": linear(latent.query_rank, shape.hidden) if has_vectors else None,
         "query": linear(shape.group * latent.query_dim, latent.query_rank or shape.hidden),
-        "key": linear(latent.entry_dim, shape.hidden),
+        "key": linear(latent.key_dim, shape.hidden),
         "value": None,
         "key_up": linear(shape.group * latent.rank, latent.nope_dim),
         "value_up": linear(shape.group * latent.value_dim, latent.rank),
         "output": linear(shape.hidden, shape.group * latent.value_dim),
+    }
+
+
+def _indexer(
+    latent: MLASizes, shape: Shape, normal: Callable[..., Tensor], linear: Callable[[int, int], Linear]
+) -> dict[str, Any]:
+    if (indexer := latent.indexer) is None:
+        return {}
+    return {
+        "index_query": linear(indexer.num_heads * indexer.dim, latent.query_rank),
+        "index_key": linear(indexer.dim, shape.hidden),
+        "index_weight": linear(indexer.num_heads, shape.hidden),
+        "index_norm": normal(2 * indexer.dim),
     }
 
 

@@ -41,6 +41,7 @@ from swiftbatch.worker.sampling import native_sampler as sampling_calls
 from swiftbatch.worker.sampling.draft_tree import TOP_K
 from swiftbatch.worker.sampling.sequence import Sequence
 from tests.worker.kernels.kernel_parts import (
+    INDEXED,
     LATENTS,
     SHAPES,
     Shape,
@@ -80,7 +81,7 @@ def random_rows(numbers: random.Random, shape: Shape) -> SequenceRows | SparseRo
         scanned = scanned_noise(shape, num_chunks, num_best, first) if is_scanned else None
         return dataclasses.replace(rows, scanned=scanned)
     tree = random_tree(numbers, numbers.randrange(40), length, shape.vocab)
-    kv_dtype = numbers.choice((None, "int8", "fp8"))
+    kv_dtype = numbers.choice((None, "int8", "fp8") if shape not in INDEXED else (None,))
     cache = coded_cache(shape, kv_dtype, length, MAX_TREE_NODES) if kv_dtype else random_cache(shape, length)
     return tree_rows(cache, numbers.randrange(shape.vocab), tree)
 
@@ -218,7 +219,7 @@ if __name__ == "__main__":
         for make in made if rounds > 1 else [made[number % 2]]:
             fuzz(each, make(each), random.Random(str(each)), rounds)
         fuzz_griffin(each, random.Random(str(each)), rounds, GRIFFINS if rounds > 1 else GRIFFINS[number : number + 1])
-    for each in LATENTS:
+    for each in (*LATENTS, *INDEXED):
         fuzz(each, random_weights(each), random.Random(str(each)), rounds)
     for size in (1, 7, 8, 64, 65, 1000):
         fuzz_sampling(size, random.Random(size), rounds)

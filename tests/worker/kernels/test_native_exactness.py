@@ -21,6 +21,7 @@ from tests.worker.kernels.kernel_parts import (
     BF16,
     F32_VARIANTS,
     FLOAT32,
+    INDEXED,
     LATENTS,
     SHAPES,
     VARIANTS,
@@ -43,7 +44,7 @@ seeds = st.integers(0, 2**32)
 
 @pytest.mark.long
 @given(
-    st.sampled_from((*SHAPES, *LATENTS)),
+    st.sampled_from((*SHAPES, *LATENTS, *INDEXED)),
     st.sampled_from(VARIANTS or ["none"]),
     st.sampled_from((1, 2)),
     st.lists(st.tuples(st.sampled_from(EDGES), st.integers(0, 63)), min_size=1, max_size=4),
@@ -93,9 +94,23 @@ def test_a_prompt_of_many_blocks_in_one_forward_has_the_bits_of_plain_decoding(v
 
 
 @pytest.mark.sample(2)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("shape", INDEXED, ids=["bf16", "float32"])
+def test_rows_that_see_chosen_keys_have_the_bits_of_plain_decoding(shape: Shape, variant: str) -> None:
+    """Some of a call's rows see all of their keys, and one choice has several spans and no multiple of 64 keys."""
+    for length in (90, 260, 2200):
+        cache, alone = (random_cache(shape, length) for _ in range(2))
+        tokens, beside = [5, 6, 7, 8, 9], chain(random_cache(shape, 20), [3, 4])
+        hidden, logits = whole(native(shape, variant, 2).forward([beside, chain(cache, tokens)]))
+        own_hidden, own_logits = decoded_alone(native(shape, variant), alone, tokens)
+        assert torch.equal(hidden[-1], own_hidden)
+        assert torch.equal(logits[-1], own_logits)
+
+
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32], ids=["bf16", "float32"])
 def test_all_instruction_sets_without_products_of_bf16_give_the_same_bits(dtype: torch.dtype) -> None:
-    for shape in (each for each in (*SHAPES, *LATENTS) if each.dtype == dtype):
+    for shape in (each for each in (*SHAPES, *LATENTS, *INDEXED) if each.dtype == dtype):
         outputs = []
         lengths = (0, 300) if shape.group > 2 else (0, 300, 2090)
         for variant in VARIANTS if dtype == FLOAT32 else F32_VARIANTS:

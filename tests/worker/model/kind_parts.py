@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,7 @@ from swiftbatch.worker.exactness.forward_comparisons import Agreement, compare
 from swiftbatch.worker.forward import transformers_attention
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.transformers_forwards import TransformersForwards
-from swiftbatch.worker.model.architectures.catalogue import ALIASES, ARCHITECTURES, GGUF_KINDS, NESTED
+from swiftbatch.worker.model.architectures.catalogue import ALIASES, ARCHITECTURES, GGUF_KINDS, NESTED, needs_indexers
 from swiftbatch.worker.model.attention_needs import FULL
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.digests import Digests
@@ -23,6 +27,8 @@ from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.model.text_config import text_view
 
 WITH_STATES = {kind: spec.mixer.words for kind, spec in ARCHITECTURES.items() if spec.mixer}
+WITH_INDEXERS = tuple(kind for kind in ARCHITECTURES if needs_indexers({"model_type": kind}))
+"""Only our kernels run them."""
 VOCAB_SIZE = 97
 NUM_POSITIONS = 1024
 LATER = (  # kinds whose parts others also have; slow tests cover them
@@ -60,6 +66,14 @@ LATENT = {
     "n_group": 2,
     "topk_group": 1,
     "first_k_dense_replace": 1,
+}
+INDEXED = LATENT | {
+    "qk_nope_head_dim": 48,
+    "index_topk": 40,
+    "index_n_heads": 32,
+    "index_head_dim": 32,
+    "pad_token_id": None,  # its embedding is zero, and so are all scores of its rows
+    **dict.fromkeys(("sliding_window", "attention_chunk_size")),
 }
 FOUR = {"num_hidden_layers": 4}  # three forms; or only the last differs; or experts would hide their sinks
 THREE = {"num_hidden_layers": 3}  # two with states, then one that attends and keeps their errors
@@ -102,6 +116,8 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {**LATENT, "topk_method": "greedy"},
     "deepseek_v3": LATENT,
+    "deepseek_v32": INDEXED,
+    "glm_moe_dsa": INDEXED | FOUR | {"indexer_types": ["full", "full", "shared", "shared"]},
     "glm4_moe_lite": LATENT,
     "kimi_linear": {
         **LATENT,
@@ -180,9 +196,18 @@ def tiny_target(
     kind: str, dtype: torch.dtype = torch.float32, window: int = 100, variant: str | None = None
 ) -> TargetModel:
     """With `variant`, plain layers use its kernels."""
+    if kind in WITH_INDEXERS:
+        return _from_files(kind, dtype)
     model = tiny_model(tiny_config(kind, window, variant is not None), dtype)
     files = ModelFiles(kind, Path(kind), Digests({}, {}), NUM_POSITIONS, VOCAB_SIZE)
     return TargetModel(TransformersForwards(model, files, variant), files)
+
+
+@functools.cache
+def _from_files(kind: str, dtype: torch.dtype) -> TargetModel:
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    return native_target(kind, folder, str(dtype).removeprefix("torch."))
 
 
 def target_that_drops(asked: str, monkeypatch: pytest.MonkeyPatch, variant: str | None = None) -> TargetModel:
@@ -210,16 +235,17 @@ def native_target(kind: str, folder: Path, dtype: str = "float32") -> TargetMode
 
 def asks_for(target: TargetModel) -> str:
     """Name what a kind's attention needs besides keys and values."""
-    words = sorted(
-        {"full": "", "window": "sliding window", "chunk": "chunks"}[span.kind] for span in target.transformers.spans
-    )
     config = target.model.config
+    spans = [] if config.model_type in WITH_INDEXERS else target.transformers.spans
+    words = sorted({"full": "", "window": "sliding window", "chunk": "chunks"}[span.kind] for span in spans)
     if getattr(config, "attn_logit_softcapping", None):
         words.append("soft cap")
     if config.model_type == "gpt_oss":
         words.append("sinks")
     if hasattr(config, "qk_nope_head_dim"):
         words.append("latent keys and values")
+    if config.model_type in WITH_INDEXERS:
+        words.append("chosen keys")
     if target.cache_shape.recurrent is not None:
         words.append(WITH_STATES[config.model_type])
     if any("Experts" in type(module).__name__ for module in target.model.modules()):
@@ -230,7 +256,7 @@ def asks_for(target: TargetModel) -> str:
 def where_it_runs(kind: str) -> tuple[str, str]:
     """Name what computes a published kind, on a CPU and on a GPU."""
     if ARCHITECTURES[kind].kernels_lack is None:
-        return "kernels", "kernels"
+        return "kernels", "none" if kind in WITH_INDEXERS else "kernels"
     config = text_view(tiny_config(kind, has_wide_heads=True).to_dict())
     return path_on("cpu", config).name, path_on("cuda", config).name
 
@@ -299,6 +325,16 @@ The heads of DeepSeek V2 and V3, Kimi K2 and GLM-4.7-Flash make their keys and v
 Caches and checkpoints hold only that vector and the rotary part of the keys: 54 KB per position of GLM-4.7-Flash
 instead of 963 KB. `auto` drafts with trees for these models, and `--kv-dtype` is refused.
 
+## Chosen keys
+
+In DeepSeek V3.2 and GLM 5, 5.1 and 5.2 (DeepSeek sparse attention) an indexer scores all earlier positions of a row,
+and the row attends to the best `index_topk` of them, 2,048 as published. Scores are float32, and of equal ones the
+earlier position is chosen. Layers that GLM 5.2 calls `shared` take the choice of the last layer with an indexer.
+
+- **They run on CPUs alone.** `inspect` says so, and a run on GPUs is refused before workers start: use `--device cpu`.
+- **Caches** hold the indexer's key behind the latent vector, in every layer: 110 KB per position of GLM 5.
+- **Text longer than `index_topk`** costs an index score per position and the attention of `index_topk` positions.
+
 ## Layers with states
 
 Gated delta nets (Qwen3-Next, Qwen3.5), delta attention (Kimi Linear), Mamba-2 (Bamba, Falcon-H1, Granite 4 h,
@@ -336,7 +372,7 @@ With `--text FILE` it says what that costs, in nats per token.
 ## The kinds
 
 - "On a CPU", "on a GPU": `kernels` are our own for all of a forward; with `kernels attend` the layers of transformers
-  multiply; `transformers` are its layers alone, which are slow on a GPU.
+  multiply; `transformers` are its layers alone, which are slow on a GPU; `none` is a kind that does not run there.
 - "Needs": what the kind needs beside plain attention to all positions.
 - "Greatest difference" between our logits and those of transformers' own forward. Logits spread over about 10. All 300
   rows had the same best token.

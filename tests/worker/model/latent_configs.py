@@ -24,6 +24,61 @@ LATENT = SMALL | {
     "v_head_dim": 48,
 }
 STRETCHED = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096, "type": "yarn"}
+INDEXED = LATENT | {  # most keys of a text of some dozens of tokens are not chosen
+    "ep_size": 1,
+    "index_head_dim": 48,
+    "index_n_heads": 32,  # with few heads scores of 0 tie, and topk of torch chooses any of them
+    "index_topk": 20,
+    "moe_layer_freq": 1,
+    "num_nextn_predict_layers": 1,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+}
+OF_GLM = INDEXED | {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "dtype": "bfloat16",
+    "indexer_rope_interleave": True,
+    "model_type": "glm_moe_dsa",
+    "n_group": 1,
+    "pretraining_tp": 1,
+    "qk_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_interleave": True,
+    "topk_group": 1,
+}
+WITH_INDEXERS: dict[str, dict[str, Any]] = {
+    "DeepSeek V3.2": INDEXED
+    | {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "max_position_embeddings": 163840,
+        "model_type": "deepseek_v32",
+        "n_group": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": STRETCHED | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        "rope_theta": 10000,
+        "topk_group": 2,
+    },
+    "GLM 5": OF_GLM
+    | {
+        "head_dim": 32,
+        "max_position_embeddings": 202752,
+        "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+    },
+    "GLM 5.2": OF_GLM
+    | {
+        "head_dim": 192,
+        "index_share_for_mtp_iteration": True,
+        "index_skip_topk_offset": 3,
+        "index_topk_freq": 4,
+        "index_topk_pattern": None,
+        "indexer_types": ["full", "shared", "full", "shared", "shared"],
+        "max_position_embeddings": 1048576,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "dense", "sparse"],
+        "moe_router_dtype": "float32",
+        "num_hidden_layers": 5,
+        "rope_parameters": {"rope_theta": 8000000, "rope_type": "default"},
+    },
+}
 WITH_LATENTS: dict[str, dict[str, Any]] = {
     "DeepSeek R1": LATENT
     | {

@@ -63,7 +63,12 @@ def told(config: dict[str, Any]) -> str | None:
     refusal = what_refuses(config, NOWHERE)
     if refusal is None:
         view = text_view(config)
-        assert {path_on(device, view).name for device in DEVICES} <= {"kernels", "kernels attend", "transformers"}
+        assert {path_on(device, view).name for device in DEVICES} <= {
+            "kernels",
+            "kernels attend",
+            "transformers",
+            "none",
+        }
         assert isinstance(bytes_per_position(view, "bfloat16"), int)
     assert refusal is None or "\n" not in refusal
     return refusal

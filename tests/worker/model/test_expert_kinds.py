@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.exactness.forward_comparisons import compare, probe_rows
 from swiftbatch.worker.forward.step_costs import measure_step_costs
-from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.forward.target_model import TargetModel, load_forwards
 from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kv.kv_capacity import bytes_per_position
 from swiftbatch.worker.model.compute_path import path_on
@@ -28,12 +31,12 @@ from tests.worker.model.kind_promises import (
     loaded,
     save_parts,
 )
-from tests.worker.model.latent_configs import WITH_LATENTS
+from tests.worker.model.latent_configs import WITH_INDEXERS, WITH_LATENTS
 
 pytestmark = [pytest.mark.long, needs_kernels]
 
-CONFIGS = WITH_EXPERTS | WITH_LATENTS
-DECODED = ("Qwen3 30B A3B", "gpt-oss 120B", "GLM 4.5", "GLM 4.7 Flash")
+CONFIGS = WITH_EXPERTS | WITH_LATENTS | WITH_INDEXERS
+DECODED = ("Qwen3 30B A3B", "gpt-oss 120B", "GLM 4.5", "GLM 4.7 Flash", "DeepSeek V3.2", "GLM 5.2")
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +137,47 @@ def test_latent_vectors_are_kept_on_both_devices_and_take_what_is_counted(folder
         assert counted == loaded(folders[name], "bfloat16").cache_shape.bytes_per_position() == 2 * 2 * (64 + 32)
 
 
+@pytest.mark.parametrize("name", WITH_INDEXERS)
+def test_index_keys_follow_latent_vectors_and_run_on_cpus_alone(name: str, folders: dict[str, Path]) -> None:
+    config = text_view(WITH_INDEXERS[name])
+    assert [path_on(device, config).name for device in ("cpu", "cuda")] == ["kernels", "none"]
+    counted, num_layers = bytes_per_position(config, "bfloat16"), config["num_hidden_layers"]
+    assert counted == loaded(folders[name], "bfloat16").cache_shape.bytes_per_position()
+    assert counted == 2 * num_layers * (64 + 32 + 48)
+    with pytest.raises(
+        ModelError, match="attention to keys that an indexer chooses runs on CPUs alone; use --device cpu"
+    ):
+        load_forwards(locate_model(str(folders[name])), torch.bfloat16, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("name", WITH_INDEXERS)
+def test_an_indexer_s_choice_decides_what_rows_see(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    """So tests of logits would notice another choice: twice as many keys give other logits from row 20 on."""
+    shutil.copytree(folders[name], tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps(WITH_INDEXERS[name] | {"index_topk": 40}))
+    text, found = [7 * each % 64 for each in range(60)], []
+    for folder in (folders[name], tmp_path):
+        target = loaded(folder, "float32")
+        [outputs] = target.verify([tree_rows(target.new_cache(100), text[0], DraftTree.chain(text[1:]))])
+        found.append(outputs.logits)
+    differs = (found[0] != found[1]).any(dim=1)
+    assert not differs[:20].any()
+    assert differs[20:].float().mean() > 0.9
+
+
+def test_a_choice_is_the_same_whichever_rows_are_read_together(folders: dict[str, Path]) -> None:
+    """Layers that share a choice take it from the layers before, which ran in another call."""
+    target, text = loaded(folders["GLM 5.2"], "bfloat16"), [11 * each % 64 for each in range(200)]
+    found = []
+    for size, layers in ((200, ()), (64, ()), (7, ()), (50, (0, 1, 3))):
+        cache = target.new_cache(300)
+        while cache.length < len(text):
+            target.read(cache, text[cache.length : cache.length + size], layers)
+        [outputs] = target.verify([tree_rows(cache, 5, DraftTree.chain([6, 7]))], layers)
+        found.append(outputs.logits)
+    assert all(torch.equal(found[0], each) for each in found[1:])
+
+
 def test_latent_vectors_have_no_codes_of_8_bits(folders: dict[str, Path]) -> None:
     with pytest.raises(ModelError, match=r"--kv-dtype int8: caches of .* hold a latent vector per position"):
         TargetModel.load(locate_model(str(folders["GLM 4.7 Flash"])), "float32", "cpu", kv_dtype="int8")
@@ -158,6 +202,12 @@ def test_latent_vectors_have_no_codes_of_8_bits(folders: dict[str, Path]) -> Non
         ("DeepSeek R1", {"rope_interleave": None}, "rope_interleave is None"),
         ("DeepSeek V2 Lite", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'"),
         ("GLM 4.7 Flash", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ("DeepSeek V3.2", {"index_head_dim": 40}, "indexers of width 40"),
+        ("DeepSeek V3.2", {"q_lora_rank": None}, "found indexers of 32 heads"),
+        ("GLM 5.2", {"indexer_types": ["shared"] + ["full"] * 4}, "its indexer_types begin with shared"),
+        ("GLM 5.2", {"indexer_types": None}, "its index_topk_freq stands without indexer_types"),
+        ("GLM 5", {"indexer_rope_interleave": False}, "its indexer_rope_interleave is False"),
+        ("GLM 5", {"rope_interleave": False}, "its rope_interleave is False"),
     ],
 )
 def test_experts_of_another_form_are_left_to_transformers_with_a_reason(

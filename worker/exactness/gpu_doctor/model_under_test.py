@@ -24,8 +24,9 @@ from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.host_copies import CudaLane, Staging, computing_stream
 from swiftbatch.worker.kv.model_sizes import read_sizes
 from swiftbatch.worker.kv.slot_arena import KVArena
+from swiftbatch.worker.model.compute_path import refuse_on_gpu
 from swiftbatch.worker.model.decoder_loading import dense_weights
-from swiftbatch.worker.model.model_files import ModelFiles
+from swiftbatch.worker.model.model_files import ModelFiles, read_config
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Parts:
             kernels.refuse_absent()
             kernels.refuse_unfit(dtype, sizes.head_dim)
             if device.type == "cuda":
+                refuse_on_gpu(files.name, read_config(files.name, files.path))
                 hold_gemms_steady()
 
         def load() -> StackedWeights | None:

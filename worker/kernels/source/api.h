@@ -198,6 +198,9 @@ typedef struct {
     // latent vector, then the rotated part of the key.
     int32_t latent_rank, query_rank;  // size of latent vectors; of the queries' (0: none)
     int32_t still_dim, value_dim;     // of a head: the unrotated part of its query; its value
+    // Indexers: see indexer.h. `index_heads` is 0 without them; else a cache's row ends with an indexer's key.
+    int32_t index_heads, index_dim;  // heads of an indexer's query; their width, and the key's
+    int32_t num_chosen_keys;         // that a row attends to
     float epsilon, scale;  // of the norms; of the scores
     float embedding_scale, residual_scale, logit_scale;  // of embeddings, of what layers add, of logits; mostly 1
     float score_cap, logit_cap;  // as `attention_view.softcap`, for all layers; of scaled logits
@@ -239,7 +242,9 @@ typedef enum {
     HEAD_GATE,     // of its attention's output
     NO_ATTENTION,  // no weight: the layer has no attention
     NO_PRODUCTS,   // no weight: it has no products after attention or mixer
-    QUERY_DOWN, KEY_UP, VALUE_UP  // of latent attention: see latent.h
+    QUERY_DOWN, KEY_UP, VALUE_UP,  // of latent attention: see latent.h
+    INDEX_QUERY, INDEX_KEY, INDEX_WEIGHT,  // of an indexer: see indexer.h
+    INDEX_NORM  // weights, then biases
 } weight_role;
 
 typedef enum {

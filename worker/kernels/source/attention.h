@@ -14,9 +14,23 @@
 typedef struct attention attention;
 
 // State shared by all layers of a call, in the frame, with copies of the groups. With a `latent_rank` all heads share
-// one row per position, and values are the first numbers of keys.
-attention *attention_new(frame *frame, const attention_sizes *sizes, int latent_rank, const row_group *groups,
-                         int num_groups);
+// one row per position, and values are the first numbers of keys. Scores are of the first `key_dim` numbers of a row.
+attention *attention_new(frame *frame, const attention_sizes *sizes, int latent_rank, int key_dim,
+                         const row_group *groups, int num_groups);
+
+// Keys that a row sees, by slot and in order of positions.
+typedef struct {
+    int32_t num_prefix, num_tail;  // `num_prefix` is ALL_KEYS if the row sees every key
+    int32_t num_padded;            // keys in front that complete a multiple of 64 and are hidden
+    int32_t tail[TAIL];
+    int32_t prefix[];
+} chosen_keys;
+
+#define ALL_KEYS (-1)
+
+// Returns `all`, whose groups have one row each, as it is over chosen keys; `chosen[i]` is of row i. Its rows attend as
+// though the chosen keys of the prefix were the whole prefix. Both have the same queries.
+attention *attention_over(frame *frame, attention *all, const chosen_keys *const *chosen);
 
 // Returns where a row's key (or value) of one head is stored.
 void *attention_slot(const attention *attention, int layer, int group, int row, int head, bool is_value);

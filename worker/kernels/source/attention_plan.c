@@ -43,15 +43,16 @@ static void add_pair(attention *attention, int group, int head, long *num_query_
     *num_query_elements += (long)num_queries * attention->depth;
 }
 
-attention *attention_new(frame *frame, const attention_sizes *sizes, int latent_rank, const row_group *groups,
-                         int num_groups) {
+attention *attention_new(frame *frame, const attention_sizes *sizes, int latent_rank, int key_dim,
+                         const row_group *groups, int num_groups) {
     attention *fresh = frame_take(frame, sizeof(attention));
     int is_bf16 = sizes->element == BF16, num_pairs = num_groups * sizes->num_kv_heads;
     bool uses_pairs = is_bf16 && HAS_BF16_PRODUCTS;
     *fresh = (attention){.sizes = *sizes,
                          .element_bytes = is_bf16 ? 2 : 4,
                          .uses_bf16_products = uses_pairs,
-                         .depth = uses_pairs ? (int)round_up(sizes->head_dim, BF16_DEPTH) : sizes->head_dim,
+                         .depth = uses_pairs ? (int)round_up(key_dim, BF16_DEPTH) : key_dim,
+                         .key_dim = key_dim,
                          .heads_per_kv = sizes->num_heads / sizes->num_kv_heads,
                          .value_dim = latent_rank ? latent_rank : sizes->head_dim,
                          .scale = sizes->scale * LOG2_E};
@@ -95,7 +96,7 @@ void attention_query(attention *attention, int group, int row, int head, const f
     int kv_head = head / attention->heads_per_kv, place = head % attention->heads_per_kv;
     const head_rows *pair = &attention->pairs[group * attention->sizes.num_kv_heads + kv_head];
     long first = pair->first_query + (long)(row * attention->heads_per_kv + place) * attention->depth;
-    for (int d = 0; d < attention->sizes.head_dim; d += LANES) {
+    for (int d = 0; d < attention->key_dim; d += LANES) {
         vec values = vec_load(query + d);
         if (attention->uses_bf16_products) vec_store_bf16((bf16 *)attention->queries + first + d, values);
         else vec_store((float *)attention->queries + first + d, values);
@@ -204,17 +205,57 @@ static window_plan *plan_new(frame *frame, const attention *attention, int windo
     return plan;
 }
 
+// Makes room for the results of as many units as run at a time.
+static void make_room(frame *frame, attention *attention, const window_plan *plan) {
+    if (plan->num_slots <= attention->num_slots) return;
+    size_t slot_bytes = part_bytes(attention->most_queries, attention->value_dim);
+    attention->num_slots = plan->num_slots;
+    attention->slots = frame_take(frame, (size_t)plan->num_slots * slot_bytes);
+    attention->parts = frame_take(frame, (size_t)plan->num_slots * sizeof(void *));
+}
+
 static const window_plan *plan_of(attention *attention, frame *frame, int window) {
     window_plan *plan = attention->plans;
     while (plan && plan->window != window) plan = plan->next;
     if (!plan) attention->plans = plan = plan_new(frame, attention, window);
-    if (plan->num_slots > attention->num_slots) {
-        size_t slot_bytes = part_bytes(attention->most_queries, attention->value_dim);
-        attention->num_slots = plan->num_slots;
-        attention->slots = frame_take(frame, (size_t)plan->num_slots * slot_bytes);
-        attention->parts = frame_take(frame, (size_t)plan->num_slots * sizeof(void *));
-    }
+    make_room(frame, attention, plan);
     return plan;
+}
+
+// ---- chosen keys
+
+// Returns the tail of a row that sees chosen keys.
+static tail_columns tail_of(const chosen_keys *chosen) {
+    static const int32_t IN_ORDER[TAIL] = {
+        0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31,
+        32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
+    return (tail_columns){chosen->tail, IN_ORDER, &chosen->num_tail, (int)round_up(chosen->num_tail, LANES)};
+}
+
+attention *attention_over(frame *frame, attention *all, const chosen_keys *const *chosen) {
+    size_t num_groups = (size_t)all->pairs[all->num_pairs - 1].group + 1;
+    row_group *groups = frame_take(frame, sizeof *groups * num_groups);
+    tail_columns *tails = frame_take(frame, sizeof *tails * num_groups);
+    attention *fresh = frame_take(frame, sizeof *fresh);
+    memcpy(groups, all->groups, sizeof *groups * num_groups);
+    memcpy(tails, all->tails, sizeof *tails * num_groups);
+    *fresh = *all;
+    fresh->groups = groups;
+    fresh->tails = tails;
+    fresh->chosen = chosen;
+    fresh->plans = NULL;
+    for (size_t i = 0; i < num_groups; i++) {
+        const chosen_keys *keys = chosen_of(fresh, (int)i);
+        if (!keys) continue;
+        groups[i].boundary = keys->num_padded + keys->num_prefix;
+        tails[i] = tail_of(keys);
+    }
+    window_plan *plan = fresh->plans = plan_new(frame, fresh, 0);
+    for (size_t i = 0; i < num_groups; i++)
+        if (chosen_of(fresh, (int)i)) plan->first_seen[i] = &chosen[i]->num_padded;
+    make_room(frame, fresh, plan);
+    all->num_slots = fresh->num_slots, all->slots = fresh->slots, all->parts = fresh->parts;  // for later layers
+    return fresh;
 }
 
 // ---- a layer

@@ -12,6 +12,7 @@ enum { PACKED_KEYS = 64 };  // keys packed at a time
 typedef struct {
     char *keys, *values;  // packed
     char *widened;        // [PACKED_KEYS, head_dim] elements, for rows of codes
+    char *gathered;       // [CHUNK, head_dim] elements, of chosen keys
     float *scores;        // [num_queries, most columns] scores, then weights
     bf16 *weights;        // [num_queries, CHUNK] for products of bf16
     float *shrink;        // [num_queries]
@@ -31,7 +32,8 @@ static workspace workspace_at(const attention *attention, char *memory) {
     space.keys = memory;
     space.values = space.keys + round_up(4L * PACKED_KEYS * attention->depth, 64);
     space.widened = space.values + round_up(2L * PACKED_KEYS * attention->sizes.head_dim, 64);
-    space.scores = (float *)(space.widened + round_up(widened_bytes(attention), 64));
+    space.gathered = space.widened + round_up(widened_bytes(attention), 64);
+    space.scores = (float *)(space.gathered + (attention->chosen ? CHUNK / PACKED_KEYS * widened_bytes(attention) : 0));
     space.weights = (bf16 *)(space.scores + queries * columns_at_once(attention));
     space.shrink = (float *)(space.weights + queries * CHUNK);
     return space;
@@ -97,7 +99,7 @@ static void widen(kv_form form, const char **rows, int count, char *widened) {
 // Packs `count` keys, a multiple of sixteen, as the right side of a product; `next` is read after it.
 static operand pack_keys(const attention *attention, const char *const *keys, int count, const char *next, long row_bytes,
                          char *packed) {
-    int words = attention->sizes.head_dim * attention->element_bytes / 4;
+    int words = attention->key_dim * attention->element_bytes / 4;
     int words_deep = attention->depth * attention->element_bytes / 4;
     for (int first = 0; first < count; first += LANES) {
         uint32_t *block = (uint32_t *)packed + (long)first * words_deep;
@@ -243,7 +245,16 @@ static int unseen_by(const key_chunk *chunk, int row) {
     return unseen < 0 ? 0 : unseen < chunk->count ? unseen : chunk->count;
 }
 
-static key_chunk key_chunk_of(const unit_job *job, const span *span, int start) {
+// Copies chosen keys of the prefix side by side; the first ones repeat a key to fill a multiple of 64.
+static const char *gather_chosen(const chosen_keys *chosen, const char *keys, long row_bytes, int start, int count, char *to) {
+    for (int i = 0; i < count; i++) {
+        int place = start + i - chosen->num_padded;
+        memcpy(to + i * row_bytes, keys + chosen->prefix[place < 0 ? 0 : place] * row_bytes, (size_t)row_bytes);
+    }
+    return to;
+}
+
+static key_chunk key_chunk_of(const unit_job *job, const span *span, int start, workspace space) {
     const attention *attention = job->attention;
     const head_rows *pair = &attention->pairs[span->pair];
     long first = start * kv_row_bytes(form_of(attention, pair->group));
@@ -253,6 +264,11 @@ static key_chunk key_chunk_of(const unit_job *job, const span *span, int start) 
                    .first_seen = job->plan->first_seen[pair->group],
                    .start = start};
     int left = span->start + span->count - start, least = found.count = left < CHUNK ? left : CHUNK;
+    const chosen_keys *chosen = chosen_of(attention, pair->group);
+    if (chosen) {
+        long row_bytes = kv_row_bytes(form_of(attention, pair->group));
+        found.keys = found.values = gather_chosen(chosen, found.keys - first, row_bytes, start, found.count, space.gathered);
+    }
     for (int row = 0; row < attention->groups[pair->group].num_rows; row++) {
         int unseen = unseen_by(&found, row);
         least = unseen < least ? unseen : least;
@@ -283,7 +299,7 @@ static void run_span(const unit_job *job, const span *span, void *slot, workspac
     int num_queries = attention->pairs[span->pair].num_queries;
     part part = part_at(slot, num_queries);
     for (int start = span->start; start < span->start + span->count; start += CHUNK) {
-        key_chunk chunk = key_chunk_of(job, span, start);
+        key_chunk chunk = key_chunk_of(job, span, start, space);
         bool is_first = start == span->start;
         score_keys_of(job, &chunk, space);
         for (int i = 0; i < num_queries; i++)
@@ -325,7 +341,7 @@ void sum_values(kv_form form, int value_dim, const float *weights, const char *c
     }
 }
 
-// One query's softmax over its tail: of the TAIL scores in the row, those from `start` to `end` count.
+// One query's softmax over its tail: of the TAIL scores in the row, those from `start` to `end` count, if any.
 static void tail_of_query(const attention *attention, kv_form form, const float *scores, const int32_t *columns, int start,
                           int end, const char *const *values, int query, part part) {
     float window[TAIL];
@@ -338,7 +354,7 @@ static void tail_of_query(const attention *attention, kv_form form, const float 
     for (int i = 0; i < TAIL; i++) window[i] = i >= start && i < end ? window[i] : 0.0f;
     vec sum = vec_load(window);
     for (int i = LANES; i < TAIL; i += LANES) sum = vec_add(sum, vec_load(window + i));
-    part.maximum[query] = maximum;
+    part.maximum[query] = end > start ? maximum : NOTHING;
     part.sum[query] = vec_sum(sum);
     sum_values(form, attention->value_dim, window + start, values + start, end - start,
                part.output + (long)query * attention->value_dim);

@@ -39,11 +39,12 @@ typedef struct window_plan {
 
 struct attention {
     attention_sizes sizes;
-    int element_bytes, depth, heads_per_kv, value_dim;
+    int element_bytes, depth, heads_per_kv, key_dim, value_dim;
     bool uses_bf16_products;
     float scale;  // of scores, to base 2
     const row_group *groups;
     const tail_columns *tails;
+    const chosen_keys *const *chosen;  // [num_groups], or NULL: rows see all keys
     head_rows *pairs;
     window_plan *plans;
     void *queries;
@@ -67,6 +68,12 @@ typedef struct {
 // Returns how rows of a group's cache are stored.
 INLINE kv_form form_of(const attention *attention, int group) {
     return (kv_form){(kv_code)attention->groups[group].kv_code, (element)attention->sizes.element, attention->sizes.head_dim};
+}
+
+// Returns the keys that the row of a group sees, or NULL if these are all.
+INLINE const chosen_keys *chosen_of(const attention *attention, int group) {
+    const chosen_keys *chosen = attention->chosen ? attention->chosen[group] : NULL;
+    return chosen && chosen->num_prefix != ALL_KEYS ? chosen : NULL;
 }
 
 INLINE const char *head_start(const attention *attention, int layer, int group, int head, bool is_value) {

@@ -8,6 +8,7 @@
 #include "elementwise.h"
 #include "experts.h"
 #include "heads.h"
+#include "indexer.h"
 #include "latent.h"
 #include "linear.h"
 #include "mixers.h"
@@ -36,6 +37,7 @@ struct decoder {
     matrix head;
     layer_weights *layers;
     int64_t num_experts_met;
+    void *choice;  // of indexers in the last call, for later layers of the same rows
 };
 
 typedef struct {
@@ -48,6 +50,7 @@ typedef struct {
     expert_room *experts_room;
     mixer_room mixers_room;
     latent_room latents_room;
+    index_room *index;  // NULL without indexers
     bool rounds;
 } pass;
 
@@ -103,6 +106,7 @@ void decoder_free(decoder *decoder) {
     }
     matrix_free(&decoder->head);
     free(decoder->final_norm);
+    free(decoder->choice);
     free(decoder->layers);
     free(decoder);
 }
@@ -167,6 +171,7 @@ void decoder_load(decoder *decoder, int layer, int role, const given_weight *giv
         case INPUT_NORM: norm_load(sizes, &to->input_norm, hidden, weight); break;
         case QUERY_NORM: norm_load(sizes, is_latent ? &to->latent.query_norm : &to->query_norm, query_width, weight); break;
         case KEY_NORM: norm_load(sizes, is_latent ? &to->latent.key_norm : &to->key_norm, key_width, weight); break;
+        case INDEX_NORM: vector_load(&to->latent.indexer.norm, sizes->element, 2 * sizes->index_dim, weight); break;
         case OUTPUT_NORM: norm_load(sizes, &to->output_norm, hidden, weight); break;
         case MLP_NORM: norm_load(sizes, &to->mlp_norm, hidden, weight); break;
         case DOWN_NORM: norm_load(sizes, &to->down_norm, hidden, weight); break;
@@ -387,8 +392,8 @@ static void attend_rows(const pass *pass, int layer, int place) {
     long count = (long)num_rows * sizes->hidden;
     if (sizes->attention_in_scale != 1.0f) scale_numbers(pass->normed, count, sizes->attention_in_scale, pass->rounds);
     if (sizes->latent_rank)
-        found = latent_run(pass->frame, &weights->latent, &pass->latents_room, pass->attention, &weights->view, pass->call,
-                           place, pass->normed, pass->mixed);
+        found = latent_run(pass->frame, &weights->latent, &pass->latents_room, pass->index, pass->attention, &weights->view,
+                           pass->call, place, pass->normed, pass->mixed);
     else {
         linear(pass->frame, &weights->qkv, num_rows, pass->normed, pass->wide, weights->qkv.columns, pass->rounds);
         if (sizes->key_scale != 1.0f) scale_keys(pass, weights);
@@ -510,10 +515,28 @@ static bool mixes_beside_attention(const decoder *decoder) {
     return false;
 }
 
+// Takes the choice of earlier layers in a call that begins after the first one.
+static void begin_index(pass *pass) {
+    const decoder *decoder = pass->decoder;
+    size_t bytes = index_choice_bytes(&decoder->sizes, pass->call->num_rows);
+    pass->index = index_room_new(pass->frame, &decoder->sizes, pass->call);
+    if (pass->call->first_layer && pass->index->chosen && !decoder->layers[pass->call->first_layer].latent.indexer.norm)
+        index_take_choice(pass->frame, pass->index, decoder->choice, bytes, pass->attention);
+}
+
+// Keeps the choice for a call over later layers.
+static void end_index(const pass *pass, decoder *decoder) {
+    size_t bytes = index_choice_bytes(&decoder->sizes, pass->call->num_rows);
+    if (pass->call->end_layer < decoder->sizes.num_layers && pass->index->chosen)
+        decoder->choice = memcpy(realloc(decoder->choice, bytes), pass->index->chosen[0], bytes);
+}
+
 void decoder_forward(decoder *decoder, team *team, const forward_call *call) {
     const decoder_sizes *sizes = &decoder->sizes;
     frame *frame = frame_open(team);
-    int num_kv_heads = sizes->latent_rank ? latent_groups(sizes, call->num_rows) : sizes->num_kv_heads;
+    if (sizes->index_heads) call = index_rows_alone(frame, sizes, call);
+    int rows_of_a_group = call->num_groups == call->num_rows ? 1 : call->num_rows;
+    int num_kv_heads = sizes->latent_rank ? latent_groups(sizes, rows_of_a_group) : sizes->num_kv_heads;
     attention_sizes heads = {sizes->element, sizes->num_heads, num_kv_heads, sizes->head_dim, sizes->scale};
     size_t rows = (size_t)call->num_rows * sizeof(float);
     int query_columns = sizes->num_heads * sizes->head_dim, key_columns = sizes->num_kv_heads * sizes->head_dim;
@@ -521,11 +544,12 @@ void decoder_forward(decoder *decoder, team *team, const forward_call *call) {
     int gate_columns = sizes->gates_heads ? query_columns : 0;
     int widest = most(most(query_columns + 2 * key_columns + gate_columns, 2 * intermediate), sizes->hidden);
     const mixer *mixer = mixer_of(decoder);
+    int key_dim = sizes->latent_rank ? latent_key_dim(sizes) : sizes->head_dim;
     expert_room experts_room = {0};
     pass pass = {.frame = frame,
                  .decoder = decoder,
                  .call = call,
-                 .attention = attention_new(frame, &heads, sizes->latent_rank, call->groups, call->num_groups),
+                 .attention = attention_new(frame, &heads, sizes->latent_rank, key_dim, call->groups, call->num_groups),
                  .normed = frame_take(frame, rows * (size_t)sizes->hidden),
                  .wide = frame_take(frame, rows * (size_t)widest + 4 * LANES),
                  .mixed = frame_take(frame, rows * (size_t)most(query_columns, intermediate)),
@@ -534,8 +558,10 @@ void decoder_forward(decoder *decoder, team *team, const forward_call *call) {
     if (sizes->latent_rank) pass.latents_room = latent_room_new(frame, sizes, call->num_rows);
     if (mixer) pass.mixers_room = mixer_room_new(frame, mixer, call->num_rows, call->num_sequences);
     if (mixes_beside_attention(decoder)) pass.beside = frame_take(frame, rows * (size_t)sizes->hidden);
+    if (sizes->index_heads) begin_index(&pass);
     if (call->token_ids) embed(&pass);
     run_layers(&pass);
+    if (sizes->index_heads) end_index(&pass, decoder);
     if (call->hidden) {
         norm_rows(&pass, call->state, decoder->final_norm, pass.normed);
         store((element)sizes->element, pass.normed, call->num_rows * sizes->hidden, call->hidden);

@@ -10,7 +10,8 @@ enum { ROWS_OF_HEADS = 128, MOST_TOGETHER = 32, MOST_QUERIES = 2048, HEADS_WORTH
 
 #define LATENT_EPSILON 1e-6f  // of the norms of latent vectors, whatever the model's
 
-static int turned_dim(const decoder_sizes *sizes) { return sizes->head_dim - sizes->latent_rank; }
+int latent_key_dim(const decoder_sizes *sizes) { return sizes->head_dim - sizes->index_dim; }
+static int turned_dim(const decoder_sizes *sizes) { return latent_key_dim(sizes) - sizes->latent_rank; }
 static int query_dim(const decoder_sizes *sizes) { return sizes->still_dim + turned_dim(sizes); }
 
 latent_weights latent_new(const decoder_sizes *sizes) {
@@ -20,9 +21,10 @@ latent_weights latent_new(const decoder_sizes *sizes) {
         .sizes = *sizes,
         .query_down = matrix_new(kind, sizes->hidden, sizes->query_rank),
         .query = matrix_new(kind, depth, sizes->num_heads * query_dim(sizes)),
-        .key = matrix_new(kind, sizes->hidden, sizes->head_dim),
+        .key = matrix_new(kind, sizes->hidden, latent_key_dim(sizes)),
         .key_up = matrix_new(kind, sizes->still_dim, sizes->num_heads * sizes->latent_rank),
         .value_up = matrix_new(kind, sizes->latent_rank, sizes->num_heads * sizes->value_dim),
+        .indexer = indexer_new(sizes),
     };
 }
 
@@ -32,6 +34,7 @@ void latent_free(latent_weights *latent) {
     matrix_free(&latent->key);
     matrix_free(&latent->key_up);
     matrix_free(&latent->value_up);
+    indexer_free(&latent->indexer);
     free(latent->query_norm);
     free(latent->key_norm);
 }
@@ -43,7 +46,8 @@ matrix *latent_matrix(latent_weights *latent, weight_role role, int *num_columns
                     : role == KEY_UP     ? &latent->key_up
                     : role == VALUE_UP   ? &latent->value_up
                                          : NULL;
-    if (found) *num_columns = found->columns;
+    if (!found) return indexer_matrix(&latent->indexer, &latent->sizes, role, num_columns);
+    *num_columns = found->columns;
     return found;
 }
 
@@ -150,13 +154,14 @@ static void queries_of(frame *frame, const latent_weights *latent, const latent_
     linear(frame, &latent->query, num_rows, from, room->queries, latent->query.columns, rounds);
 }
 
-// Stores a position's normed latent vector and the rotated part of its key.
+// Stores a position's normed latent vector, the rotated part of its key, and an indexer's key if there is one.
 static void keep_latent(const latent_weights *latent, const attention *attention, int place, int group, int row,
-                        const float *angles, const float *key) {
+                        const float *angles, const float *key, const float *index_key) {
     const decoder_sizes *sizes = &latent->sizes;
     float *kept = __builtin_alloca(sizeof(float) * (size_t)(sizes->head_dim + 2 * LANES));
     norm_with(sizes, LATENT_EPSILON, key, latent->key_norm, sizes->latent_rank, kept);
     rotate(key + sizes->latent_rank, angles, turned_dim(sizes), sizes->element == BF16, kept + sizes->latent_rank);
+    for (int i = 0; i < sizes->index_dim; i++) kept[latent_key_dim(sizes) + i] = index_key ? index_key[i] : 0.0f;
     attention_keep(attention, place, group, row, 0, false, kept);
 }
 
@@ -170,13 +175,14 @@ static void take_queries(const latent_weights *latent, attention *attention, int
         float *query = absorbed + head * sizes->head_dim;
         rotate(queries + head * query_dim(sizes) + sizes->still_dim, angles, turned_dim(sizes), sizes->element == BF16, turned);
         memcpy(query + sizes->latent_rank, turned, sizeof(float) * (size_t)turned_dim(sizes));
+        memset(query + latent_key_dim(sizes), 0, sizeof(float) * (size_t)sizes->index_dim);
         attention_query(attention, group, row, (int)head, query);
         if (asked) store((element)sizes->element, query, sizes->head_dim, asked + head * asked_bytes);
     }
 }
 
-static void keep_latents(const latent_weights *latent, const latent_room *room, attention *attention,
-                         const forward_call *call, int place) {
+static void keep_latents(const latent_weights *latent, const latent_room *room, const float *index_keys,
+                         attention *attention, const forward_call *call, int place) {
     const decoder_sizes *sizes = &latent->sizes;
     long number = 0, heads = sizes->num_heads, row_bytes = heads * sizes->head_dim * (sizes->element == BF16 ? 2 : 4);
     for (int group = 0; group < call->num_groups; group++)
@@ -184,22 +190,27 @@ static void keep_latents(const latent_weights *latent, const latent_room *room, 
             const float *angles = call->angles + (long)call->positions[number] * turned_dim(sizes);
             char *asked = call->queries;
             if (asked) asked += (place * call->num_rows + number) * row_bytes;
-            keep_latent(latent, attention, place, group, row, angles, room->down + number * sizes->head_dim);
+            const float *index_key = index_keys ? index_keys + number * sizes->index_dim : NULL;
+            keep_latent(latent, attention, place, group, row, angles, room->down + number * latent_key_dim(sizes), index_key);
             take_queries(latent, attention, group, row, angles, room->queries + number * heads * query_dim(sizes),
                          room->absorbed + number * heads * sizes->head_dim, asked);
         }
 }
 
-const float *latent_run(frame *frame, const latent_weights *latent, const latent_room *room, attention *attention,
-                        const attention_view *view, const forward_call *call, int place, const float *normed, float *mixed) {
+const float *latent_run(frame *frame, const latent_weights *latent, const latent_room *room, index_room *index,
+                        attention *attention, const attention_view *view, const forward_call *call, int place,
+                        const float *normed, float *mixed) {
     const decoder_sizes *sizes = &latent->sizes;
     int num_rows = call->num_rows;
+    bool has_indexer = index && latent->indexer.norm;
     queries_of(frame, latent, room, num_rows, normed);
+    if (has_indexer) index_rows(frame, &latent->indexer, sizes, index, call, room->down, normed);
     multiply_all_heads(frame, &latent->key_up, sizes, num_rows, room->queries, query_dim(sizes), room->absorbed,
                        sizes->head_dim, room->gathered);
-    linear(frame, &latent->key, num_rows, normed, room->down, sizes->head_dim, sizes->element == BF16);
-    keep_latents(latent, room, attention, call, place);
-    attention_run(attention, frame, place, view, mixed);
+    linear(frame, &latent->key, num_rows, normed, room->down, latent_key_dim(sizes), sizes->element == BF16);
+    keep_latents(latent, room, has_indexer ? index->keys : NULL, attention, call, place);
+    if (has_indexer && index->chosen) index_choose(frame, sizes, index, call, attention, place);
+    attention_run(index && index->chosen ? index->attention : attention, frame, place, view, mixed);
     multiply_all_heads(frame, &latent->value_up, sizes, num_rows, mixed, sizes->latent_rank, room->queries,
                        sizes->value_dim, room->gathered);
     return room->queries;

@@ -1,7 +1,8 @@
 // Latent attention: all heads of a layer share one latent vector per position, which a cache stores instead of keys and
-// values, followed by the rotated part of the key.
+// values, followed by the rotated part of the key, and by the key of an indexer if the decoder has some.
 #pragma once
 #include "attention.h"
+#include "indexer.h"
 #include "linear.h"
 
 typedef struct {
@@ -10,6 +11,7 @@ typedef struct {
     matrix key_up;    // [still_dim, num_heads * latent_rank]: per head, from its query to the latent vector
     matrix value_up;  // [latent_rank, num_heads * value_dim]: per head, from the latent vector to its values
     float *query_norm, *key_norm;  // of latent vectors
+    indexer indexer;
 } latent_weights;
 
 // Memory that the layers of a call share.
@@ -29,6 +31,10 @@ int latent_groups(const decoder_sizes *sizes, int num_rows);
 latent_room latent_room_new(frame *frame, const decoder_sizes *sizes, int num_rows);
 
 // Stores the rows' latent vectors, attends, and returns the heads' values, [num_rows, num_heads * value_dim]. `mixed`
-// has room for [num_rows, num_heads * latent_rank].
-const float *latent_run(frame *frame, const latent_weights *latent, const latent_room *room, attention *attention,
-                        const attention_view *view, const forward_call *call, int place, const float *normed, float *mixed);
+// has room for [num_rows, num_heads * latent_rank]. `index` is NULL in decoders without indexers.
+const float *latent_run(frame *frame, const latent_weights *latent, const latent_room *room, index_room *index,
+                        attention *attention, const attention_view *view, const forward_call *call, int place,
+                        const float *normed, float *mixed);
+
+// Returns the numbers of a cache's row that scores multiply.
+int latent_key_dim(const decoder_sizes *sizes);

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from swiftbatch.worker.kernels.kernel_sizes import MLASizes
+from swiftbatch.worker.kernels.kernel_sizes import IndexerSizes, MLASizes
 from swiftbatch.worker.model.config_values import SIZE, SWITCH, Config, KeyRule, list_of_layers
 
 Windows = tuple[int | None, ...]
@@ -96,6 +96,39 @@ UP = "key_value_up"  # role of the projection from a latent vector to the keys a
 LATENT_LINEARS = {"key": "self_attn.kv_a_proj_with_mqa", UP: "self_attn.kv_b_proj", "output": "self_attn.o_proj"}
 QUERIES_OF_VECTORS = {"query_down": "self_attn.q_a_proj", "query": "self_attn.q_b_proj"}
 QUERIES_OF_ROWS = {"query": "self_attn.q_proj"}  # where queries have no latent vector of their own
+INDEX_LINEARS = {
+    "index_query": "self_attn.indexer.wq_b",
+    "index_key": "self_attn.indexer.wk",
+    "index_weight": "self_attn.indexer.weights_proj",
+}
+INDEX_NORM = "self_attn.indexer.k_norm"
+INDEXED = {"deepseek_sparse_attention", "indexed_attention"}  # types of layers that attend to chosen keys
+INDEX_KEYS = ("index_n_heads", "index_head_dim", "index_topk")
+
+
+@dataclass(frozen=True)
+class IndexerSpec:
+    """The config keys of indexers, which choose the keys that a row attends to (DeepSeek sparse attention)."""
+
+    is_interleaved: bool  # adjacent dimensions of index queries and keys are rotated as a pair
+    types_key: str | None = None  # key of which layers have an indexer; without it all have one
+
+    def rules(self) -> dict[Any, KeyRule | None]:
+        return dict.fromkeys(INDEX_KEYS, SIZE)
+
+    def layers(self, config: Config) -> frozenset[int]:
+        """Read the layers with an indexer. Raises ValueError if the first layer has none."""
+        every = frozenset(range(config["num_hidden_layers"]))
+        if self.types_key is None:
+            return every
+        if config.get(self.types_key) is None:
+            if said := [key for key in ("index_topk_pattern", "index_topk_freq") if config.get(key) not in (None, 1)]:
+                raise ValueError(f"its {said[0]} stands without {self.types_key}")
+            return every
+        types = list_of_layers(config, self.types_key, ("full", "shared"))
+        if types[0] != "full":
+            raise ValueError(f"its {self.types_key} begin with {types[0]}")
+        return frozenset(number for number in every if types[number] == "full")
 
 
 @dataclass(frozen=True)
@@ -103,10 +136,12 @@ class MLASpec:
     """The config keys of latent attention."""
 
     interleaving_key: str | None = None  # key of whether adjacent dimensions are rotated as a pair; without it they are
+    indexer: IndexerSpec | None = None
 
     def rules(self) -> dict[Any, KeyRule | None]:
         """Return the rules for the config keys of latent attention."""
         rules: dict[Any, KeyRule | None] = dict.fromkeys(LATENT_KEYS, SIZE)
+        rules |= self.indexer.rules() if self.indexer else {}
         return rules | {"q_lora_rank": SIZE.or_null(), self.interleaving_key: SWITCH}
 
 
@@ -117,6 +152,8 @@ class MLAConfig:
     sizes: MLASizes
     scale: float  # factor on scores
     is_interleaved: bool
+    indexer: IndexerSpec | None = None
+    indexed_layers: frozenset[int] = frozenset()  # layers with an indexer
 
     @property
     def linears(self) -> dict[str, str]:
@@ -132,8 +169,24 @@ class MLAConfig:
     @property
     def turned_order(self) -> list[int]:
         """Return the stored index of each rotary dimension, in the order of the kernels."""
+        return self._in_order(self.is_interleaved)
+
+    @property
+    def index_order(self) -> list[int]:
+        """Return the stored index of each dimension of an indexer's heads. Rotary ones come first."""
+        assert self.indexer is not None
+        assert self.sizes.indexer is not None
+        return [*self._in_order(self.indexer.is_interleaved), *range(self.sizes.rope_dim, self.sizes.indexer.dim)]
+
+    def _in_order(self, is_interleaved: bool) -> list[int]:
         turned = range(self.sizes.rope_dim)
-        return [*turned[::2], *turned[1::2]] if self.is_interleaved else [*turned]
+        return [*turned[::2], *turned[1::2]] if is_interleaved else [*turned]
+
+    def index_tensors(self, number: int) -> list[str]:
+        """Return the names of a layer's indexer tensors."""
+        if number not in self.indexed_layers:
+            return []
+        return [*(f"{name}.weight" for name in INDEX_LINEARS.values()), f"{INDEX_NORM}.weight", f"{INDEX_NORM}.bias"]
 
 
 def read_mla(config: Config, spec: MLASpec) -> MLAConfig:
@@ -146,13 +199,15 @@ def read_mla(config: Config, spec: MLASpec) -> MLAConfig:
         nope_dim=config["qk_nope_head_dim"],
         rope_dim=config["qk_rope_head_dim"],
         value_dim=config["v_head_dim"],
+        indexer=IndexerSizes(*(SIZE.of(config, key) for key in INDEX_KEYS)) if spec.indexer else None,
     )
-    if config.get("head_dim") not in (None, sizes.rope_dim):
+    if spec.indexer is None and config.get("head_dim") not in (None, sizes.rope_dim):  # else its class does not read it
         raise ValueError(f"its head_dim is {config['head_dim']!r:.80}")
     is_interleaved = True if spec.interleaving_key is None else config.get(spec.interleaving_key, True)
     if not isinstance(is_interleaved, bool):
         raise ValueError(f"its {spec.interleaving_key} is {is_interleaved!r:.80}")
-    return MLAConfig(sizes, sizes.query_dim**-0.5 * _stretch(config) ** 2, is_interleaved)
+    layers = spec.indexer.layers(config) if spec.indexer else frozenset[int]()
+    return MLAConfig(sizes, sizes.query_dim**-0.5 * _stretch(config) ** 2, is_interleaved, spec.indexer, layers)
 
 
 def _stretch(config: Config) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from swiftbatch.worker.model.architectures.attention_layers import INDEXED
 from swiftbatch.worker.model.architectures.hybrid import HYBRIDS
 from swiftbatch.worker.model.architectures.llama_like import LLAMA_LIKE
 from swiftbatch.worker.model.architectures.moe import MIXTURES
@@ -31,15 +32,13 @@ MIXER_CLASSES = {
 GGUF_KINDS = {spec.gguf.name: kind for kind, spec in ARCHITECTURES.items() if spec.gguf}
 """The architectures by their names in GGUF files."""
 
-INDEXED = "attention to keys that an indexer chooses"
-COMPRESSED = f"compressed keys and values, {INDEXED}, and hyper-connections"
+CHOOSES = "attention to keys that an indexer chooses"
+COMPRESSED = f"compressed keys and values, {CHOOSES}, and hyper-connections"
 REFUSED = {  # `model_type` -> what it needs that is missing here; only models that users may ask for
     "bloom": "position biases (ALiBi)",
     "deepseek_ref": COMPRESSED,
-    "deepseek_v32": INDEXED,
     "deepseek_v4": COMPRESSED,
     "gemma4_text": "heads of two widths, and keys that serve as values",
-    "glm_moe_dsa": INDEXED,
     "mimo_v2_flash": "values narrower than keys, and sinks in windows alone",
     "minimax_m3": "attention to blocks of keys that an indexer chooses",
     "mpt": "position biases (ALiBi)",
@@ -58,7 +57,7 @@ REFUSED = {  # `model_type` -> what it needs that is missing here; only models t
 ATTENDING_LAYERS = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 OTHER_LAYERS = {  # the names that configs use -> words for users
     "conv": "short convolutions",
-    "deepseek_sparse_attention": INDEXED,
+    **dict.fromkeys(INDEXED, CHOOSES),
     "linear_attention": "gated delta nets",
     "mamba": "Mamba-2",
 }
@@ -78,7 +77,7 @@ def what_it_lacks(config: Config) -> str | None:
     types = config.get("layer_types") or []
     if not isinstance(types, list):
         return f"its layer_types are {types!r:.80}; expected a list"
-    known = ATTENDING_LAYERS
+    known = ATTENDING_LAYERS | (INDEXED if needs_indexers(config) else set())
     if form is not None and form.mixer is not None:
         types, known = layer_types(config) or [], ATTENDING | RECURRENT | STATELESS
         if types and not num_attending_layers(config):
@@ -88,6 +87,12 @@ def what_it_lacks(config: Config) -> str | None:
     if form is None:
         return f"its kind {kind!r:.80} was not compared with transformers' own forward"
     return None
+
+
+def needs_indexers(config: Config) -> bool:
+    """Return whether a text model's rows attend to keys that an indexer chooses."""
+    form = architecture_of(config)
+    return form is not None and form.latent is not None and form.latent.indexer is not None
 
 
 def _named(layers: set[str]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from swiftbatch.worker.kernels.layer_specs import NormForm, Score
 from swiftbatch.worker.model.architectures.attention_layers import (
+    IndexerSpec,
     MLASpec,
     Windows,
     by_layer_types,
@@ -144,6 +145,18 @@ def between(config: Config) -> frozenset[int]:
     return frozenset(each for each in range(first, last + 1) if (each + 1) % step == 0) & experts_in_all_layers(config)
 
 
+def indexed(indexer: IndexerSpec) -> ArchitectureSpec:
+    """Return DeepSeek V3 with indexers. Its class in transformers reads no key of how dimensions are paired."""
+    pairs = {"rope_interleave": (True,), "indexer_rope_interleave": (indexer.is_interleaved,)}
+    return replace(
+        DEEPSEEK_V3,
+        latent=MLASpec(indexer=indexer),
+        experts=replace(SCORED_BY_SIGMOID, layers=SparseOr(behind_the_first), one_meaning=WITHOUT_BIASES | pairs),
+        known_keys=(*DEEPSEEK_V3.known_keys, "index_topk_", "index_skip_topk_offset"),
+        rules=NULL_HEADS,
+    )
+
+
 MIXTURES: dict[str, ArchitectureSpec] = {
     "afmoe": ArchitectureSpec(rules=NULL_HEADS, kernels_lack="its attention has gates"),
     "cohere2_moe": replace(
@@ -186,6 +199,7 @@ MIXTURES: dict[str, ArchitectureSpec] = {
         rules=NULL_HEADS,
     ),
     "deepseek_v3": replace(DEEPSEEK_V3, rules=NULL_HEADS, aliases=("kimi_k2",), nested_in=("kimi_k25",)),
+    "deepseek_v32": indexed(IndexerSpec(is_interleaved=False)),
     "dots1": replace(QK_NORMED, windows=by_layer_types_if_said, rules=NULL_HEADS, experts=SCORED_BY_SIGMOID),
     "ernie4_5_moe": ArchitectureSpec(
         "use_bias",
@@ -235,6 +249,7 @@ MIXTURES: dict[str, ArchitectureSpec] = {
             one_meaning=WITHOUT_BIASES | {"first_k_dense_replace": (1,)},
         ),
     ),
+    "glm_moe_dsa": indexed(IndexerSpec(is_interleaved=True, types_key="indexer_types")),
     "gpt_oss": replace(
         BIASED,
         norm_form=NormForm.ONCE,

@@ -17,11 +17,14 @@ from swiftbatch.worker.drafters.mtp import predictor
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.inspection import inspect_model
+from swiftbatch.worker.model.formats.contract import StoredTensor
+from swiftbatch.worker.model.mtp_layers import NoPredictorError, predictor_of
 from swiftbatch.worker.sampling.sequence import Sequence
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.drafters.mtp.mtp_parts import CHECKPOINTS, fed, forwards_of, loaded, publish_with_layer
 from tests.worker.model.formats.examples import EXAMPLES
 from tests.worker.model.formats.twins import make_twins
+from tests.worker.model.latent_configs import WITH_INDEXERS
 
 TEXT = [(7 * number * number + 3 * number) % 60 for number in range(80)]
 OFTEN = ("DeepSeek R1", "Qwen3.5")
@@ -200,3 +203,9 @@ def test_a_matrix_without_rows_is_named(tmp_path: Path) -> None:
     assert "mtp" not in auto(target, free_rows, None).ways
     with pytest.raises(ModelError, match="found 0 rows, expected those of heads"):
         create_drafter("mtp", target, free_rows)
+
+
+def test_a_layer_with_an_indexer_is_passed_over(tmp_path: Path) -> None:
+    join = ("model.layers.2.eh_proj.weight", StoredTensor("BF16", (128, 256)))
+    with pytest.raises(NoPredictorError, match="attend to keys that an indexer chooses"):
+        predictor_of([join], WITH_INDEXERS["GLM 5"], tmp_path)

@@ -13,14 +13,14 @@ from transformers import AutoConfig
 
 from swiftbatch.worker.forward.native_forwards import NativeForwards
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.kernels.quantized_weights import PackedLinear
+from swiftbatch.worker.kernels.quantized_weights import Linear, PackedLinear
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import locate_model
 from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.model.expert_configs import WITH_EXPERTS
 from tests.worker.model.formats.examples import EXAMPLES, Example, fp8
 from tests.worker.model.formats.twins import load, logits_of, make_twins, write_mxfp4, written
-from tests.worker.model.latent_configs import WITH_LATENTS
+from tests.worker.model.latent_configs import WITH_INDEXERS, WITH_LATENTS
 from tests.worker.model.test_dense_loading import saved
 
 pytestmark = [pytest.mark.long, needs_kernels]
@@ -29,7 +29,7 @@ OWN_TEXT = [7 * each % 64 for each in range(18)]
 
 
 def stored(name: str, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    config = (WITH_EXPERTS | WITH_LATENTS)[name]
+    config = (WITH_EXPERTS | WITH_LATENTS | WITH_INDEXERS)[name]
     saved(folder, AutoConfig.for_model(**config))
     return config, load_file(folder / "model.safetensors")
 
@@ -67,6 +67,26 @@ def test_latent_attention_of_deepseek_in_blocks_of_fp8(tmp_path: Path) -> None:
     assert num_packed(packed) == 8 * 3, "those of its second layer"
     for dtype in ("bfloat16", "float32"):
         assert torch.equal(logits_of(native(packed, dtype), OWN_TEXT), logits_of(native(dense, dtype), OWN_TEXT))
+
+
+@pytest.mark.parametrize(
+    ("name", "example"),
+    [
+        pytest.param("DeepSeek V3.2", fp8([128, 128]), id="DeepSeek V3.2 in FP8"),
+        pytest.param("GLM 5.2", fp8([128, 128]), id="GLM 5.2 in FP8", marks=pytest.mark.slow),
+        pytest.param("GLM 5.2", EXAMPLES["ModelOpt NVFP4"], id="GLM 5.2 in NVFP4"),
+    ],
+)
+def test_packed_indexers_choose_the_keys_of_their_twins(name: str, example: Example, tmp_path: Path) -> None:
+    packed, dense = make_twins(example, tmp_path, *stored(name, tmp_path / "plain"))
+    weights = dense_weights(locate_model(str(packed)), torch.bfloat16)
+    assert weights is not None
+    first = weights.layers[0]
+    assert [type(each) for each in (first.index_query, first.index_key)] == [PackedLinear] * 2
+    assert isinstance(first.index_weight, Linear)
+    text = [11 * each % 64 for each in range(70)]
+    for dtype in ("bfloat16", "float32"):
+        assert torch.equal(logits_of(native(packed, dtype), text), logits_of(native(dense, dtype), text))
 
 
 def write_gpt_oss(folder: Path) -> tuple[Path, Path]:

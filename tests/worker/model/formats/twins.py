@@ -37,6 +37,8 @@ LINEARS = {
     "mlp.down_proj": (64, 96),
 }
 GPT_OSS = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+PACKED = ("_proj.weight", "_proj_with_mqa.weight", ".wq_b.weight", ".wk.weight")  # ends of names
+PLAIN = ".weights_proj.weight"
 TEXT = [5, 17, 60, 3, 88, 41, 9, 9, 72, 30, 55, 2, 61, 14, 90, 33, 7, 26]
 
 
@@ -69,7 +71,7 @@ def make_packed(
     numbers = torch.Generator().manual_seed(11)
     packed, values = dict[str, Tensor](), dict[str, Value]()
     for name, tensor in (llama_tensors(numbers) if tensors is None else tensors).items():
-        if not name.endswith(("_proj.weight", "_proj_with_mqa.weight")):
+        if not name.endswith(PACKED) or name.endswith(PLAIN):
             packed[name] = tensor
             continue
         parts, values[name] = example.make(*tensor.shape, numbers)

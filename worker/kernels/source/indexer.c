@@ -1,0 +1,350 @@
+// Indexers: scores of keys, and the choice of the best.
+#include "indexer.h"
+
+#include <stdlib.h>
+
+#include "attention_units.h"
+#include "heads.h"
+#include "packing.h"
+
+enum { INDEX_SPAN = 2048, KEYS_AT_ONCE = 64, MOST_SCORES = 8 << 20, SCORING_WORTH_HELP = 1 << 19 };
+
+#define INDEX_EPSILON 1e-6f  // of the norms of keys
+
+static int index_turned_dim(const decoder_sizes *sizes) { return sizes->head_dim - sizes->latent_rank - sizes->index_dim; }
+
+indexer indexer_new(const decoder_sizes *sizes) {
+    element kind = (element)sizes->element;
+    return (indexer){.query = matrix_new(kind, sizes->query_rank, sizes->index_heads * sizes->index_dim),
+                     .key = matrix_new(kind, sizes->hidden, sizes->index_dim),
+                     .weight = matrix_new(kind, sizes->hidden, sizes->index_heads)};
+}
+
+void indexer_free(indexer *indexer) {
+    matrix_free(&indexer->query);
+    matrix_free(&indexer->key);
+    matrix_free(&indexer->weight);
+    free(indexer->norm);
+}
+
+matrix *indexer_matrix(indexer *indexer, const decoder_sizes *sizes, weight_role role, int *num_columns) {
+    *num_columns = role == INDEX_QUERY ? sizes->index_heads * sizes->index_dim
+                   : role == INDEX_KEY ? sizes->index_dim
+                                       : sizes->index_heads;
+    return role == INDEX_QUERY    ? &indexer->query
+           : role == INDEX_KEY    ? &indexer->key
+           : role == INDEX_WEIGHT ? &indexer->weight
+                                  : NULL;
+}
+
+// ---- a call
+
+static bool sees_more(const decoder_sizes *sizes, const row_group *group) {
+    for (int row = 0; !group->is_partial && row < group->num_rows; row++)
+        if (group->boundary + group->tail_lengths[row] > sizes->num_chosen_keys) return true;
+    return false;
+}
+
+static bool chooses(const decoder_sizes *sizes, const forward_call *call) {
+    for (int i = 0; i < call->num_groups; i++)
+        if (sees_more(sizes, &call->groups[i])) return true;
+    return false;
+}
+
+// Returns one row of a group, with a copy of its tail, which late helpers read.
+static row_group row_alone(frame *frame, const row_group *group, int row) {
+    row_group alone = *group;
+    int32_t *tail = frame_take(frame, sizeof *tail * (TAIL + 1));
+    memcpy(tail, group->tail_slots + row * TAIL, sizeof *tail * TAIL);
+    tail[TAIL] = group->tail_lengths[row];
+    alone.num_rows = 1;
+    alone.first_slot += row;
+    alone.tail_slots = tail;
+    alone.tail_lengths = tail + TAIL;
+    return alone;
+}
+
+const forward_call *index_rows_alone(frame *frame, const decoder_sizes *sizes, const forward_call *call) {
+    if (!chooses(sizes, call)) return call;
+    row_group *rows = frame_take(frame, sizeof *rows * (size_t)call->num_rows), *next = rows;
+    for (int i = 0; i < call->num_groups; i++)
+        for (int row = 0; row < call->groups[i].num_rows; row++) *next++ = row_alone(frame, &call->groups[i], row);
+    forward_call *alone = frame_take(frame, sizeof *alone);
+    *alone = *call;
+    alone->groups = rows;
+    alone->num_groups = call->num_rows;
+    return alone;
+}
+
+static size_t chosen_bytes(const decoder_sizes *sizes) {
+    return (size_t)round_up((long)sizeof(chosen_keys) + 4 * round_up(sizes->num_chosen_keys, KEYS_AT_ONCE), 64);
+}
+
+size_t index_choice_bytes(const decoder_sizes *sizes, int num_rows) { return chosen_bytes(sizes) * (size_t)num_rows; }
+
+// Returns the most keys that a row sees.
+static long most_keys_seen(const forward_call *call) {
+    long most = 0;
+    for (int i = 0; i < call->num_groups; i++) most = call->groups[i].boundary > most ? call->groups[i].boundary : most;
+    return most + TAIL;
+}
+
+static int rows_at_once(const forward_call *call) {
+    long most = MOST_SCORES / most_keys_seen(call), units = MOST_UNITS / (most_keys_seen(call) / INDEX_SPAN + 1);
+    most = most < units ? most : units;
+    return most < 1 ? 1 : most < call->num_rows ? (int)most : call->num_rows;
+}
+
+static long query_stride(const decoder_sizes *sizes) { return (long)sizes->index_heads * sizes->index_dim; }
+static long weight_stride(const decoder_sizes *sizes) { return round_up(sizes->index_heads, LANES); }
+
+index_room *index_room_new(frame *frame, const decoder_sizes *sizes, const forward_call *call) {
+    size_t num_rows = (size_t)call->num_rows, rows = sizeof(float) * num_rows, bytes = index_choice_bytes(sizes, call->num_rows);
+    index_room *room = frame_take(frame, sizeof *room);
+    *room = (index_room){.queries = frame_take(frame, rows * (size_t)query_stride(sizes) + 4 * LANES),
+                         .keys = frame_take(frame, rows * (size_t)sizes->index_dim + 4 * LANES),
+                         .weights = frame_take(frame, rows * (size_t)weight_stride(sizes))};
+    if (!chooses(sizes, call)) return room;
+    room->scores = frame_take(frame, sizeof(float) * (size_t)(rows_at_once(call) * most_keys_seen(call)));
+    room->chosen = frame_take(frame, sizeof(chosen_keys *) * num_rows);
+    char *memory = memset(frame_take(frame, bytes), 0, bytes);  // late helpers may read slots that none has written
+    for (size_t i = 0; i < num_rows; i++) room->chosen[i] = (chosen_keys *)(memory + i * chosen_bytes(sizes));
+    return room;
+}
+
+void index_take_choice(frame *frame, index_room *room, const void *choice, size_t bytes, attention *all) {
+    memcpy(room->chosen[0], choice, bytes);
+    room->attention = attention_over(frame, all, (const chosen_keys *const *)room->chosen);
+}
+
+// ---- rows
+
+static void turn(const decoder_sizes *sizes, float *head, const float *angles) {
+    int turned = index_turned_dim(sizes);
+    float *out = __builtin_alloca(sizeof(float) * (size_t)(turned + 2 * LANES));
+    rotate(head, angles, turned, sizes->element == BF16, out);
+    memcpy(head, out, sizeof(float) * (size_t)turned);
+}
+
+void index_rows(frame *frame, const indexer *indexer, const decoder_sizes *sizes, const index_room *room,
+                const forward_call *call, const float *vectors, const float *normed) {
+    bool rounds = sizes->element == BF16;
+    decoder_sizes shifted = *sizes;
+    shifted.norm_form = SHIFTED;
+    linear(frame, &indexer->key, call->num_rows, normed, room->keys, sizes->index_dim, rounds);
+    if (room->chosen) {
+        linear(frame, &indexer->query, call->num_rows, vectors, room->queries, query_stride(sizes), rounds);
+        linear(frame, &indexer->weight, call->num_rows, normed, room->weights, weight_stride(sizes), rounds);
+    }
+    for (long row = 0; row < call->num_rows; row++) {
+        const float *angles = call->angles + (long)call->positions[row] * index_turned_dim(sizes);
+        float *key = room->keys + row * sizes->index_dim;
+        norm_with(&shifted, INDEX_EPSILON, key, indexer->norm, sizes->index_dim, key);
+        turn(sizes, key, angles);
+        for (int head = 0; room->chosen && head < sizes->index_heads; head++)
+            turn(sizes, room->queries + row * query_stride(sizes) + (long)head * sizes->index_dim, angles);
+    }
+}
+
+// ---- scores
+
+typedef struct {
+    const decoder_sizes *sizes;
+    const index_room *room;
+    const forward_call *call;
+    const attention *all;
+    int place, first_row, num_rows;
+    int units_per_row;
+    long stride;  // of scores
+} scoring;
+
+// Queries as products take them, a block of packed keys, and their products.
+typedef struct {
+    char *queries, *packed;
+    float *products;
+} scoring_space;
+
+static bool uses_pairs(const decoder_sizes *sizes) { return HAS_BF16_PRODUCTS && sizes->element == BF16; }
+static long depth_of(const decoder_sizes *sizes) {
+    return sizes->element == BF16 ? round_up(sizes->index_dim, BF16_DEPTH) : sizes->index_dim;
+}
+
+static size_t scoring_bytes(const decoder_sizes *sizes) {
+    long heads = weight_stride(sizes);
+    return sizeof(float) * (size_t)(heads * depth_of(sizes) + KEYS_AT_ONCE * depth_of(sizes) + heads * KEYS_AT_ONCE + LANES);
+}
+
+static scoring_space index_space_at(const decoder_sizes *sizes, void *scratch) {
+    float *memory = scratch;
+    long heads = weight_stride(sizes), depth = depth_of(sizes);
+    return (scoring_space){(char *)memory, (char *)(memory + heads * depth), memory + (heads + KEYS_AT_ONCE) * depth};
+}
+
+// Writes a row's queries, padded with zeros.
+static void pack_index_queries(const decoder_sizes *sizes, const float *queries, char *packed) {
+    long depth = depth_of(sizes);
+    memset(packed, 0, sizeof(float) * (size_t)(weight_stride(sizes) * depth));
+    for (long head = 0; head < sizes->index_heads; head++)
+        for (int d = 0; d < sizes->index_dim; d += LANES) {
+            vec numbers = vec_load(queries + head * sizes->index_dim + d);
+            if (uses_pairs(sizes)) vec_store_bf16((bf16 *)packed + head * depth + d, numbers);
+            else vec_store((float *)packed + head * depth + d, numbers);
+        }
+}
+
+// Writes products [index_heads, KEYS_AT_ONCE] of queries and `count` keys, a multiple of sixteen.
+static void multiply_keys(const decoder_sizes *sizes, scoring_space space, const char *const *keys, int count) {
+    long depth = depth_of(sizes);
+    int bytes = element_bytes_of((element)sizes->element), words = sizes->index_dim * bytes / 4, deep = (int)depth * bytes / 4;
+    for (int first = 0; first < count; first += LANES) {
+        uint32_t *block = (uint32_t *)space.packed + (long)first * deep;
+        transpose(keys + first, words, block);
+        memset(block + words * LANES, 0, sizeof(uint32_t) * LANES * (size_t)(deep - words));
+    }
+    bool is_bf16 = sizes->element == BF16;
+    operand right = {space.packed, (is_bf16 ? 2L : 1L) * LANES * deep, is_bf16 ? 2 * LANES : LANES, is_bf16 ? PAIRS : ROWS_F32, NULL, 0};
+    int heads = sizes->index_heads, blocks = count / LANES;
+    if (uses_pairs(sizes))
+        gemm_bf16(heads, blocks, (int)depth, (bf16 *)space.queries, depth, right, space.products, KEYS_AT_ONCE, false);
+    else gemm_f32(heads, blocks, (int)depth, (float *)space.queries, depth, right, space.products, KEYS_AT_ONCE, false);
+}
+
+// Sums weighted heads in order. A sum of -0 becomes +0, which has the same place in the order.
+static void sum_heads(const decoder_sizes *sizes, const float *weights, const float *products, int count, float *scores) {
+    float scale = 1.0f / __builtin_sqrtf((float)sizes->index_heads * (float)sizes->index_dim);
+    vec zero = vec_set(0.0f);
+    for (int i = 0; i < count; i += LANES) {
+        vec sum = zero;
+        for (long head = 0; head < sizes->index_heads; head++) {
+            vec product = vec_max(vec_load(products + head * KEYS_AT_ONCE + i), zero);
+            sum = vec_fma(vec_set(weights[head] * scale), product, sum);
+        }
+        vec_store(scores + i, vec_add(sum, zero));
+    }
+}
+
+// Scores the keys of one row that lie in one span of prefix and tail together.
+static void run_scoring(const void *job, int unit, void *slot, void *scratch) {
+    const scoring *all = job;
+    const decoder_sizes *sizes = all->sizes;
+    int row = all->first_row + unit / all->units_per_row, start = unit % all->units_per_row * INDEX_SPAN;
+    const row_group *group = &all->call->groups[row];
+    int count = group->boundary + group->tail_lengths[0], end = start + INDEX_SPAN < count ? start + INDEX_SPAN : count;
+    float *scores = slot ? slot : all->room->scores + (row - all->first_row) * all->stride + start;
+    scoring_space space = index_space_at(sizes, scratch);
+    long row_bytes = kv_row_bytes(form_of(all->all, row)), own = sizes->head_dim - sizes->index_dim;
+    const char *keys = head_start(all->all, all->place, row, 0, false) + own * element_bytes_of((element)sizes->element);
+    if (start >= end) return;
+    pack_index_queries(sizes, all->room->queries + row * query_stride(sizes), space.queries);
+    for (int first = start; first < end; first += KEYS_AT_ONCE) {
+        int some = end - first < KEYS_AT_ONCE ? end - first : KEYS_AT_ONCE, padded = (int)round_up(some, LANES);
+        const char *rows[KEYS_AT_ONCE];
+        for (int i = 0; i < padded; i++) {
+            int key = first + (i < some ? i : some - 1);
+            long at = key < group->boundary ? key : group->tail_slots[key - group->boundary];
+            rows[i] = keys + at * row_bytes;
+        }
+        multiply_keys(sizes, space, rows, padded);
+        sum_heads(sizes, all->room->weights + row * weight_stride(sizes), space.products, padded, scores + first - start);
+    }
+}
+
+// ---- the choice
+
+// Returns an integer whose order is that of the numbers.
+INLINE uint32_t score_order(float score) {
+    uint32_t bits = float_bits(score);
+    return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
+}
+
+// Returns the order of the `wanted`-th best score, and how many scores that are equal to it are among the best.
+static uint32_t least_chosen(const float *scores, int count, int wanted, int *num_equal) {
+    uint32_t found = 0, mask = 0;
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        int counts[256] = {0}, digit = 255;
+        for (int i = 0; i < count; i++) {
+            uint32_t order = score_order(scores[i]);
+            if ((order & mask) == found) counts[order >> shift & 255]++;
+        }
+        for (; digit > 0 && counts[digit] < wanted; digit--) wanted -= counts[digit];
+        found |= (uint32_t)digit << shift;
+        mask |= 255u << shift;
+    }
+    *num_equal = wanted;
+    return found;
+}
+
+// Writes the slots of the best keys.
+static void choose(const float *scores, const row_group *group, int num_chosen, chosen_keys *chosen) {
+    int count = group->boundary + group->tail_lengths[0], num_equal, num_left = num_chosen;
+    uint32_t least = least_chosen(scores, count, num_chosen, &num_equal);
+    chosen->num_prefix = chosen->num_tail = 0;
+    for (int i = 0; i < count && num_left; i++) {
+        uint32_t order = score_order(scores[i]);
+        if (order < least || (order == least && num_equal-- <= 0)) continue;
+        num_left--;
+        if (i < group->boundary) chosen->prefix[chosen->num_prefix++] = i;
+        else chosen->tail[chosen->num_tail++] = group->tail_slots[i - group->boundary];
+    }
+    for (int i = chosen->num_tail; i < TAIL; i++) chosen->tail[i] = group->tail_slots[0];
+    chosen->num_padded = (int)(round_up(chosen->num_prefix, KEYS_AT_ONCE) - chosen->num_prefix);
+}
+
+static void run_choice(const void *job, int unit, void *slot, void *scratch) {
+    const scoring *all = job;
+    int row = all->first_row + unit;
+    chosen_keys *chosen = slot ? slot : all->room->chosen[row];
+    (void)scratch;
+    if (sees_more(all->sizes, &all->call->groups[row]))
+        choose(all->room->scores + unit * all->stride, &all->call->groups[row], all->sizes->num_chosen_keys, chosen);
+    else chosen->num_prefix = ALL_KEYS;
+}
+
+static void score_rows(frame *frame, const scoring *job) {
+    stage_plan plan = {.num_units = job->num_rows * job->units_per_row,
+                       .run = run_scoring,
+                       .job = job,
+                       .job_bytes = sizeof *job,
+                       .scratch_bytes = scoring_bytes(job->sizes),
+                       .slot_bytes = sizeof(float) * INDEX_SPAN,
+                       .is_small = job->num_rows * job->stride * query_stride(job->sizes) < SCORING_WORTH_HELP};
+    void *results[MOST_UNITS];
+    run_stage(frame, &plan, results);
+    for (int unit = 0; unit < plan.num_units; unit++) {
+        long start = (long)(unit % job->units_per_row) * INDEX_SPAN, left = job->stride - start;
+        float *scores = job->room->scores + unit / job->units_per_row * job->stride + start;
+        if (results[unit]) memcpy(scores, results[unit], sizeof(float) * (size_t)(left < INDEX_SPAN ? left : INDEX_SPAN));
+    }
+}
+
+static void choose_rows(frame *frame, const scoring *job) {
+    stage_plan plan = {.num_units = job->num_rows,
+                       .run = run_choice,
+                       .job = job,
+                       .job_bytes = sizeof *job,
+                       .slot_bytes = chosen_bytes(job->sizes),
+                       .is_small = job->num_rows * job->stride < SCORING_WORTH_HELP};
+    void *results[MOST_UNITS];
+    run_stage(frame, &plan, results);
+    for (int unit = 0; unit < plan.num_units; unit++)
+        if (results[unit]) memcpy(job->room->chosen[job->first_row + unit], results[unit], plan.slot_bytes);
+}
+
+void index_choose(frame *frame, const decoder_sizes *sizes, index_room *room, const forward_call *call, attention *all, int place) {
+    int at_once = rows_at_once(call);
+    for (int first = 0; first < call->num_rows; first += at_once) {
+        int left = call->num_rows - first;
+        scoring job = {.sizes = sizes,
+                       .room = room,
+                       .call = call,
+                       .all = all,
+                       .place = place,
+                       .first_row = first,
+                       .num_rows = left < at_once ? left : at_once,
+                       .units_per_row = (int)((most_keys_seen(call) + INDEX_SPAN - 1) / INDEX_SPAN),
+                       .stride = most_keys_seen(call)};
+        score_rows(frame, &job);
+        choose_rows(frame, &job);
+    }
+    room->attention = attention_over(frame, all, (const chosen_keys *const *)room->chosen);
+}

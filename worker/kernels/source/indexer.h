@@ -1,0 +1,40 @@
+// Indexers (DeepSeek sparse attention): a small score of every key that a row sees decides to which keys it attends.
+//
+// score = sum over heads of weight * relu(query . key), heads in order, in float. The `num_chosen_keys` best are chosen,
+// by the order of their bits as integers; ties go to the lower position. So a choice depends on the row's own path alone.
+// A layer without an indexer sees what the last layer with one chose.
+#pragma once
+#include "attention.h"
+#include "linear.h"
+
+typedef struct {
+    matrix query, key, weight;
+    float *norm;  // of keys: weights, then biases; NULL without an indexer
+} indexer;
+
+// What the layers of a call share.
+typedef struct {
+    float *queries, *keys, *weights;  // [num_rows, ...]
+    float *scores;                    // of the rows that are scored together
+    chosen_keys **chosen;             // [num_rows], side by side; NULL if all rows see all keys
+    attention *attention;             // over the chosen keys
+} index_room;
+
+indexer indexer_new(const decoder_sizes *sizes);
+void indexer_free(indexer *indexer);
+// Returns the matrix of a role, and its columns; NULL for other roles.
+matrix *indexer_matrix(indexer *indexer, const decoder_sizes *sizes, weight_role role, int *num_columns);
+
+// Returns a call, with one row per group if some row sees more keys than are chosen. Rows of partial caches see all.
+const forward_call *index_rows_alone(frame *frame, const decoder_sizes *sizes, const forward_call *call);
+index_room *index_room_new(frame *frame, const decoder_sizes *sizes, const forward_call *call);
+
+// Computes the rows' queries from `vectors` [num_rows, query_rank], and keys and weights from their input.
+void index_rows(frame *frame, const indexer *indexer, const decoder_sizes *sizes, const index_room *room,
+                const forward_call *call, const float *vectors, const float *normed);
+// Chooses each row's keys in a layer; `all` has their keys stored.
+void index_choose(frame *frame, const decoder_sizes *sizes, index_room *room, const forward_call *call, attention *all, int place);
+
+// The choices of a call as bytes, for the next call of the same rows.
+size_t index_choice_bytes(const decoder_sizes *sizes, int num_rows);
+void index_take_choice(frame *frame, index_room *room, const void *choice, size_t bytes, attention *all);
