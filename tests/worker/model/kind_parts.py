@@ -322,7 +322,7 @@ kernels run all of a model, weights stay packed in memory.
 | FP8 as `fp8` (Qwen, DeepSeek, MiniMax, GLM) | e4m3 with a scale for each block of any size, or one per tensor |
 | floats of `compressed-tensors` | FP8 per tensor, row or block; NVFP4; MXFP4 |
 | integers of `compressed-tensors` | int8 per tensor, row or group; 2, 3, 4 or 8 bits, also with zeros or `actorder` |
-| ModelOpt (`hf_quant_config.json`) | FP8 per tensor, NVFP4, both in one checkpoint |
+| ModelOpt (`hf_quant_config.json`) | FP8 per tensor or row, NVFP4 (also as `W4A16_NVFP4`), both in one checkpoint |
 | MXFP4 as `mxfp4` (gpt-oss) | the experts |
 | GPTQ as `gptq` | 2, 3, 4 or 8 bits, first and second form, with `desc_act` as well |
 | AWQ as `awq` | 4 bits in the order `gemm` |
