@@ -59,6 +59,8 @@ class CudaDecoder:
 
     feature_layers: tuple[int, ...] = ()
     has_parts = True  # products in Triton leave the next norm to sum their parts
+    hidden: Tensor
+    _delta: Tensor
     _delta_parts: Tensor | None
 
     def __init__(
@@ -199,11 +201,15 @@ class CudaDecoder:
             delta, behind = self._delta, layer.output_norm
         if tap is not None and layer.attention is not None:
             tap(self._attending[number], self.attention.heads())
-        if layer.dense_mlp is not None or layer.experts is not None:
+        has_mlp = layer.dense_mlp is not None or layer.experts is not None
+        if has_mlp or not is_mixed:
             normed = self._add_norm(delta, behind, layer.mlp_norm, self._normed)
             if not is_mixed:
                 self._keep_features(number - 1)
+        if has_mlp:
             self._run_mlp(layer, rows if self.sizes.is_parallel else normed)
+        elif not is_mixed:
+            self._delta = self._whole.zero_()  # the layer has nothing to add
 
     def _keep_features(self, number: int) -> None:
         """Copy a layer's output, which is in the state once the next norm has added the layer's last part."""
@@ -249,7 +255,7 @@ class CudaDecoder:
             out = self._whole if layer.attention is None else self._beside
             self.mixers.run(self._state_table, self._mixing[number], layer.mixer, rows, out)
             if layer.attention is not None:
-                self._delta.add_(self._beside)
+                self._whole.add_(self._beside)
 
     def _attend(self, number: int, layer: StackedLayer, rows: Tensor, in_front: AnyLinear, behind: AnyLinear) -> None:
         """Attend in the `number`-th attending layer."""
