@@ -33,6 +33,7 @@ GGUF_KINDS = {spec.gguf.name: kind for kind, spec in ARCHITECTURES.items() if sp
 
 INDEXED = "attention to keys that an indexer chooses"
 COMPRESSED = f"compressed keys and values, {INDEXED}, and hyper-connections"
+HEADS_BY_LAYER = "more heads of queries in layers with windows than in others, and a gate for each head"
 REFUSED = {  # `model_type` -> what it needs that is missing here; only models that users may ask for
     "bloom": "position biases (ALiBi)",
     "deepseek_ref": COMPRESSED,
@@ -50,7 +51,8 @@ REFUSED = {  # `model_type` -> what it needs that is missing here; only models t
     "mamba2": "state-space layers",
     "rwkv": "recurrent layers",
     "recurrent_gemma": "recurrent layers",
-    "step3p7": "windows beside experts whose router has biases of its own",
+    "step3p5": HEADS_BY_LAYER,
+    "step3p7": HEADS_BY_LAYER,
     "nemotron": "a way past its class, which hands nothing on to its attention",
     "stablelm": "a way past its class, which hands nothing on to its attention",
 }
