@@ -236,12 +236,13 @@ class NativeForwards:
         state = torch.empty(sum(len(group) for group in groups), self.hidden_size) if len(ends) > 1 else None
         features: dict[int, torch.Tensor] = {}
         for first, end in itertools.pairwise([0, *ends]):
-            own = queries[first:end] if by_layer and queries is not None else queries
+            places = self._decoder.attending_among(range(first, end))
+            own = queries[places.start : places.stop] if by_layer and queries is not None else queries
             hidden, logits = self._decoder.forward(groups, with_logits, range(first, end), state, own)
             if state is not None and end - 1 in feature_layers:
                 features[end - 1] = state.to(self.dtype, copy=True)  # later layers change it
-            for group, rows in in_files:
-                rows.keep(first, group.first_entry, group.first_entry + len(group))
+            for group, rows in in_files if places else ():
+                rows.keep(places.start, group.first_entry, group.first_entry + len(group))
         assert hidden is not None
         return torch.cat([features[each] for each in feature_layers], dim=1) if feature_layers else hidden, logits
 

@@ -171,7 +171,7 @@ class LayerWeights:
     queries and keys are `[head_dim]` or as wide as all heads. `curve [4] float32` is XIELU's: the factors of the
     quadratic, the exponential and the linear term, and the upper bound, below 0, of the exponential's argument. With
     `experts`, the layer's own MLP is the shared expert. `sinks [num_heads] float32` are attention scores without
-    values. A `mixer` replaces attention or runs beside it.
+    values. A `mixer` replaces attention or runs beside it. A layer may lack any part, or all.
 
     In latent attention, `key` computes the latent vector and the rotary part of keys, and `query` follows `query_down`
     if the model has it. `key_up [num_heads * rank, nope_dim]` maps a head's query to the latent vector, `value_up
@@ -213,7 +213,8 @@ class LayerWeights:
         return self.query is not None
 
     @property
-    def shared_intermediate(self) -> int:
+    def intermediate(self) -> int:
+        """Return the width of the layer's own MLP, or of its shared expert; 0 without either."""
         return 0 if self.up is None else self.up.weight.shape[0]
 
 
@@ -347,7 +348,7 @@ def linear_of(module: Any) -> Linear:
 def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weight | None, tuple[int, ...]]]:
     """Yield every tensor in the model's dtype, with its name and expected shape. Raises ValueError."""
     _check_form(sizes, layer)
-    width = sizes.intermediate if layer.experts is None else layer.shared_intermediate
+    width = layer.intermediate
     widths = {
         **_attention_widths(sizes),
         "output": (sizes.hidden, sizes.found_width),
@@ -413,9 +414,10 @@ def _check_form(sizes: DecoderSizes, layer: LayerWeights) -> None:
     _check_latent(sizes, layer)
     if (layer.head_gate is not None) != (sizes.gates_heads and layer.attends):
         raise ValueError(f"found attention {'without' if sizes.gates_heads else 'with'} gates, expected the other form")
-    has_mlp = layer.up is not None or layer.experts is not None
-    if (layer.up is None) != (layer.down is None) or not (has_mlp or layer.attends or layer.mixer is not None):
-        raise ValueError("found a layer without products behind its attention")
+    if (layer.up is None) != (layer.down is None):
+        raise ValueError("found a layer with a part of its products")
+    if layer.intermediate % LANES:
+        raise ValueError(f"found products of {layer.intermediate} columns, expected a multiple of {LANES}")
     if (layer.gate is not None) != (sizes.has_gates and layer.up is not None):
         raise ValueError(f"found a layer {'without' if sizes.has_gates else 'with'} gates, expected the other form")
     if layer.query_norm is not None and sizes.norm_form == NormForm.SHIFTED:

@@ -37,7 +37,7 @@ from swiftbatch.worker.kernels.native_weights import (
 from swiftbatch.worker.kernels.quantized_weights import Linear, PackedLinear, Weight
 from swiftbatch.worker.kernels.rope_cos_sin import AngleTable, QueryScaleTable
 from swiftbatch.worker.kernels.rope_scaling import Rotary
-from swiftbatch.worker.kernels.row_tables import CachePlace, LayerCacheShape, Rows, RowTable
+from swiftbatch.worker.kernels.row_tables import NOWHERE, CachePlace, LayerCacheShape, Rows, RowTable
 
 ROLES = {  # in the order of `weight_role` in source/api.h; parts of a layer have the names of `LayerWeights`
     name: number
@@ -47,7 +47,7 @@ ROLES = {  # in the order of `weight_role` in source/api.h; parts of a layer hav
             *("input_norm", "query", "key", "value", "query_norm", "key_norm", "output", "output_norm"),
             *("mlp_norm", "gate", "up", "down", "down_norm"),
             *("without rotation", "seen window", "other angles", "curve", "sinks", "head_gate"),
-            *("without attention", "without products", "query_down", "key_up", "value_up"),
+            *("without attention", "columns of products", "query_down", "key_up", "value_up"),
             *("index_query", "index_key", "index_weight", "index_norm"),
         )
     )
@@ -153,7 +153,7 @@ class NativeLayers:
         shape = (table.num_rows, self.sizes.hidden)
         if state.shape != shape or state.dtype != torch.float32 or not state.is_contiguous():
             raise ValueError(f"found a state of {state.dtype} {list(state.shape)}, expected float32 {list(shape)}")
-        self._check_queries(queries, len(self._attending_among(layers)), table.num_rows)
+        self._check_queries(queries, len(self.attending_among(layers)), table.num_rows)
         sequences = self._sequences(groups, layers)
         with self.team.lock:
             call = self.call(table, layers, int(table.positions.max()), state, embeds, hidden, logits, queries)
@@ -162,7 +162,8 @@ class NativeLayers:
             self._library.decoder_forward(self.handle, self.team.handle, ctypes.byref(call))
             self.team.hold([*groups, sequences])
 
-    def _attending_among(self, layers: range) -> range:
+    def attending_among(self, layers: range) -> range:
+        """Return the places of some layers' caches: their numbers among the layers that attend."""
         return range(*(bisect.bisect_left(self._attending, end) for end in (layers.start, layers.stop)))
 
     def _sequences(self, groups: Sequence[Rows], layers: range) -> SequenceTable | None:
@@ -182,7 +183,7 @@ class NativeLayers:
         """Return the table of a call over some layers. Raises ValueError for entries beyond a cache."""
         if self.sizes.latent is not None and any(group.scanned is not None for group in groups):
             raise ValueError("found scanned keys of a decoder with latent vectors, expected none")
-        attending = self._attending_among(layers)
+        attending = self.attending_among(layers)
         places = [self._place(group.cache, attending) for group in groups]
         table = RowTable.of(self._library, groups, places, self.sizes.vocab)
         if self.sizes.indexer is not None and any(group.kv_code for group in table.groups):
@@ -228,6 +229,8 @@ class NativeLayers:
                 raise ValueError(f"found room for queries with strides {queries.stride()}, expected it side by side")
 
     def _place(self, cache: Any, layers: range) -> CachePlace:
+        if not layers:
+            return NOWHERE
         if cache.comes_by_layer:
             return CachePlace.of([cache.layer(layer) for layer in layers], self._shape)
         known = self._places.setdefault(cache, {})
@@ -237,9 +240,9 @@ class NativeLayers:
 
     def _load_layer(self, number: int, layer: LayerWeights) -> None:
         if layer.experts is not None:
-            load_experts(
-                self._library, self.handle, number, layer.experts, layer.shared_intermediate, self._as_integers
-            )
+            load_experts(self._library, self.handle, number, layer.experts, layer.intermediate, self._as_integers)
+        elif layer.intermediate != self.sizes.intermediate:
+            self._load(number, "columns of products", torch.tensor(layer.intermediate, dtype=torch.int32))
         if layer.mixer is not None:
             load_recurrent_layer(self._library, self.handle, number, layer.mixer, self._as_integers)
         for role in ROLES:
@@ -253,7 +256,7 @@ class NativeLayers:
     def _mark(self, number: int, layer: LayerWeights) -> None:
         """Tell the kernels which parts a layer lacks or computes differently."""
         marks = {"other angles": layer.rotary is not None, "without rotation": layer.is_nope}
-        marks |= {"without attention": not layer.attends, "without products": layer.up is None}
+        marks |= {"without attention": not layer.attends}
         for role in (role for role, is_so in marks.items() if is_so):
             self._library.decoder_load(self.handle, number, ROLES[role], None)
         if layer.window is not None:

@@ -125,6 +125,10 @@ class CachePlace:
         return cls(*found, KV_CODES.get(keys.dtype, 0))
 
 
+NOWHERE = CachePlace(0, 0, 0, 0, 2**31 - 1, 0)
+"""Stands for a cache in a call over layers that do not attend."""
+
+
 @dataclass(frozen=True)
 class RowTable:
     """Rows of a call by group, and the arrays that hold them."""

@@ -15,7 +15,7 @@ from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, KV_SCALE_BYTES, ROW_CHOICES
 from swiftbatch.worker.model.architectures.attention_layers import Windows
-from swiftbatch.worker.model.architectures.catalogue import num_attending_layers, recurrent_shape
+from swiftbatch.worker.model.architectures.catalogue import attending_layers, recurrent_shape
 from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentShape
 from swiftbatch.worker.model.decoder_config import kernel_config
 
@@ -56,7 +56,7 @@ def bytes_per_position(config: dict[str, Any], dtype: str, kv_dtype: KVDtype | N
     head_dim = config.get("head_dim") or (hidden_size // num_heads if num_heads and hidden_size else None)
     if "qk_nope_head_dim" in config:  # in transformers' latent attention, `head_dim` is the rotary part alone
         head_dim = max(config["qk_nope_head_dim"] + config["qk_rope_head_dim"], config["v_head_dim"])
-    num_layers = num_attending_layers(config)
+    num_layers = len(attending_layers(config))
     if not (num_layers and num_kv_heads and head_dim):
         return None
     row_bytes = head_dim * ITEM_SIZES[dtype] if kv_dtype is None else head_dim + KV_SCALE_BYTES

@@ -18,9 +18,12 @@ from swiftbatch.worker.kernels.quantized_weights import plain
 from swiftbatch.worker.model.config_values import shown
 from swiftbatch.worker.model.formats.layout import CONFIG_KEYS
 from swiftbatch.worker.model.model_files import ModelFiles, eos_token_ids_of, read_config, read_whole_config
+from swiftbatch.worker.model.nas_model import NASConfig, NASForCausalLM
 from swiftbatch.worker.model.text_config import class_name, is_another, is_transposed
 from swiftbatch.worker.model.weight_files import read_tensors
 
+AutoConfig.register(NASConfig.model_type, NASConfig)
+MODEL_FOR_CAUSAL_LM_MAPPING.register(NASConfig, NASForCausalLM)
 MAX_WORDS = 500  # characters of another program's error
 OLD_BUFFERS = (".attention.bias", ".attention.masked_bias")  # constants that were once saved
 

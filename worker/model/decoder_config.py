@@ -23,7 +23,12 @@ from swiftbatch.worker.model.architectures.attention_layers import (
     read_mla,
     that_hide,
 )
-from swiftbatch.worker.model.architectures.catalogue import architecture_of, layer_types, recurrent_shape
+from swiftbatch.worker.model.architectures.catalogue import (
+    architecture_of,
+    attending_layers,
+    layer_types,
+    recurrent_shape,
+)
 from swiftbatch.worker.model.architectures.moe_layers import CHOSEN_KEYS, COUNT_KEYS, ROLES, MoEConfig, read_moe
 from swiftbatch.worker.model.architectures.recurrent_layers import (
     ATTENDING,
@@ -55,6 +60,7 @@ GENERATING = {  # numbers that older versions of `transformers` wrote into every
     *("no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "repetition_penalty"),
     *("temperature", "top_k", "top_p", "typical_p"),
 }
+AROUND_MIXING = ("input_norm", "output_norm")  # roles of norms around attention or a mixer
 OF_EXPERTS = {*COUNT_KEYS, *CHOSEN_KEYS, "router_aux_loss_coef"}
 SAID_ELSEWHERE = {  # about training, generation or towers beside the text, or evident from the weights
     *("attention_bias", "attention_dropout", "attention_out_bias", "chunk_size_feed_forward", "embd_pdrop"),
@@ -84,6 +90,8 @@ class DecoderConfig:
     biased: list[str]  # the roles of linear layers that have a bias
     activation: Activation
     num_rotary_dims: int  # rotated dimensions of a head
+    attending: frozenset[int]
+    mlp_widths: tuple[int, ...]  # of each layer's MLP or shared expert; 0 for a layer without either
     nope_layers: frozenset[int]  # layers without rotary positions
     windows: Windows
     other_rotary: Rotary | None  # rotation of `other_layers`, such as layers with windows
@@ -116,25 +124,23 @@ class DecoderConfig:
 
     def widths(self, number: int) -> dict[str, int]:
         """Return the number of rows of each role in linear layers that some architectures store as one."""
-        keys, width = self.num_kv_heads * self.head_dim, self.intermediate
-        if self.experts is not None and number in self.experts.layers:
-            width = self.experts.shared_width
+        keys, width = self.num_kv_heads * self.head_dim, self.mlp_widths[number]
         return {"query": self.num_heads * self.head_dim, "key": keys, "value": keys, "gate": width, "up": width}
 
-    def attends(self, number: int) -> bool:
-        return self.mixer is None or number in self.mixer.attending
-
-    def has_mlp(self, number: int) -> bool:
-        mixes = self.mixer is not None and number in self.mixer.layers
-        return not self.form.does_one_thing or not (mixes or self.attends(number))
+    def norms(self, number: int) -> dict[str, str]:
+        """Return the names of a layer's norms by role."""
+        mixes = number in self.attending or (self.mixer is not None and number in self.mixer.layers)
+        has_experts = self.experts is not None and number in self.experts.layers
+        has = {True: mixes, False: has_experts or self.mlp_widths[number] > 0}
+        return {role: name for role, name in self.form.norms.items() if has[role in AROUND_MIXING]}
 
     def linears(self, number: int) -> dict[str, str]:
         """Return a layer's linear layers by role, including those of the shared expert."""
-        has = {True: self.attends(number), False: self.has_mlp(number)}
+        has = {True: number in self.attending, False: self.mlp_widths[number] > 0}
         names = {role: name for role, name in self.linear_names.items() if has[role in ATTENTION]}
         if self.experts is None or number not in self.experts.layers:
             return names
-        shared = (self.experts.names.shared or {}) if self.experts.shared_width else {}
+        shared = (self.experts.names.shared or {}) if self.mlp_widths[number] else {}
         return {role: name for role, name in names.items() if role not in ROLES} | dict(shared)
 
     def tensor_names(self, stored: set[str]) -> set[str]:
@@ -146,10 +152,11 @@ class DecoderConfig:
 
     def _layer_names(self, number: int, stored: set[str]) -> Iterator[str]:
         form, prefix, linears = self.form, f"model.layers.{number}.", self.linears(number)
-        parts = [tensor for part in form.norms.values() for tensor in form.norm_tensors(part)] + list(form.curve)
+        parts = [tensor for part in self.norms(number).values() for tensor in form.norm_tensors(part)]
+        parts += form.curve
         parts += [f"{part}.weight" for part in linears.values()]
         parts += [f"{linears[role]}.bias" for role in self.biased if role in linears]
-        if self.attends(number):
+        if number in self.attending:
             parts += [f"{part}.weight" for part in self.qk_norms.values()] + ([form.sinks] if form.sinks else [])
         parts += [] if self.latent is None else self.latent.index_tensors(number)
         if self.mixer is not None and number in self.mixer.layers:
@@ -247,6 +254,7 @@ def _read(config: Config, form: ArchitectureSpec) -> DecoderConfig:
     if not isinstance(config[form.epsilon_key], float):
         raise ValueError(f"its {form.epsilon_key} is {config[form.epsilon_key]!r:.80}")
     windows = (form.windows or no_windows)(config)
+    attending, mixer, experts = attending_layers(config), _mixer(config, form), read_moe(config, form.experts)
     linears, qk_norms = form.linears, form.qk_norms(config) if latent is None else latent.norms
     if latent is not None:
         linears = latent.linears | {role: name for role, name in linears.items() if role in ROLES}
@@ -259,6 +267,8 @@ def _read(config: Config, form: ArchitectureSpec) -> DecoderConfig:
         biased=form.biased(config),
         activation=form.activation(config),
         num_rotary_dims=num_rotary_dims,
+        attending=attending,
+        mlp_widths=tuple(_mlp_widths(config, form, attending, mixer, experts)),
         nope_layers=form.nope(config, windows) if form.nope else frozenset(),
         windows=that_hide(windows, config),
         other_rotary=_other_rotary(config, form, head_dim),
@@ -266,8 +276,8 @@ def _read(config: Config, form: ArchitectureSpec) -> DecoderConfig:
         scales=_scales(config, form, latent),
         caps={what: 0.0 if config[key] is None else number_of(config, key) for what, key in form.caps.items()},
         qk_norms=qk_norms,
-        experts=read_moe(config, form.experts),
-        mixer=_mixer(config, form),
+        experts=experts,
+        mixer=mixer,
         latent=latent,
         linear_names=linears,
         has_head_bias=form.head_bias is not None and bool(config.get(form.head_bias, False)),
@@ -289,6 +299,24 @@ def _mixer(config: Config, form: ArchitectureSpec) -> RecurrentConfig | None:
     if form.does_one_thing and found is None:
         raise ValueError("none of its layers has a state")
     return found
+
+
+def _mlp_widths(
+    config: Config,
+    form: ArchitectureSpec,
+    attending: frozenset[int],
+    mixer: RecurrentConfig | None,
+    experts: MoEConfig | None,
+) -> Iterator[int]:
+    mixing = attending | (frozenset() if mixer is None else mixer.layers)
+    own = None if form.widths is None else form.widths(config)
+    for number in range(config["num_hidden_layers"]):
+        if experts is not None and number in experts.layers:
+            yield experts.shared_width
+        elif form.does_one_thing and number in mixing:
+            yield 0
+        else:
+            yield form.intermediate(config) if own is None else own[number]
 
 
 def _sizes(config: Config, form: ArchitectureSpec, latent: MLAConfig | None) -> dict[str, int]:

@@ -328,8 +328,8 @@ def _layer(tensors: Mapping[str, Weight], number: int, dense: DecoderConfig, dty
     parts, widths = _parts(dense.linears(number)), dense.widths(number)
     linears: dict[str, Any] = {}
     linears |= {role: each for part in parts.items() for role, each in _linears(tensors, prefix, part, widths)}
-    norms: dict[str, Any] = {role: _norm(tensors, prefix + part, dense) for role, part in dense.form.norms.items()}
-    if dense.attends(number):
+    norms: dict[str, Any] = {role: _norm(tensors, prefix + part, dense) for role, part in dense.norms(number).items()}
+    if number in dense.attending:
         norms |= {role: _qk_norm(tensors, prefix + part, dense) for role, part in dense.qk_norms.items()}
         linears = (
             latent_linears(linears, dense.latent) if dense.latent is not None else linears | _heads(linears, dense)

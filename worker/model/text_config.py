@@ -43,8 +43,10 @@ def nested_config(config: Config) -> dict[str, Any]:
 
 
 def is_another(config: Config) -> bool:
-    """Return whether the text model has another class than the config names."""
-    return bool(nested_config(config)) or config.get("model_type") in ALIASES
+    """Return whether the text model's class takes the text view in place of the config."""
+    form = architecture_of(config)
+    lacks_class = form is not None and form.lacks_class
+    return lacks_class or bool(nested_config(config)) or config.get("model_type") in ALIASES
 
 
 def text_name(name: str, config: Config) -> str | None:

@@ -14,6 +14,7 @@ from swiftbatch.worker.text.tekken import TekkenTokenizer
 
 PIECES_FILE = "tokenizer.model"  # models of 2023 may have only this tokenizer
 GENERIC = "TokenizersBackend"  # adds no rules to `tokenizer.json`
+OLD_GENERIC = "PreTrainedTokenizerFast"  # its name before transformers 5; AutoTokenizer asks a model's class about it
 
 
 def loaded_tokenizer(files: ModelFiles) -> Any:
@@ -51,7 +52,8 @@ def _loader(files: ModelFiles) -> Any:
     said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     form = architecture_of(config)
     is_plain = form is not None and (form.has_plain_tokenizer or bool(link_names(files.path)))  # as of GGUF files
-    if is_plain and said.get("tokenizer_class") == GENERIC and "auto_map" not in said:
+    generic = (GENERIC, OLD_GENERIC) if form is not None and form.lacks_class else (GENERIC,)
+    if is_plain and said.get("tokenizer_class") in generic and "auto_map" not in said:
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast

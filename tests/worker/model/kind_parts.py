@@ -105,6 +105,21 @@ OWN_THETAS = FOUR | {
     "layer_types": ["full_attention", "sliding_attention"] * 2,
     "layer_rope_theta": [10000.0, 0.0, 5e5, 1e4],
 }
+
+
+def nas_blocks(*layers: tuple[int | None, float | None]) -> list[dict[str, Any]]:
+    """Return the published blocks of layers, each of a group of heads and a factor of the MLP's width, or null."""
+    attention = {"num_sink_tokens": None, "replace_with_linear": False, "sparsify": None, "unshifted_sink": False}
+    attention |= {"use_prefill_window_in_sink_attention": False, "window_length": None}
+    return [
+        {
+            "attention": attention | {"n_heads_in_group": group, "no_op": group is None},
+            "ffn": {"ffn_mult": mult, "no_op": mult is None, "replace_with_linear": False, "sparsify": None},
+        }
+        for group, mult in layers
+    ]
+
+
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "afmoe": FOUR | {"mup_enabled": True, "num_dense_layers": 1, "num_shared_experts": 1},
     **dict.fromkeys(("cohere2", "exaone4", "exaone_moe", "gpt_oss", "llama4_text", "olmo3"), FOUR),
@@ -161,6 +176,10 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     },
     "lfm2": CONVOLUTIONS[3] | {"block_ff_dim": 96, "block_auto_adjust_ff_dim": False},
     "lfm2_moe": CONVOLUTIONS[4] | {"num_dense_layers": 1, "routed_scaling_factor": 1.0},
+    "nemotron-nas": {
+        "num_hidden_layers": 5,
+        "block_configs": nas_blocks((2, 5), (2, 2.5), (None, 6.5), (None, None), (2, None)),
+    },
     "nemotron_h": {
         "hybrid_override_pattern": "M*E-M*",
         "mamba_num_heads": 4,
@@ -319,6 +338,14 @@ tensors, so `inspect` of a hub id shows them only after the download.
 If `tokenizer.model` is a model's only tokenizer, as with Vicuna, install the library that reads it, on every node:
 `pip install '.[sentencepiece]'`.
 
+## Layers that lack parts
+
+Llama-Nemotron's layers were chosen one by one (NAS): some lack attention, some the MLP, and MLPs differ in width. Super
+49B runs in our kernels as it was published, and so do layers without any part, as Ultra 253B has. Only layers that
+attend take memory for keys and values. Refused are windows, sinks, a linear layer in place of attention or MLP, and
+attention whose number of key heads differs between layers (51B). `transformers` has no class for this kind, so `doctor`
+compares it with layers of its Llama.
+
 ## Latent attention
 
 The heads of DeepSeek V2 and V3, Kimi K2 and GLM-4.7-Flash make their keys and values from one vector per position.
@@ -358,7 +385,7 @@ kernels run all of a model, weights stay packed in memory.
 | FP8 as `fp8` (Qwen, DeepSeek, MiniMax, GLM) | e4m3 with a scale for each block of any size, or one per tensor |
 | floats of `compressed-tensors` | FP8 per tensor, row or block; NVFP4; MXFP4 |
 | integers of `compressed-tensors` | int8 per tensor, row or group; 2, 3, 4 or 8 bits, also with zeros or `actorder` |
-| ModelOpt (`hf_quant_config.json`) | FP8 per tensor, NVFP4, both in one checkpoint |
+| ModelOpt (`hf_quant_config.json`) | FP8 per tensor or row, NVFP4 (also as `W4A16_NVFP4`), both in one checkpoint |
 | MXFP4 as `mxfp4` (gpt-oss) | the experts |
 | GPTQ as `gptq` | 2, 3, 4 or 8 bits, first and second form, with `desc_act` as well |
 | AWQ as `awq` | 4 bits in the order `gemm` |

@@ -165,6 +165,7 @@ def test_the_spans_of_layers_are_those_of_the_model_s_own_masks(kind: str, windo
         ({"model_type": "bloom"}, "position biases"),
         ({"model_type": "gpt2"}, "learned positions"),
         ({"model_type": "stablelm"}, "hands nothing on"),
+        ({"model_type": "step3p7", "text_config": {"model_type": "step3p5"}}, "more heads of queries in layers with"),
         ({"model_type": "a-new-one"}, "was not compared"),
         ({}, "was not compared"),
         ({"model_type": ["llama"]}, "was not compared"),

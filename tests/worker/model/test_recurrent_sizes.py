@@ -6,11 +6,7 @@ import pytest
 
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import MEMORY, NUM_STEPS, KVRoom, KVRoomError, bytes_per_position, state_bytes
-from swiftbatch.worker.model.architectures.catalogue import (
-    layer_types,
-    num_attending_layers,
-    recurrent_shape,
-)
+from swiftbatch.worker.model.architectures.catalogue import attending_layers, layer_types, recurrent_shape
 from tests.worker.model.kind_parts import WITH_STATES, tiny_target
 
 QWEN35 = {  # Qwen3.5-27B as published
@@ -74,14 +70,14 @@ def test_the_states_of_a_published_model_are_counted() -> None:
 def test_layers_are_told_from_what_each_kind_writes(
     config: dict[str, Any], num_attending: int, num_layers: int
 ) -> None:
-    assert num_attending_layers(config) == num_attending
+    assert len(attending_layers(config)) == num_attending
     assert len(layer_types(config) or ()) == num_layers
 
 
 def test_a_plain_model_has_no_states() -> None:
     plain = {"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 64}
     assert layer_types(plain) is None
-    assert num_attending_layers(plain) == 4
+    assert len(attending_layers(plain)) == 4
     assert state_bytes(plain, "float32") == 0
 
 

@@ -111,7 +111,11 @@ class LayerLaunches:
             if not has_features:
                 yield from self.keep_features(number - 1)
             read = rows if self.weights.sizes.is_parallel else normed
-            delta = Delta((yield from self._of_mlp(layer, read)), layer.down_norm)
+            return Delta((yield from self._of_mlp(layer, read)), layer.down_norm)
+        if not has_features:  # the layer has nothing to add
+            yield from self.add(delta, None, buffers.normed)
+            yield from self.keep_features(number - 1)
+            return Delta()
         return delta
 
     def _mix(self, layer: StackedLayer, attending: int, mixing: int, rows: Tensor) -> Launches:

@@ -241,7 +241,7 @@ typedef enum {
     SINKS,   // floats: the layer's `attention_view.sinks`
     HEAD_GATE,     // of its attention's output
     NO_ATTENTION,  // no weight: the layer has no attention
-    NO_PRODUCTS,   // no weight: it has no products after attention or mixer
+    COLUMNS,       // an int32: columns of the layer's own gates and ups; 0: it has no products after attention
     QUERY_DOWN, KEY_UP, VALUE_UP,  // of latent attention: see latent.h
     INDEX_QUERY, INDEX_KEY, INDEX_WEIGHT,  // of an indexer: see indexer.h
     INDEX_NORM  // weights, then biases

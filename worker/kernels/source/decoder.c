@@ -22,8 +22,8 @@ typedef struct {
     experts *experts;  // or NULL
     mixer *mixer;      // instead of attention or added to it, or NULL
     latent_weights latent;  // instead of `qkv`, in decoders with latent vectors
-    int intermediate;  // of the expert that all rows use; 0: none
-    bool does_not_attend, has_no_products;
+    int intermediate;  // columns of gates and ups, or of the expert that all rows use; 0: none
+    bool does_not_attend;
     bool is_still;  // its heads are not rotated
     bool has_other_angles;
     attention_view view;
@@ -66,6 +66,15 @@ static int found_columns(const decoder_sizes *sizes) {
     return sizes->num_heads * (sizes->latent_rank ? sizes->value_dim : sizes->head_dim);
 }
 
+// Replaces a layer's matrices of gates and ups, and of downs.
+static void products_new(const decoder_sizes *sizes, layer_weights *layer, int intermediate) {
+    matrix_free(&layer->gate_up);
+    matrix_free(&layer->down);
+    layer->intermediate = intermediate;
+    layer->gate_up = matrix_new((element)sizes->element, sizes->hidden, (1 + sizes->has_gates) * intermediate);
+    layer->down = matrix_new((element)sizes->element, intermediate, sizes->hidden);
+}
+
 decoder *decoder_new(const decoder_sizes *sizes) {
     decoder *fresh = calloc(1, sizeof(decoder));
     int query_columns = sizes->num_heads * sizes->head_dim, key_columns = sizes->num_kv_heads * sizes->head_dim;
@@ -73,13 +82,11 @@ decoder *decoder_new(const decoder_sizes *sizes) {
     fresh->layers = calloc((size_t)sizes->num_layers, sizeof(layer_weights));
     for (int i = 0; i < sizes->num_layers; i++) {
         layer_weights *layer = &fresh->layers[i];
-        layer->intermediate = sizes->intermediate;
         int gate_columns = sizes->gates_heads ? query_columns : 0;
         layer->qkv = matrix_new((element)sizes->element, sizes->hidden, query_columns + 2 * key_columns + gate_columns);
         layer->output = matrix_new((element)sizes->element, found_columns(sizes), sizes->hidden);
         if (sizes->latent_rank) layer->latent = latent_new(sizes);
-        layer->gate_up = matrix_new((element)sizes->element, sizes->hidden, (1 + sizes->has_gates) * sizes->intermediate);
-        layer->down = matrix_new((element)sizes->element, sizes->intermediate, sizes->hidden);
+        products_new(sizes, layer, sizes->intermediate);
         layer->view.softcap = sizes->score_cap;
     }
     return fresh;
@@ -181,7 +188,7 @@ void decoder_load(decoder *decoder, int layer, int role, const given_weight *giv
             break;
         case STILL: to->is_still = true; break;
         case NO_ATTENTION: to->does_not_attend = true; break;
-        case NO_PRODUCTS: to->has_no_products = true, to->intermediate = 0; break;
+        case COLUMNS: products_new(sizes, to, *(const int32_t *)weight); break;
         case OTHER_ANGLES: to->has_other_angles = true; break;
         case WINDOW: to->view.window = *(const int32_t *)weight; break;
         case CURVE: to->curve = memcpy(realloc(to->curve, 4 * sizeof(float)), weight, 4 * sizeof(float)); break;
@@ -191,14 +198,9 @@ void decoder_load(decoder *decoder, int layer, int role, const given_weight *giv
 
 void decoder_experts(decoder *decoder, int layer, const expert_sizes *sizes) {
     layer_weights *to = &decoder->layers[layer];
-    int hidden = decoder->sizes.hidden, columns = (1 + decoder->sizes.has_gates) * sizes->shared_intermediate;
     experts_free(to->experts);
-    matrix_free(&to->gate_up);
-    matrix_free(&to->down);
     to->experts = experts_new(sizes, &decoder->sizes);
-    to->intermediate = sizes->shared_intermediate;
-    to->gate_up = matrix_new((element)decoder->sizes.element, hidden, columns);
-    to->down = matrix_new((element)decoder->sizes.element, to->intermediate, hidden);
+    products_new(&decoder->sizes, to, sizes->shared_intermediate);
 }
 
 void decoder_load_expert(decoder *decoder, int layer, int role, int expert, const given_weight *given) {
@@ -424,7 +426,7 @@ static void run_layer(const pass *pass, int layer, layer_place place) {
         mix_rows(pass, layer, place);
         add_part(pass, weights->output_norm, count);
     }
-    if (weights->has_no_products && !weights->experts) return;
+    if (!weights->intermediate && !weights->experts) return;
     if (!sizes->is_parallel) front_rows(pass, weights->mlp_norm);
     feed_forward(pass, weights);
     add_part(pass, weights->down_norm, count);

@@ -34,6 +34,7 @@ GGUF_KINDS = {spec.gguf.name: kind for kind, spec in ARCHITECTURES.items() if sp
 
 CHOOSES = "attention to keys that an indexer chooses"
 COMPRESSED = f"compressed keys and values, {CHOOSES}, and hyper-connections"
+HEADS_BY_LAYER = "more heads of queries in layers with windows than in others, and a gate for each head"
 REFUSED = {  # `model_type` -> what it needs that is missing here; only models that users may ask for
     "bloom": "position biases (ALiBi)",
     "deepseek_ref": COMPRESSED,
@@ -49,8 +50,8 @@ REFUSED = {  # `model_type` -> what it needs that is missing here; only models t
     "mamba2": "state-space layers",
     "rwkv": "recurrent layers",
     "recurrent_gemma": "recurrent layers",
-    "nemotron-nas": "layers of different sizes, some of them without attention",
-    "step3p7": "windows beside experts whose router has biases of its own",
+    "step3p5": HEADS_BY_LAYER,
+    "step3p7": HEADS_BY_LAYER,
     "nemotron": "a way past its class, which hands nothing on to its attention",
     "stablelm": "a way past its class, which hands nothing on to its attention",
 }
@@ -80,7 +81,7 @@ def what_it_lacks(config: Config) -> str | None:
     known = ATTENDING_LAYERS | (INDEXED if needs_indexers(config) else set())
     if form is not None and form.mixer is not None:
         types, known = layer_types(config) or [], ATTENDING | RECURRENT | STATELESS
-        if types and not num_attending_layers(config):
+        if types and not attending_layers(config):
             return f"none of its {len(types)} layers attends"
     if layers := {str(layer) for layer in types} - known:
         return f"its kind {kind!r:.80} has layers of the kinds {', '.join(_named(layers))}"
@@ -108,12 +109,12 @@ def layer_types(config: Config) -> list[str] | None:
     return listed_layers(config) or (None if form is None else form.unlisted_layers(config))
 
 
-def num_attending_layers(config: Config) -> int:
-    """Count the layers with keys and values."""
+def attending_layers(config: Config) -> frozenset[int]:
+    """Return the layers with keys and values."""
     types = layer_types(config)
     if types is None or not set(types) & (RECURRENT | STATELESS):
-        return config.get("num_hidden_layers") or 0
-    return sum(each in ATTENDING for each in types)
+        return frozenset(range(config.get("num_hidden_layers") or 0))
+    return frozenset(number for number, each in enumerate(types) if each in ATTENDING)
 
 
 def recurrent_shape(config: Config) -> RecurrentShape | None:

@@ -18,6 +18,7 @@ from swiftbatch.worker.model.architectures.attention_layers import (
     without_windows,
     without_windows_if_said,
 )
+from swiftbatch.worker.model.architectures.nas_blocks import nas_faults, nas_layers, nas_widths, with_nas_sizes
 from swiftbatch.worker.model.architectures.spec import (
     ACTIVATIONS,
     ALWAYS,
@@ -299,6 +300,16 @@ LLAMA_LIKE: dict[str, ArchitectureSpec] = {
     "ministral3": ArchitectureSpec(windows=window_in_all_layers_if_said, growth_key="llama_4_scaling_beta"),
     "mistral": ArchitectureSpec(
         windows=window_in_all_layers, rules=NULL_WIDTH, nested_in=("mistral3",), is_taken_over=True
+    ),
+    "nemotron-nas": replace(
+        LLAMA,
+        widths=nas_widths,
+        view=with_nas_sizes,
+        faults=nas_faults,
+        unlisted_layers=nas_layers,
+        has_plain_tokenizer=True,
+        lacks_class=True,
+        rules=NULL_SIZES | {"intermediate_size": SIZE.or_null()},
     ),
     "olmo": ArchitectureSpec(
         rules=NULL_HEADS,

@@ -93,13 +93,12 @@ class MixerSpec:
 
 @dataclass(frozen=True)
 class RecurrentConfig:
-    """The mixers of a model, the layers that have them, and the layers with attention."""
+    """The mixers of a model, and the layers that have them."""
 
     spec: MixerSpec
     shape: RecurrentShape
     sizes: RecurrentSizes
     layers: frozenset[int]
-    attending: frozenset[int]
     has_bias: bool
     has_tap_bias: bool
     part_scales: tuple[float, ...] | None
@@ -143,7 +142,6 @@ def read_recurrent_layers(
         shape,
         _sizes(config, spec, shape),
         layers,
-        frozenset(number for number, each in enumerate(types) if each in ATTENDING),
         _is_said(config, spec.bias),
         _is_said(config, spec.tap_bias),
         scales and tuple(map(float, scales)),

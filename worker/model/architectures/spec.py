@@ -99,6 +99,7 @@ class ArchitectureSpec:
     activations: Mapping[str, Activation] = field(default_factory=lambda: ACTIVATIONS)  # by their name in the config
     intermediate_key: str = "intermediate_size"
     width: Callable[[Config], Any] | None = None  # computes the MLP's width if no key has it
+    widths: Callable[[Config], list[int]] | None = None  # computes each layer's, if they differ; 0 for no MLP
     is_parallel: bool = False  # the MLP reads the same input as attention
     gates_heads: bool = False  # the query projection also has a gate after each head
     does_one_thing: bool = False  # a layer is either attention, mixer, MLP or experts, as a list says
@@ -144,6 +145,7 @@ class ArchitectureSpec:
     has_plain_tokenizer: bool = False  # `tokenizer.json` describes the whole tokenizer
 
     # what runs it
+    lacks_class: bool = False  # `transformers` does not know it: `nas_model` has its class, which takes the text view
     kernels_lack: str | None = None  # why our kernels cannot run it beyond its attention; None if they can
     is_taken_over: bool = False  # the kernels may run it after `transformers` has filled in the config's missing values
     attends_in_chunks: bool = False
@@ -158,7 +160,7 @@ class ArchitectureSpec:
         return Activation.SILU if self.activation_key is None else self.activations[config[self.activation_key]]
 
     def intermediate(self, config: Config) -> Any:
-        """Return the width of the MLP. Raises KeyError if the config lacks it."""
+        """Return the width of the MLP, or of the widest one. Raises KeyError if the config lacks it."""
         return config[self.intermediate_key] if self.width is None else self.width(config)
 
     def norm_tensors(self, part: str) -> list[str]:

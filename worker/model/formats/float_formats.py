@@ -135,9 +135,15 @@ def read_fp8(said: Mapping[str, Any]) -> Format:
 # FP8 and NVFP4 as NVIDIA's ModelOpt writes them.
 
 MODELOPT_SUFFIXES = {"_scale": "scale", "_scale_2": "scale_2"}
+FP8: tuple[str, Scheme, str] = (E4M3, FloatScheme("scale"), "FP8 (e4m3, a scale per tensor or row)")
+NVFP4 = (BYTES, NVFP4Scheme(WHOLE, "scale_2", is_divided=False), "NVFP4 (e2m1, a scale for 16)")
 SCHEMES: dict[str, tuple[str, Scheme, str]] = {  # algorithm -> stored code, scheme, words
-    "FP8": (E4M3, FloatScheme("scale"), "FP8 (e4m3, a scale per tensor)"),
-    "NVFP4": (BYTES, NVFP4Scheme(WHOLE, "scale_2", is_divided=False), "NVFP4 (e2m1, a scale for 16)"),
+    "FP8": FP8,
+    "NVFP4": NVFP4,
+    # other activations, which are never quantized here, and the same weights
+    "FP8_PER_CHANNEL_PER_TOKEN": FP8,
+    "W4A16_NVFP4": NVFP4,
+    "W4A8_NVFP4_FP8": NVFP4,
 }
 MIXED = "MIXED_PRECISION"
 # scales of keys and values are for engines that quantize their cache; they do not change weights
@@ -151,16 +157,16 @@ def read_modelopt(said: Mapping[str, Any]) -> Format:
     where = "its quantization by ModelOpt"
     refuse_unknown(said, MODELOPT_KEYS, where)
     one_of(said, "group_size", (None, NVFP4_GROUP), where)
-    algorithms = _algorithms(said, where)
-    known = {SCHEMES[each][0]: SCHEMES[each][1] for each in algorithms}
+    schemes = sorted({SCHEMES[each] for each in _algorithms(said, where)}, key=lambda scheme: scheme[2])
+    known = {code: scheme for code, scheme, _ in schemes}
 
     def scheme_of(_: str, heads: Mapping[str, StoredTensor]) -> Scheme | None:
         return known.get(heads[WHOLE].dtype) if WHOLE in heads else None
 
-    return Format("modelopt", "; ".join(SCHEMES[each][2] for each in algorithms), MODELOPT_SUFFIXES, scheme_of)
+    return Format("modelopt", "; ".join(words for _, _, words in schemes), MODELOPT_SUFFIXES, scheme_of)
 
 
-def _algorithms(said: Mapping[str, Any], where: str) -> list[str]:
+def _algorithms(said: Mapping[str, Any], where: str) -> list[Any]:
     named = [said.get("quant_algo")]
     if named == [MIXED]:
         layers = mapping(said.get("quantized_layers"), f"{where}, quantized_layers,")
@@ -168,7 +174,7 @@ def _algorithms(said: Mapping[str, Any], where: str) -> list[str]:
     for each in named:
         if not isinstance(each, str) or each not in SCHEMES:
             raise FormatError(f"{where} has quant_algo = {each!r:.80}; expected {', '.join(SCHEMES)}")
-    return sorted(set(map(str, named)))
+    return named
 
 
 # MXFP4 as in gpt-oss: experts in blocks of 32 with an exponent.

@@ -29,6 +29,7 @@ class Example:
     config: dict[str, Any]
     make: Callable[[int, int, torch.Generator], Made]
     file: dict[str, Any] = field(default_factory=dict)  # hf_quant_config.json
+    packs_head: bool = False
 
 
 @functools.cache
@@ -90,6 +91,12 @@ def floats_of_tensor(rows: int, columns: int, numbers: torch.Generator) -> Made:
     stored, one = rows_of(codes.view(torch.uint8)), F32(scale.item())
     parts = {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor(0.5)}
     return parts, lambda r, c: e4m3(stored[r][c]) * one
+
+
+def floats_beside_nvfp4(rows: int, columns: int, numbers: torch.Generator) -> Made:
+    """Make FP8 of attention's matrices, and NVFP4 of all others, without scales of inputs."""
+    in_attention = (rows, columns) in ((128, 64), (64, 64), (64, 128))
+    return (floats_of_tensor if in_attention else nvfp4(False))(rows, columns, numbers)
 
 
 def bytes_by_row(zeros: bool) -> Callable[[int, int, torch.Generator], Made]:
@@ -227,6 +234,16 @@ FLOAT4 = {"num_bits": 4, "type": "float", "symmetric": True}
 OF_MODELOPT = {"producer": {"name": "modelopt", "version": "0.31.0"}}
 MODELOPT_FP8 = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
 MODELOPT_NVFP4 = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]}
+WEIGHTS_ALONE = {"quant_algo": "W4A16_NVFP4", "group_size": 16}
+MODELOPT_MIXED = {  # as Qwen3.6 27B
+    "quant_algo": "MIXED_PRECISION",
+    "kv_cache_quant_algo": "FP8",
+    "quantized_layers": {
+        **{f"model.layers.0.self_attn.{part}_proj": {"quant_algo": "FP8"} for part in "qkvo"},
+        **{f"model.layers.0.mlp.{part}_proj": WEIGHTS_ALONE for part in ("gate", "up", "down")},
+        "lm_head": WEIGHTS_ALONE,
+    },
+}
 EXAMPLES: dict[str, Example] = {
     "fp8 in blocks of 128": fp8([128, 128]),
     "fp8 in blocks that end within a row, scales of bf16": fp8([40, 48], torch.bfloat16),
@@ -254,7 +271,19 @@ EXAMPLES: dict[str, Example] = {
     ),
     "ModelOpt FP8": Example({}, floats_of_tensor, {**OF_MODELOPT, "quantization": MODELOPT_FP8}),
     "ModelOpt FP8 in the config": Example({**OF_MODELOPT, **MODELOPT_FP8}, floats_of_tensor),
+    "ModelOpt FP8 per row": Example(
+        {**OF_MODELOPT, "quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, floats_by_row
+    ),
     "ModelOpt NVFP4": Example({}, nvfp4(False), {**OF_MODELOPT, "quantization": MODELOPT_NVFP4}),
+    "ModelOpt NVFP4 for weights alone": Example(
+        {}, nvfp4(False), {**OF_MODELOPT, "quantization": MODELOPT_NVFP4 | WEIGHTS_ALONE}
+    ),
+    "ModelOpt NVFP4 beside FP8": Example(
+        {**OF_MODELOPT, "quant_method": "modelopt", **MODELOPT_MIXED},
+        floats_beside_nvfp4,
+        {**OF_MODELOPT, "quantization": MODELOPT_MIXED},
+        packs_head=True,
+    ),
     "AWQ": Example(
         {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
         awq,

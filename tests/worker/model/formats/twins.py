@@ -71,7 +71,8 @@ def make_packed(
     numbers = torch.Generator().manual_seed(11)
     packed, values = dict[str, Tensor](), dict[str, Value]()
     for name, tensor in (llama_tensors(numbers) if tensors is None else tensors).items():
-        if not name.endswith(PACKED) or name.endswith(PLAIN):
+        is_head = name == "lm_head.weight" and example.packs_head
+        if not is_head and (not name.endswith(PACKED) or name.endswith(PLAIN)):
             packed[name] = tensor
             continue
         parts, values[name] = example.make(*tensor.shape, numbers)
