@@ -42,7 +42,7 @@ from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.drafters.catalogue import check_parts
 from swiftbatch.worker.forward.hardware import has_cuda
 from swiftbatch.worker.kv.kv_capacity import GB, KVRoomError, bytes_per_position, check_folder
-from swiftbatch.worker.model.compute_path import path_on
+from swiftbatch.worker.model.compute_path import path_on, refuse_gpu
 from swiftbatch.worker.model.model_files import CONFIG_FILES, model_folder, read_config
 
 AWAY_SECONDS = 2.0  # shorter failures pass unseen
@@ -210,10 +210,12 @@ def _most_positions(manifest: RunManifest, settings: Settings, cluster: Cluster)
 
 
 def slow_on_gpu(model: str, num_gpus_per_worker: int) -> SlowOnGpu | None:
-    """Return a warning if the GPUs lack kernels for the model."""
+    """Return a warning if the GPUs lack kernels for the model. Raises ModelError if it does not run on GPUs."""
     if not num_gpus_per_worker:
         return None
-    path = path_on("cuda", read_config(model, model_folder(model, CONFIG_FILES)))
+    config = read_config(model, model_folder(model, CONFIG_FILES))
+    refuse_gpu(model, config)
+    path = path_on("cuda", config)
     return None if path.reason is None else SlowOnGpu(path.reason)
 
 

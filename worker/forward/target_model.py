@@ -32,7 +32,7 @@ from swiftbatch.worker.kv.cache_room import CacheRoom
 from swiftbatch.worker.kv.file_offload import offloaded_cache
 from swiftbatch.worker.kv.full_cache import FullKVCache, new_cache_of
 from swiftbatch.worker.kv.kv_capacity import KVRoom, place_of_caches, refuse_offload
-from swiftbatch.worker.model.compute_path import short_length
+from swiftbatch.worker.model.compute_path import refuse_gpu, short_length
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import ModelFiles, eos_token_ids_of, read_config
 from swiftbatch.worker.sampling.batch_sampler import SplitRows
@@ -64,6 +64,7 @@ def load_forwards(
     refuse_kv_dtype(kv_dtype, kernels.attention)
     if device.type != "cpu":
         kernels.refuse_integer_rows("the device is a GPU")
+        refuse_gpu(files.name, read_config(files.name, files.path))
     if slots is not None:
         from swiftbatch.worker.forward.cuda.cuda_loading import load_cuda_forwards
 
@@ -191,6 +192,8 @@ class TargetModel:
         target = cls(load_forwards(files, DTYPES[dtype], place, wanted, kernels, kv_dtype), files, kv_offload)
         if kv_offload is not None and target.cache_shape.recurrent is not None:
             raise ModelError(f"--kv-offload: {files.name} has layers with a state in place of a cache; leave it out")
+        if kv_offload is not None and target.cache_shape.stripes:
+            raise ModelError(f"--kv-offload: {files.name} has layers with heads of different sizes; leave it out")
         if never_sampled_ids:
             target.forwards.never_sampled_ids = torch.tensor(never_sampled_ids, device=target.device)
         check_model(target)
@@ -219,9 +222,14 @@ class TargetModel:
             return self.forwards
         return load_transformers(self.files, self.dtype, self.device)
 
-    @property
+    @functools.cached_property
     def model(self) -> Any:
-        return self.transformers.model
+        """Return `transformers`' own model, for comparisons and trainings."""
+        if not self.cache_shape.stripes:
+            return self.transformers.model
+        from swiftbatch.worker.model.causal_lm import load_causal_lm
+
+        return load_causal_lm(self.files, self.dtype).to(self.device).eval().requires_grad_(False)
 
     @property
     def numerics(self) -> str:

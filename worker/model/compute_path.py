@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.kernels.kernel_sizes import HEAD_DIMS
 from swiftbatch.worker.model.architectures.catalogue import architecture_of, layer_types
 from swiftbatch.worker.model.architectures.recurrent_layers import RECURRENT, STATELESS
@@ -17,7 +18,7 @@ from swiftbatch.worker.model.config_values import POSITIVE, Config
 from swiftbatch.worker.model.decoder_config import OtherDecoderError, read_decoder_config, refuse_other_tensors
 from swiftbatch.worker.model.formats.layout import CONFIG_KEYS
 
-PathName = Literal["kernels", "kernels attend", "transformers"]
+PathName = Literal["kernels", "kernels attend", "transformers", "none"]
 MOST_LAYERS = 1000
 KNOWN_LAYERS = {"attention", "full_attention", "sliding_attention", "*"} | RECURRENT | STATELESS
 SHIFTING = {"dynamic", "dynamic-yarn", "longrope", "su"}  # types of angles that change with the length of a text
@@ -25,7 +26,7 @@ SHIFTING = {"dynamic", "dynamic-yarn", "longrope", "su"}  # types of angles that
 
 @dataclass(frozen=True)
 class ComputePath:
-    """The code that computes a forward, and the reason if not all runs in our kernels."""
+    """The code that computes a forward, and the reason if not all runs in our kernels, or if nothing does."""
 
     name: PathName
     reason: str | None = None
@@ -33,6 +34,9 @@ class ComputePath:
 
 def path_on(device: Literal["cpu", "cuda"], config: Config, stored: set[str] | None = None) -> ComputePath:
     """Return the path of a text model; `stored` are its tensors' names, where known."""
+    form = architecture_of(config)
+    if device == "cuda" and form is not None and form.on_cpu_alone is not None:
+        return ComputePath("none", f"its layers have {form.on_cpu_alone}, which our kernels for CPUs know alone")
     try:
         dense = read_decoder_config(config)
         if stored is not None:
@@ -76,6 +80,24 @@ def _head_dim(config: Config) -> int:
     if "qk_nope_head_dim" in config:
         return int(max(config["qk_nope_head_dim"] + config["qk_rope_head_dim"], config["v_head_dim"]))
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def refuse_gpu(model: str, config: Config) -> None:
+    """Raise ModelError for a model that runs on CPUs alone."""
+    if (path := path_on("cuda", config)).name == "none":
+        raise ModelError(f"model {model}: it does not run on a GPU: {path.reason}; use --device cpu")
+
+
+def without_kernels(config: Config) -> str | None:
+    """Return why a model that only our kernels run does not run, or None if it does."""
+    form = architecture_of(config)
+    if form is None or form.on_cpu_alone is None:
+        return None
+    try:
+        read_decoder_config(config)
+    except OtherDecoderError as error:
+        return f"its kind {config['model_type']!r:.80} runs in our kernels alone, and these do not run it: {error}"
+    return None
 
 
 def shifting_rotary(config: Config) -> str | None:

@@ -14,11 +14,12 @@
 typedef struct attention attention;
 
 // State shared by all layers of a call, in the frame, with copies of the groups. With a `latent_rank` all heads share
-// one row per position, and values are the first numbers of keys.
-attention *attention_new(frame *frame, const attention_sizes *sizes, int latent_rank, const row_group *groups,
-                         int num_groups);
+// one row per position, and values are the first numbers of keys. A head takes `num_stripes` neighbouring heads of a cache,
+// each with a part of its dimensions.
+attention *attention_new(frame *frame, const attention_sizes *sizes, int latent_rank, int num_stripes,
+                         const row_group *groups, int num_groups);
 
-// Returns where a row's key (or value) of one head is stored.
+// Returns where a row's key (or value) of one head is stored: its first stripe.
 void *attention_slot(const attention *attention, int layer, int group, int row, int head, bool is_value);
 // Stores one [head_dim] there, as codes if the cache has codes.
 void attention_keep(const attention *attention, int layer, int group, int row, int head, bool is_value, const float *from);

@@ -38,7 +38,6 @@ REFUSED = {  # `model_type` -> what it needs that is missing here; only models t
     "deepseek_ref": COMPRESSED,
     "deepseek_v32": INDEXED,
     "deepseek_v4": COMPRESSED,
-    "gemma4_text": "heads of two widths, and keys that serve as values",
     "glm_moe_dsa": INDEXED,
     "mimo_v2_flash": "values narrower than keys, and sinks in windows alone",
     "minimax_m3": "attention to blocks of keys that an indexer chooses",
