@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swiftbatch.worker.kernels.kernel_sizes import COUNTS, LANES, HeadSizes, MLASizes, sizes_fault
+from swiftbatch.worker.kernels.kernel_sizes import COUNTS, LANES, LayerHeads, MLASizes, sizes_fault
 from swiftbatch.worker.kernels.layer_specs import (
     Activation,
     NormForm,
@@ -214,7 +214,7 @@ class LayerWeights:
     rotary: Rotary | None = None  # None: the model's
     window: int | None = None
     curve: Tensor | None = None
-    heads: HeadSizes | None = None
+    heads: LayerHeads | None = None
     layer_scale: Tensor | None = None
 
     @property
@@ -257,7 +257,7 @@ def other_rotary(layers: Iterable[Any]) -> Rotary | None:
 
 def stripes_of(sizes: DecoderSizes, layers: Iterable[LayerWeights]) -> tuple[int, ...]:
     """Return the heads of a cache that each attending layer takes, or () if all take the decoder's."""
-    own = HeadSizes(sizes.num_kv_heads, sizes.head_dim)
+    own = LayerHeads(sizes.num_kv_heads, sizes.head_dim)
     found = [layer.heads for layer in layers if layer.attends]
     return tuple((heads or own).num_stripes(sizes.head_dim) for heads in found) if any(found) else ()
 
@@ -363,7 +363,7 @@ def linear_of(module: Any) -> Linear:
 def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weight | None, tuple[int, ...]]]:
     """Yield every tensor in the model's dtype, with its name and expected shape. Raises ValueError."""
     _check_form(sizes, layer)
-    heads = layer.heads or HeadSizes(sizes.num_kv_heads, sizes.head_dim)
+    heads = layer.heads or LayerHeads(sizes.num_kv_heads, sizes.head_dim)
     width = sizes.intermediate if layer.experts is None else layer.shared_intermediate
     widths = {
         **_attention_widths(sizes, heads),
@@ -386,7 +386,7 @@ def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weig
         yield from recurrent_weight_shapes(layer.mixer, sizes.hidden)
 
 
-def _attention_widths(sizes: DecoderSizes, heads: HeadSizes) -> dict[str, tuple[int, int]]:
+def _attention_widths(sizes: DecoderSizes, heads: LayerHeads) -> dict[str, tuple[int, int]]:
     query, key, hidden = sizes.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim, sizes.hidden
     if (latent := sizes.latent) is None:
         return dict.fromkeys(("query", "head_gate"), (query, hidden)) | dict.fromkeys(("key", "value"), (key, hidden))
@@ -399,7 +399,7 @@ def _attention_widths(sizes: DecoderSizes, heads: HeadSizes) -> dict[str, tuple[
     }
 
 
-def _qk_norm_widths(sizes: DecoderSizes, heads: HeadSizes) -> dict[str, int]:
+def _qk_norm_widths(sizes: DecoderSizes, heads: LayerHeads) -> dict[str, int]:
     if sizes.latent is not None:
         return {"query_norm": sizes.latent.query_rank, "key_norm": sizes.latent.rank}
     if sizes.joins_heads or sizes.qk_norms_differ:

@@ -26,7 +26,7 @@ MOST_LATENT, MOST_LATENT_HEADS = 16384, 1024  # largest size of a latent vector,
 
 
 @dataclass(frozen=True)
-class HeadSizes:
+class LayerHeads:
     """Heads of keys and values in a layer; those of other layers may be a fraction as wide."""
 
     num_kv_heads: int

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from swiftbatch.worker.kernels.kernel_sizes import HeadSizes, sizes_fault
+from swiftbatch.worker.kernels.kernel_sizes import LayerHeads, sizes_fault
 from swiftbatch.worker.kernels.layer_specs import Activation
 from swiftbatch.worker.kernels.rope_scaling import SOME_TURN, QueryGrowth, Rotary, rotary_of
 from swiftbatch.worker.model.architectures.attention_layers import (
@@ -94,7 +94,7 @@ class DecoderConfig:
     experts: MoEConfig | None
     mixer: RecurrentConfig | None
     latent: MLAConfig | None
-    own_heads: HeadSizes | None  # of `own_layers`; None if all have the same
+    own_heads: LayerHeads | None  # of `own_layers`; None if all have the same
     own_layers: frozenset[int]  # layers without a window, where these differ from others
     keys_are_values: bool  # in `own_layers`
     linear_names: Mapping[str, str]  # role -> name, in a layer without experts
@@ -125,13 +125,13 @@ class DecoderConfig:
         own = self.own_heads.num_stripes(self.head_dim)
         return tuple(own if number in self.own_layers else self.num_kv_heads for number in range(self.num_layers))
 
-    def heads(self, number: int) -> HeadSizes | None:
+    def heads(self, number: int) -> LayerHeads | None:
         """Return the heads of a layer that are not the model's."""
         return self.own_heads if number in self.own_layers else None
 
     def widths(self, number: int) -> dict[str, int]:
         """Return the number of rows of each role in linear layers that some architectures store as one."""
-        heads = self.heads(number) or HeadSizes(self.num_kv_heads, self.head_dim)
+        heads = self.heads(number) or LayerHeads(self.num_kv_heads, self.head_dim)
         keys, width = heads.num_kv_heads * heads.head_dim, self.intermediate
         if self.experts is not None and number in self.experts.layers:
             width = self.experts.shared_width
@@ -303,14 +303,14 @@ def _scales(config: Config, form: ArchitectureSpec, latent: MLAConfig | None) ->
     return found
 
 
-def _own_heads(config: Config, form: ArchitectureSpec, sizes: dict[str, int]) -> tuple[HeadSizes | None, bool]:
+def _own_heads(config: Config, form: ArchitectureSpec, sizes: dict[str, int]) -> tuple[LayerHeads | None, bool]:
     """Return the heads of layers without a window, None if they are the model's, and whether their keys are values."""
     if form.own_heads is None:
         return None, False
     heads, keys_are_values = form.own_heads.read(config)
     if fault := heads.fault(sizes["num_heads"], sizes["head_dim"]):
         raise ValueError(fault)
-    is_same = heads == HeadSizes(sizes["num_kv_heads"], sizes["head_dim"])
+    is_same = heads == LayerHeads(sizes["num_kv_heads"], sizes["head_dim"])
     return None if is_same else heads, keys_are_values
 
 

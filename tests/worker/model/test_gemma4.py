@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from swiftbatch.jobs.errors import ModelError
@@ -26,6 +27,8 @@ from swiftbatch.worker.model.model_files import ModelFiles, locate_model, read_c
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.kv.window_parts import spoil_what_is_forgotten
+from tests.worker.model.formats.examples import EXAMPLES
+from tests.worker.model.formats.twins import logits_of, make_twins
 from tests.worker.model.gemma4_configs import GEMMA4, STRIPES, write_gemma4
 from tests.worker.model.kind_promises import (
     NUM_RECOVERED,
@@ -144,6 +147,21 @@ def test_caches_take_what_each_layer_has_and_plans_count_it(name: str, folders: 
     assert (found.refusal, found.bytes_per_position) == (None, shape.bytes_per_position())
     assert found.bytes_per_old_position == round(held.share * shape.bytes_per_position())
     assert measure_step_costs(target) is not None
+
+
+@pytest.mark.parametrize("name", [DENSE, WITH_EXPERTS])
+def test_packed_weights_give_the_bits_of_their_dequantized_twin(
+    name: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Packed keys are values, too."""
+    stored = load_file(folders[name] / "model.safetensors")
+    inner = "model.language_model."
+    tensors = {part.replace(inner, "model."): each for part, each in stored.items() if part.startswith(inner)}
+    packed, dense = make_twins(EXAMPLES["ModelOpt NVFP4"], tmp_path, GEMMA4[name], tensors)
+    found = inspect_model(str(packed))
+    assert (found.refusal, found.quantization) == (None, "NVFP4 (e2m1, a scale for 16)")
+    ours, theirs = (logits_of(loaded(folder, "bfloat16")) for folder in (packed, dense))
+    assert torch.equal(ours, theirs)
 
 
 def test_a_gpu_refuses_it_before_anything_is_loaded(folders: dict[str, Path], tmp_path: Path) -> None:

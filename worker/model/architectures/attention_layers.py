@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from swiftbatch.worker.kernels.kernel_sizes import HeadSizes, MLASizes
+from swiftbatch.worker.kernels.kernel_sizes import LayerHeads, MLASizes
 from swiftbatch.worker.model.config_values import SIZE, SWITCH, Config, KeyRule, list_of_layers
 
 Windows = tuple[int | None, ...]
@@ -93,12 +93,12 @@ class OwnHeads:
     num_kv_heads: str  # read only if keys are values
     keys_are_values: str  # whether the projection of keys gives values, too
 
-    def read(self, config: Config) -> tuple[HeadSizes, bool]:
+    def read(self, config: Config) -> tuple[LayerHeads, bool]:
         """Return the heads, and whether keys are values. Raises KeyError or ValueError."""
         are_values = bool(SWITCH.of(config, self.keys_are_values))
         has_count = are_values and config[self.num_kv_heads] is not None
         num_kv_heads = SIZE.of(config, self.num_kv_heads if has_count else "num_key_value_heads")
-        return HeadSizes(num_kv_heads, SIZE.of(config, self.head_dim)), are_values
+        return LayerHeads(num_kv_heads, SIZE.of(config, self.head_dim)), are_values
 
     def rules(self) -> dict[str, KeyRule | None]:
         return {self.head_dim: SIZE, self.num_kv_heads: SIZE.or_null(), self.keys_are_values: SWITCH}
