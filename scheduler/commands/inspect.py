@@ -101,6 +101,6 @@ def _path(path: ComputePath) -> str:
         "kernels": "swiftbatch's kernels",
         "kernels attend": "swiftbatch's kernels attend, the layers of transformers multiply",
         "transformers": "the layers of transformers, slowly",
-        "none": "it does not run",
+        "none": "does not run",
     }
     return words[path.name] + (f": {path.reason}" if path.reason else "")

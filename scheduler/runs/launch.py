@@ -210,7 +210,7 @@ def _most_positions(manifest: RunManifest, settings: Settings, cluster: Cluster)
 
 
 def slow_on_gpu(model: str, num_gpus_per_worker: int) -> SlowOnGpu | None:
-    """Return a warning if the GPUs lack kernels for the model. Raises ModelError if it does not run on them."""
+    """Return a warning if the GPUs lack kernels for the model. Raises ModelError if it does not run on GPUs."""
     if not num_gpus_per_worker:
         return None
     config = read_config(model, model_folder(model, CONFIG_FILES))

@@ -296,13 +296,14 @@ def create_drafter(
     """Make an engine's drafter; `parts_folder` None means the target's own.
 
     Raises ModelError for an unknown engine or option, a part that is missing or does not fit, or layers whose states
-    the drafter would need to read.
+    or heads of several sizes the drafter would need to read.
     """
-    entry = engine_entry(name, options)
-    if entry.part is not None and entry.part.reads_cache and target.cache_shape.recurrent is not None:
+    entry, shape = engine_entry(name, options), target.cache_shape
+    if entry.part is not None and entry.part.reads_cache and (shape.recurrent is not None or shape.stripes):
+        has = "a state in place of one" if shape.recurrent is not None else "heads of different sizes in it"
         raise ModelError(
-            f"engine {name}: its drafts read a part of the cache, and {target.files.name} has layers with a state in "
-            f"place of one; use --engine {DEFAULT_ENGINE}"
+            f"engine {name}: its drafts read a part of the cache, and {target.files.name} has layers with {has}; use "
+            f"--engine {DEFAULT_ENGINE}"
         )
     return entry.factory()(target, costs, None if parts_folder is None else Path(parts_folder))
 

@@ -155,7 +155,7 @@ class NativeForwards:
         self.expert_counts = ExpertCounts() if self.has_experts else None
         self.device, self.dtype = torch.device("cpu"), sizes.dtype
         self.cache_shape = CacheShape.of(weights, self.device, kv_dtype)
-        sees_all = not _sees_otherwise(sizes) and not any(layer.window for layer in weights.layers)
+        sees_all = not _sees_otherwise(sizes) and not any(layer.window or layer.heads for layer in weights.layers)
         self.can_scan = sees_all and self.cache_shape.recurrent is None  # a state cannot be read in part
         self._most_read = MOST_READ if self.cache_shape.recurrent is None else MOST_ROWS
         # removes the layers from `weights`

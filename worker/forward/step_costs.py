@@ -307,13 +307,14 @@ def _probe_cache(target: TargetModel) -> tuple[FullKVCache, tuple[int, ...]]:
         cache.clear()
         return cache, _probe_lengths(arena.longest_job - TILE_ROWS)
     shape, num_bytes = target.cache_shape, target.cache_shape.bytes_per_position()
-    if not target.is_offloaded:
+    shares = not target.is_offloaded and not shape.stripes
+    if shares:
         num_bytes //= shape.num_layers
     longest = min(PROBE_BYTES // num_bytes, target.files.max_positions - TILE_ROWS, PROBE_LENGTHS[-1])
     lengths = _probe_lengths(max(BLOCK, longest))
     capacity = max(lengths) + TILE_ROWS
     fits = capacity * shape.bytes_per_position() <= PROBE_BYTES and 2 * capacity <= target.num_free_positions()
-    if target.is_offloaded or fits:
+    if not shares or fits:
         cache = target.new_cache(capacity)
         cache.clear()
         return cache, lengths

@@ -32,7 +32,7 @@ from swiftbatch.worker.kv.cache_room import CacheRoom
 from swiftbatch.worker.kv.file_offload import offloaded_cache
 from swiftbatch.worker.kv.full_cache import FullKVCache, new_cache_of
 from swiftbatch.worker.kv.kv_capacity import KVRoom, place_of_caches, refuse_offload
-from swiftbatch.worker.model.architectures.catalogue import CHOOSES, needs_indexers
+from swiftbatch.worker.model.architectures.catalogue import architecture_of
 from swiftbatch.worker.model.compute_path import refuse_on_gpu, short_length
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import ModelFiles, eos_token_ids_of, read_config
@@ -116,18 +116,22 @@ def load_transformers(
 
 
 def _refuse_what_kernels_alone_do(files: ModelFiles) -> None:
-    """Raise ModelError for indexers, and for rotary angles that depend on a job's length."""
-    config = read_config(files.name, files.path)
-    if needs_indexers(config):
+    """Raise ModelError for layers that `transformers` has otherwise, and for angles that depend on a job's length."""
+    if (words := _what_kernels_alone_have(files)) is not None:
         raise ModelError(
-            f"model {files.name}: only our kernels have its {CHOOSES}, and these do not run here, or not with its "
+            f"model {files.name}: only our kernels have its {words}, and these do not run here, or not with its "
             "weights; `swiftbatch doctor` says which run"
         )
-    if short_length(config) is not None:
+    if short_length(read_config(files.name, files.path)) is not None:
         raise ModelError(
             f"model {files.name}: its rotary positions (longrope) change with the length of the text, which only our "
             "kernels leave to each job, and these do not run it here; `swiftbatch doctor` says which run"
         )
+
+
+def _what_kernels_alone_have(files: ModelFiles) -> str | None:
+    form = architecture_of(read_config(files.name, files.path))
+    return None if form is None else form.on_cpu_alone
 
 
 def _native(
@@ -199,6 +203,8 @@ class TargetModel:
         target = cls(load_forwards(files, DTYPES[dtype], place, wanted, kernels, kv_dtype), files, kv_offload)
         if kv_offload is not None and target.cache_shape.recurrent is not None:
             raise ModelError(f"--kv-offload: {files.name} has layers with a state in place of a cache; leave it out")
+        if kv_offload is not None and target.cache_shape.stripes:
+            raise ModelError(f"--kv-offload: {files.name} has layers with heads of different sizes; leave it out")
         if never_sampled_ids:
             target.forwards.never_sampled_ids = torch.tensor(never_sampled_ids, device=target.device)
         check_model(target)
@@ -229,8 +235,8 @@ class TargetModel:
 
     @functools.cached_property
     def model(self) -> Any:
-        """Return the model as `transformers` has it."""
-        if not isinstance(self.forwards, NativeForwards) or self.forwards.sizes.indexer is None:
+        """Return `transformers`' own model, for comparisons and trainings."""
+        if _what_kernels_alone_have(self.files) is None:
             return self.transformers.model
         from swiftbatch.worker.model.causal_lm import load_causal_lm
 

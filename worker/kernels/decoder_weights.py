@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swiftbatch.worker.kernels.kernel_sizes import COUNTS, LANES, IndexerSizes, MLASizes, sizes_fault
+from swiftbatch.worker.kernels.kernel_sizes import COUNTS, LANES, IndexerSizes, LayerHeads, MLASizes, sizes_fault
 from swiftbatch.worker.kernels.layer_specs import (
     Activation,
     NormForm,
@@ -37,7 +37,10 @@ class ExpertWeights(MayBeLatent):
 
     `router`, `choice_bias [num_experts]` and `shared_gate [1, hidden]` are float32 in every dtype, so that all builds
     choose the same experts. `gate_limit` clamps gates and ups (which then get 1 added), `gate_slope` multiplies the
-    gate's sigmoid argument. `latent` are the linear layers before and after all experts.
+    gate's sigmoid argument. `latent` are the linear layers before and after all experts. With `front_norm` experts read
+    the layer's state, normed by themselves, and `behind_norm` norms their sum. `router_scale [hidden]` multiplies what
+    the router reads: the state, normed without weights, by the root of its width. `choice_scales [num_experts]`
+    multiply the experts' weights. Both are float32.
     """
 
     routing: Routing
@@ -50,6 +53,10 @@ class ExpertWeights(MayBeLatent):
     gate_limit: float = 0.0
     gate_slope: float = 0.0
     latent: tuple[AnyLinear, AnyLinear] | None = None
+    router_scale: Tensor | None = None
+    choice_scales: Tensor | None = None
+    front_norm: Tensor | None = None
+    behind_norm: Tensor | None = None
 
     @property
     def intermediate(self) -> int:
@@ -68,6 +75,8 @@ def expert_shapes(
         raise ValueError(f"found experts of {width} columns, expected a multiple of {LANES}")
     if experts.latent is not None:
         yield from _latent_shapes(experts.latent, experts.latent_width, hidden)
+    for name in ("front_norm", "behind_norm"):
+        yield f"{name} of experts", getattr(experts, name), (hidden,)
     hidden = experts.latent_width or hidden
     for role, linears in experts.linears().items():
         if len(linears) != (expected := count if has_gates or role != "gate" else 0):
@@ -94,6 +103,8 @@ def float_shapes(experts: ExpertWeights, hidden: int) -> Iterator[tuple[str, Ten
     yield "router", experts.router.weight, (count, hidden)
     yield "bias of router", experts.router.bias, (count,)
     yield "bias of choices", experts.choice_bias, (count,)
+    yield "scales of choices", experts.choice_scales, (count,)
+    yield "scale of router", experts.router_scale, (hidden,)
     yield "gate of what all rows meet", experts.shared_gate, (1, hidden)
 
 
@@ -110,8 +121,9 @@ class DecoderSizes:
     """Sizes of a dense decoder; `scale` multiplies attention scores.
 
     Norms of queries and keys span all heads (`joins_heads`), follow the rotation (`norms_after_rope`), or have weights
-    per head (`qk_norms_differ`). If `is_parallel`, the MLP reads attention's input. Soft caps limit scores and logits;
-    0 means none. With `latent`, all heads share one cache entry of `num_kv_heads` and `head_dim`.
+    per head (`qk_norms_differ`); values' norm has no weights (`norms_values`). If `is_parallel`, the MLP reads
+    attention's input. Soft caps limit scores and logits; 0 means none. With `latent`, all heads share one cache entry
+    of `num_kv_heads` and `head_dim`.
     """
 
     num_layers: int
@@ -137,6 +149,7 @@ class DecoderSizes:
     score_softcap: float = 0.0
     logit_softcap: float = 0.0
     gates_heads: bool = False
+    norms_values: bool = False
     latent: MLASizes | None = None
     attention_in_scale: float = 1.0
     key_scale: float = 1.0
@@ -168,7 +181,9 @@ class LayerWeights:
     """One layer.
 
     Norms are `[hidden]`, or twice as wide if they have biases, and precede or follow attention and the MLP. Norms of
-    queries and keys are `[head_dim]` or as wide as all heads. `curve [4] float32` is XIELU's: the factors of the
+    queries and keys are `[head_dim]` or as wide as all heads. `heads` are the layer's own, if they are not the
+    decoder's. `shared_norm` norms the shared expert's output. `layer_scale [1] float32` multiplies the layer's output.
+    `curve [4] float32` is XIELU's: the factors of the
     quadratic, the exponential and the linear term, and the upper bound, below 0, of the exponential's argument. With
     `experts`, the layer's own MLP is the shared expert. `sinks [num_heads] float32` are attention scores without
     values. A `mixer` replaces attention or runs beside it. A layer may lack any part, or all.
@@ -201,12 +216,15 @@ class LayerWeights:
     output_norm: Tensor | None = None  # norms attention's output, before the residual addition
     mlp_norm: Tensor | None = None
     down_norm: Tensor | None = None  # norms the products' output
+    shared_norm: Tensor | None = None
     query_norm: Tensor | None = None
     key_norm: Tensor | None = None
     is_nope: bool = False
     rotary: Rotary | None = None  # None: the model's
     window: int | None = None
     curve: Tensor | None = None
+    heads: LayerHeads | None = None
+    layer_scale: Tensor | None = None
 
     @property
     def attends(self) -> bool:
@@ -245,6 +263,13 @@ def other_rotary(layers: Iterable[Any]) -> Rotary | None:
     if len(found) > 1:
         raise ValueError(f"found layers with {len(found)} rotations of their own, expected one at most")
     return next(iter(found.values()), None)
+
+
+def stripes_of(sizes: DecoderSizes, layers: Iterable[LayerWeights]) -> tuple[int, ...]:
+    """Return the heads of a cache that each attending layer takes, or () if all take the decoder's."""
+    own = LayerHeads(sizes.num_kv_heads, sizes.head_dim)
+    found = [layer.heads for layer in layers if layer.attends]
+    return tuple((heads or own).num_stripes(sizes.head_dim) for heads in found) if any(found) else ()
 
 
 def decoder_weights(model: Any) -> DecoderWeights | None:
@@ -348,10 +373,11 @@ def linear_of(module: Any) -> Linear:
 def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weight | None, tuple[int, ...]]]:
     """Yield every tensor in the model's dtype, with its name and expected shape. Raises ValueError."""
     _check_form(sizes, layer)
+    heads = layer.heads or LayerHeads(sizes.num_kv_heads, sizes.head_dim)
     width = layer.intermediate
     widths = {
-        **_attention_widths(sizes),
-        "output": (sizes.hidden, sizes.found_width),
+        **_attention_widths(sizes, heads),
+        "output": (sizes.hidden, sizes.num_heads * heads.head_dim if sizes.latent is None else sizes.found_width),
         "gate": (width, sizes.hidden),
         "up": (width, sizes.hidden),
         "down": (sizes.hidden, width),
@@ -360,9 +386,9 @@ def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weig
         if (linear := getattr(layer, name)) is not None:
             yield name, linear.weight, shape
             yield f"bias of {name}", linear.bias, shape[:1]
-    for name in ("input_norm", "output_norm", "mlp_norm", "down_norm"):
+    for name in ("input_norm", "output_norm", "mlp_norm", "down_norm", "shared_norm"):
         yield name, getattr(layer, name), (sizes.norm_width,)
-    for name, width in _qk_norm_widths(sizes).items():
+    for name, width in _qk_norm_widths(sizes, heads).items():
         yield name, getattr(layer, name), (width,)
     if layer.experts is not None:
         yield from expert_shapes(layer.experts, sizes.hidden, sizes.has_gates)
@@ -370,8 +396,8 @@ def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weig
         yield from recurrent_weight_shapes(layer.mixer, sizes.hidden)
 
 
-def _attention_widths(sizes: DecoderSizes) -> dict[str, tuple[int, int]]:
-    query, key, hidden = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim, sizes.hidden
+def _attention_widths(sizes: DecoderSizes, heads: LayerHeads) -> dict[str, tuple[int, int]]:
+    query, key, hidden = sizes.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim, sizes.hidden
     if (latent := sizes.latent) is None:
         return dict.fromkeys(("query", "head_gate"), (query, hidden)) | dict.fromkeys(("key", "value"), (key, hidden))
     return {
@@ -394,19 +420,21 @@ def _index_widths(hidden: int, latent: MLASizes) -> dict[str, tuple[int, int]]:
     }
 
 
-def _qk_norm_widths(sizes: DecoderSizes) -> dict[str, int]:
+def _qk_norm_widths(sizes: DecoderSizes, heads: LayerHeads) -> dict[str, int]:
     if sizes.latent is not None:
         of_indexer = {} if (indexer := sizes.latent.indexer) is None else {"index_norm": 2 * indexer.dim}
         return of_indexer | {"query_norm": sizes.latent.query_rank, "key_norm": sizes.latent.rank}
     if sizes.joins_heads or sizes.qk_norms_differ:
-        return {"query_norm": sizes.num_heads * sizes.head_dim, "key_norm": sizes.num_kv_heads * sizes.head_dim}
-    return dict.fromkeys(("query_norm", "key_norm"), sizes.head_dim)
+        return {"query_norm": sizes.num_heads * heads.head_dim, "key_norm": heads.num_kv_heads * heads.head_dim}
+    return dict.fromkeys(("query_norm", "key_norm"), heads.head_dim)
 
 
 def _check_form(sizes: DecoderSizes, layer: LayerWeights) -> None:
     """Raise ValueError for missing or unexpected parts of a layer."""
     if layer.window is not None and layer.window < 1:
         raise ValueError(f"found a window of {layer.window} positions, expected 1 or more")
+    if layer.heads is not None and (fault := layer.heads.fault(sizes.num_heads, sizes.head_dim)):
+        raise ValueError(fault)
     values = layer.value if sizes.latent is None else layer.value_up
     attending = {each is not None for each in (layer.query, layer.key, values, layer.output)}
     if len(attending) > 1:
@@ -436,7 +464,7 @@ def _check_latent(sizes: DecoderSizes, layer: LayerWeights) -> None:
     has_down = {layer.query_down is not None}
     if has_vectors:
         has_parts |= {layer.key_norm is not None, layer.value is None, layer.attends, not layer.is_nope}
-        has_parts |= {layer.sinks is None, layer.window is None, layer.rotary is None}
+        has_parts |= {layer.sinks is None, layer.window is None, layer.rotary is None, layer.heads is None}
         has_down |= {layer.query_norm is not None}
     if has_parts != {has_vectors} or has_down != {of_queries}:
         raise ValueError("found a layer with another form of latent attention than its decoder's")

@@ -20,6 +20,7 @@ MOST_PARTS = 8  # of a product's depth, so that a product with few columns occup
 KV_SCALE_BYTES = 4  # a scale follows the codes of an 8-bit key or value
 CUDA_SCALE_BYTES = 16  # the scale and its padding, which aligns a GPU's rows to 16 bytes
 HEAD_DIMS = range(64, 257, LANES)
+MOST_HEAD_DIM = 512  # of layers with heads of their own, as in source/api.h
 COUNTS = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "intermediate", "vocab")  # of a decoder
 MOST_LATENT, MOST_LATENT_HEADS = 16384, 1024  # largest size of a latent vector, and most heads that share it
 MOST_CHOSEN = 1 << 20  # keys that an indexer chooses for a row
@@ -32,6 +33,26 @@ class IndexerSizes:
     num_heads: int
     dim: int  # of each head of queries, and of the key that all heads share
     num_chosen: int  # most keys of a row
+
+
+@dataclass(frozen=True)
+class LayerHeads:
+    """Heads of keys and values in a layer; those of other layers may be a fraction as wide."""
+
+    num_kv_heads: int
+    head_dim: int
+
+    def num_stripes(self, head_dim: int) -> int:
+        """Return how many heads of a cache, `head_dim` wide, the layer takes."""
+        return self.num_kv_heads * self.head_dim // head_dim
+
+    def fault(self, num_heads: int, head_dim: int) -> str | None:
+        """Return why the kernels do not support them beside heads of `head_dim`, or None if they do."""
+        if self.head_dim % head_dim or not head_dim <= self.head_dim <= MOST_HEAD_DIM:
+            return f"found heads of {self.head_dim} beside {head_dim}, expected a multiple of it up to {MOST_HEAD_DIM}"
+        if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
+            return f"found {num_heads} heads for {self.num_kv_heads} of keys"
+        return None
 
 
 @dataclass(frozen=True)

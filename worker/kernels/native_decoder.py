@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from swiftbatch.worker.kernels.decoder_weights import (
     float_shapes,
     other_rotary,
     shapes,
+    stripes_of,
 )
 from swiftbatch.worker.kernels.kernel_sizes import COUNTS, HEAD_DIMS
 from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView, recurrent_float_shapes
@@ -49,6 +51,7 @@ ROLES = {  # in the order of `weight_role` in source/api.h; parts of a layer hav
             *("without rotation", "seen window", "other angles", "curve", "sinks", "head_gate"),
             *("without attention", "columns of products", "query_down", "key_up", "value_up"),
             *("index_query", "index_key", "index_weight", "index_norm"),
+            *("own heads", "shared_norm", "layer_scale"),
         )
     )
 }
@@ -60,7 +63,7 @@ class CDecoderSizes(ctypes.Structure):
     SCALES = ("epsilon", "scale", "embedding_scale", "residual_scale", "logit_scale", "score_softcap", "logit_softcap")
     MORE_SCALES = ("attention_in_scale", "key_scale", "attention_out_scale", "gate_scale", "down_scale")
     FORMS = ("norm_form", "activation", "has_gates", "joins_heads", "norms_after_rope", "is_parallel")
-    MORE_FORMS = ("qk_norms_differ", "gates_heads")
+    MORE_FORMS = ("qk_norms_differ", "gates_heads", "norms_values")
     LATENT = ("latent_rank", "query_rank", "nope_dim", "value_dim")
     INDEX = ("index_heads", "index_dim", "num_chosen_keys")
     _fields_ = (
@@ -87,6 +90,8 @@ def check_layers(sizes: DecoderSizes, layers: list[LayerWeights]) -> None:
         raise ValueError("found a first layer without an indexer, expected one whose choice others use")
     check_weights((each for layer in layers for each in shapes(sizes, layer)), sizes.dtype)
     check_weights((each for layer in layers for each in _floats(sizes, layer)), torch.float32)
+    if len(found := {layer.heads for layer in layers} - {None}) > 1:
+        raise ValueError(f"found layers with {len(found)} sizes of heads of their own, expected one at most")
 
 
 class NativeLayers:
@@ -113,6 +118,7 @@ class NativeLayers:
         self.team = team
         self._library = team.library
         self._shape = LayerCacheShape(sizes.num_kv_heads, sizes.head_dim, sizes.dtype)
+        self._stripes = stripes_of(sizes, layers)
         self._angles = AngleTable(rotary, sizes.dtype)
         other = other_rotary(layers)
         self._other_angles = None if other is None else AngleTable(other, sizes.dtype)
@@ -223,6 +229,8 @@ class NativeLayers:
 
     def _check_queries(self, queries: Tensor | None, num_layers: int, num_rows: int) -> None:
         shape = (num_layers, num_rows, self.sizes.num_heads, self.sizes.head_dim)
+        if queries is not None and self._stripes:
+            raise ValueError("found room for queries of layers with heads of several sizes, expected none")
         if queries is not None:
             checked("room for queries", queries, shape, self.sizes.dtype)
             if not queries.is_contiguous():
@@ -231,14 +239,17 @@ class NativeLayers:
     def _place(self, cache: Any, layers: range) -> CachePlace:
         if not layers:
             return NOWHERE
+        shape = replace(self._shape, stripes=self._stripes[layers.start : layers.stop])
         if cache.comes_by_layer:
-            return CachePlace.of([cache.layer(layer) for layer in layers], self._shape)
+            return CachePlace.of([cache.layer(layer) for layer in layers], shape)
         known = self._places.setdefault(cache, {})
         if layers not in known:
-            known[layers] = CachePlace.of([cache.layer(layer) for layer in layers], self._shape)
+            known[layers] = CachePlace.of([cache.layer(layer) for layer in layers], shape)
         return known[layers]
 
     def _load_layer(self, number: int, layer: LayerWeights) -> None:
+        if (heads := layer.heads) is not None:
+            self._load(number, "own heads", torch.tensor([heads.num_kv_heads, heads.head_dim], dtype=torch.int32))
         if layer.experts is not None:
             load_experts(self._library, self.handle, number, layer.experts, layer.intermediate, self._as_integers)
         elif layer.intermediate != self.sizes.intermediate:
@@ -271,6 +282,7 @@ class NativeLayers:
 
 def _floats(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weight | None, tuple[int, ...]]]:
     yield "sinks", layer.sinks, (sizes.num_heads,)
+    yield "layer_scale", layer.layer_scale, (1,)
     if layer.experts is not None:
         yield from float_shapes(layer.experts, sizes.hidden)
     if layer.mixer is not None:

@@ -11,12 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOST = float(np.finfo(np.float32).max)
+SOME_TURN = "proportional"  # type of angles of which the last are 0
 ROPE_NUMBERS = {  # supported types, and their parameters in `rope_parameters`
     "default": ("rope_theta",),
     "linear": ("rope_theta", "factor"),
     "llama3": ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("rope_theta", "factor", "original_max_position_embeddings"),
     "longrope": ("rope_theta", "factor", "original_max_position_embeddings"),
+    SOME_TURN: ("rope_theta", "partial_rotary_factor"),
 }
 OPTIONS = {
     "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
@@ -160,6 +162,9 @@ def rotary_of(parameters: Mapping[str, Any], head_dim: int, is_strict: bool = Fa
         factor, original = others
         make = _yarn if kind == "yarn" else _longrope
         return make(theta, head_dim, factor, original, {name: said.get(name) for name in OPTIONS[kind]})
+    if kind == SOME_TURN:
+        num_turned = int(others[0] * head_dim // 2)
+        return Rotary(default_frequencies(theta, head_dim)[:num_turned]).beside_still(head_dim // 2)
     if kind == "linear":
         return Rotary(default_frequencies(theta, head_dim) / np.float32(others[0]), numerics="linear angles")
     if not others:

@@ -87,6 +87,7 @@ class LayerCacheShape:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    stripes: tuple[int, ...] = ()  # by layer, where each takes its own number of a cache's heads
 
 
 @dataclass(frozen=True)
@@ -106,19 +107,21 @@ class CachePlace:
         (keys, values), last = layers[0], layers[-1]
         is_coded = keys.dtype in KV_CODES
         dtype, width = (keys.dtype, shape.head_dim + KV_SCALE_BYTES) if is_coded else (shape.dtype, shape.head_dim)
-        expected = (shape.num_kv_heads, keys.shape[1], width)
+        stripes = shape.stripes or (shape.num_kv_heads,) * len(layers)
         strides = (keys.stride(0), width, 1)
         itemsize = dtype.itemsize
-        layer_stride = (last[0].data_ptr() - keys.data_ptr()) // itemsize // max(len(layers) - 1, 1)
+        firsts = [0, *itertools.accumulate(shape.stripes or (1,) * len(layers))]  # in strides
+        layer_stride = (last[0].data_ptr() - keys.data_ptr()) // itemsize // max(firsts[-2], 1)
         value_stride = (values.data_ptr() - keys.data_ptr()) // itemsize
-        for number, pair in enumerate(layers):
+        for first, count, pair in zip(firsts, stripes, layers, strict=False):
+            expected = (count, keys.shape[1], width)
             for which, tensor in enumerate(pair):
                 if tensor.shape != expected or tensor.dtype != dtype or tensor.device.type != "cpu":
                     raise ValueError(
                         f"found a cache of {tensor.dtype} {list(tensor.shape)} on {tensor.device}, expected "
                         f"{dtype} {list(expected)} on cpu"
                     )
-                place = keys.data_ptr() + (number * layer_stride + which * value_stride) * itemsize
+                place = keys.data_ptr() + (first * layer_stride + which * value_stride) * itemsize
                 if tensor.stride() != strides or tensor.data_ptr() != place:
                     raise ValueError(f"found a cache with strides {tensor.stride()}, expected slots side by side")
         found = (keys.data_ptr(), layer_stride, value_stride, keys.stride(0), keys.shape[1])

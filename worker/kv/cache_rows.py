@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
-from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
+from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, stripes_of
 from swiftbatch.worker.kernels.kernel_sizes import KV_SCALE_BYTES
 from swiftbatch.worker.kernels.kv_codes import CODES, coded, numbers_of
 from swiftbatch.worker.kernels.layer_specs import RecurrentSizes
@@ -109,6 +110,7 @@ class CacheShape:
     kv_scale_bytes: int = KV_SCALE_BYTES  # a scale follows the codes of each row
     num_parts: int = 2  # a key and a value, or 1 if the value is the beginning of the key
     windows: Windows = ()  # () where no layer forgets
+    stripes: tuple[int, ...] = ()  # by layer, the heads that its keys take; () if each takes `num_kv_heads`
 
     @classmethod
     def of(cls, weights: DecoderWeights, device: torch.device, kv_dtype: KVDtype | None = None) -> CacheShape:
@@ -120,7 +122,21 @@ class CacheShape:
         forgets = any(windows) and states is None and device.type == "cpu"
         num_parts = 2 if sizes.latent is None else 1
         shape = cls(*counts, sizes.dtype, device, states, length, kv_dtype, num_parts=num_parts)
-        return replace(shape, windows=windows if forgets else ())
+        return replace(shape, windows=windows if forgets else (), stripes=stripes_of(sizes, weights.layers))
+
+    @property
+    def rows_size(self) -> tuple[int, int, int]:
+        """Return the first sizes of a buffer. Layers with heads of their own lie side by side, as if they were one."""
+        if self.stripes:
+            return 1, self.num_parts, sum(self.stripes)
+        return self.num_layers, self.num_parts, self.num_kv_heads
+
+    def place(self, layer: int) -> tuple[int, slice]:
+        """Return where a layer lies in a buffer: the index, and its heads."""
+        if not self.stripes:
+            return layer, slice(None)
+        first = sum(self.stripes[:layer])
+        return 0, slice(first, first + self.stripes[layer])
 
     @property
     def row_dtype(self) -> torch.dtype:
@@ -151,14 +167,14 @@ class CacheShape:
 
     def held_positions(self, num_unwritten: int = NUM_UNWRITTEN) -> HeldPositions | None:
         """Return the positions that caches keep if checkpoints lag by `num_unwritten`, or None if they keep all."""
-        return held_positions(self.windows, num_unwritten)
+        return held_positions(self.windows, num_unwritten, self.stripes)
 
     def new_buffer(self, max_length: int) -> torch.Tensor:
-        size = (self.num_layers, self.num_parts, self.num_kv_heads, max_length + MAX_TREE_NODES, self.row_width)
+        size = (*self.rows_size, max_length + MAX_TREE_NODES, self.row_width)
         return torch.empty(size, dtype=self.row_dtype, device=self.device)
 
     def bytes_per_position(self) -> int:
-        return self.num_parts * self.num_layers * self.num_kv_heads * self.row_width * self.row_dtype.itemsize
+        return math.prod(self.rows_size) * self.row_width * self.row_dtype.itemsize
 
 
 def states_of(layers: Sequence[RecurrentSizes]) -> RecurrentShape | None:
@@ -171,7 +187,7 @@ def states_of(layers: Sequence[RecurrentSizes]) -> RecurrentShape | None:
 
 
 class CacheRows:
-    """Keys and values of some layers, `buffer [num_layers, num_parts, num_kv_heads, capacity, row_width]`."""
+    """Keys and values of some layers, `buffer [*rows_size, capacity, row_width]`."""
 
     comes_by_layer = False  # True: memory from `layer` later holds other layers
     holds_all = False  # True: a GPU has all layers, so rows can move between entries
@@ -211,7 +227,8 @@ class CacheRows:
         return self.stored(index, length)
 
     def stored(self, index: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.buffer[index, 0], self.buffer[index, -1]
+        number, heads = self.shape.place(index)
+        return self.buffer[number, 0, heads], self.buffer[number, -1, heads]
 
     def stored_between(self, index: int, positions: slice, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self.stored(index, length)
@@ -279,9 +296,10 @@ class CacheRows:
         yield slice(0, end - start), slice(start, end)
 
     def _put(self, layer: int, first_entry: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        index, heads = self.shape.place(layer)
         for number, own in self._pieces(first_entry, first_entry + key.shape[1]):
             for part, rows in enumerate((key, value)[: self.shape.num_parts]):
-                self.buffer[layer, part, :, own] = self.shape.kept(rows[:, number])
+                self.buffer[index, part, heads, own] = self.shape.kept(rows[:, number])
 
 
 def keep_path(buffer: torch.Tensor, root: int, path: list[int]) -> int:

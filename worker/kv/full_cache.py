@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -193,7 +194,8 @@ class FullKVCache:
         found = [store.rows.kv(start, end) for store in self.stores]
         if len(found) == 1:
             return found[0]
-        kv = np.empty((self.shape.num_layers, self._rows_per_layer, *found[0].shape[1:]), dtype=found[0].dtype)
+        num_layers, num_parts, num_heads = self.shape.rows_size
+        kv = np.empty((num_layers, num_parts * num_heads, *found[0].shape[1:]), dtype=found[0].dtype)
         for store, part in zip(self.stores, found, strict=True):
             kv[list(store.layers)] = part.reshape(len(store.layers), *kv.shape[1:])
         return kv.reshape(len(kv) * kv.shape[1], *kv.shape[2:])
@@ -201,14 +203,14 @@ class FullKVCache:
     def load(self, kv: NDArray[Any]) -> None:
         """Commit positions after `length` from a result of `kv`. Raises ValueError for another shape or dtype."""
         shape, bits, most = self.shape, bits_of(self.rows.buffer), self.rows.capacity - MAX_TREE_NODES
-        num_rows, expected = shape.num_layers * self._rows_per_layer, np.dtype(NUMPY_DTYPES[bits.dtype])
+        num_rows, expected = math.prod(shape.rows_size), np.dtype(NUMPY_DTYPES[bits.dtype])
         end = self.length + kv.shape[1]
         if (kv.shape[0], kv.shape[2], kv.dtype) != (num_rows, shape.row_width, expected) or end > most:
             raise ValueError(
                 f"found keys and values of {kv.dtype} {list(kv.shape)}, expected {expected} [{num_rows}, at most "
                 f"{most - self.length}, {shape.row_width}]"
             )
-        by_layer = kv.reshape(shape.num_layers, self._rows_per_layer, *kv.shape[1:])
+        by_layer = kv.reshape(shape.rows_size[0], num_rows // shape.rows_size[0], *kv.shape[1:])
         step = self.stores[-1].rows.page or max(1, kv.shape[1])
         for start in range(0, kv.shape[1], step):
             part = by_layer[:, :, start : start + step]
@@ -266,7 +268,7 @@ class FullKVCache:
     @property
     def num_held(self) -> int:
         """Return how many positions would take the same memory in a cache that forgets nothing."""
-        num_lost = (int(each.num_layers / self.shape.num_layers * len(each.lost)) for each in self._windows())
+        num_lost = (int(each.share * len(each.lost)) for each in self._windows())
         return self.length - sum(num_lost)
 
     def copy_from(self, source: CacheSource, end: int) -> None:
@@ -350,10 +352,6 @@ class FullKVCache:
             raise
         self.length = end
 
-    @property
-    def _rows_per_layer(self) -> int:
-        return self.shape.num_parts * self.shape.num_kv_heads
-
     def _windows(self) -> Iterator[Window]:
         return (store.window for store in self.stores if store.window is not None)
 
@@ -367,7 +365,8 @@ def new_cache_of(shape: CacheShape, max_length: int, buffer: torch.Tensor | None
     states = None if shape.recurrent is None else RecurrentStates(shape, shape.recurrent)
     if states is None and any(shape.windows) and buffer is None:
         rows = WindowedRows(shape, shape.new_buffer(max_length))
-        sizes = [size for size in shape.windows if size is not None]
-        window = Window(max(sizes), len(sizes), rows)
+        widest, held = max(size or 0 for size in shape.windows), shape.held_positions()
+        assert held is not None
+        window = Window(widest, 1 - held.share, rows)
         return FullKVCache(shape, max_length, stores=(LayerStore(rows, range(shape.num_layers), window),))
     return FullKVCache(shape, max_length, buffer, states=states)

@@ -59,8 +59,9 @@ def bytes_per_position(config: dict[str, Any], dtype: str, kv_dtype: KVDtype | N
     num_layers = len(attending_layers(config))
     if not (num_layers and num_kv_heads and head_dim):
         return None
+    num_heads = sum(dense.stripes) if dense is not None and dense.stripes else num_layers * num_kv_heads
     row_bytes = head_dim * ITEM_SIZES[dtype] if kv_dtype is None else head_dim + KV_SCALE_BYTES
-    return int(2 * num_layers * num_kv_heads * row_bytes)
+    return int(2 * num_heads * row_bytes)
 
 
 def state_bytes(config: Mapping[str, Any], dtype: str) -> int:
@@ -87,18 +88,25 @@ class HeldPositions:
         return num_positions - behind + math.ceil(self.share * behind)
 
 
-def held_positions(windows: Windows, num_unwritten: int = NUM_UNWRITTEN) -> HeldPositions | None:
-    """Return the positions that caches of these layers keep, or None if no layer has a window."""
+def held_positions(
+    windows: Windows, num_unwritten: int = NUM_UNWRITTEN, stripes: tuple[int, ...] = ()
+) -> HeldPositions | None:
+    """Return the positions that caches of these layers keep, or None if no layer has a window.
+
+    `stripes` are the layers' bytes in relation to each other; () if all take the same.
+    """
     sizes = [size for size in windows if size is not None]
     if not sizes:
         return None
-    return HeldPositions(max(sizes) + NUM_ASKED + FORGETS_EVERY + num_unwritten, 1 - len(sizes) / len(windows))
+    bytes_of = stripes or (1,) * len(windows)
+    num_whole = sum(each for each, size in zip(bytes_of, windows, strict=True) if size is None)
+    return HeldPositions(max(sizes) + NUM_ASKED + FORGETS_EVERY + num_unwritten, num_whole / sum(bytes_of))
 
 
 def held_of(config: dict[str, Any]) -> HeldPositions | None:
     """Return `held_positions` of a text model on a CPU, from its config."""
     dense = None if recurrent_shape(config) is not None else kernel_config(config)
-    return None if dense is None else held_positions(dense.windows)
+    return None if dense is None else held_positions(dense.windows, stripes=dense.stripes)
 
 
 # Pages that growing caches take, without torch, because the driver plans with them.

@@ -15,9 +15,12 @@ from swiftbatch.worker.kv.kv_capacity import FORGETS_EVERY, NUM_ASKED
 class Window:
     """The run of positions that layers with a window have forgotten, and the positions that these layers must keep."""
 
-    def __init__(self, size: int, num_layers: int, rows: CacheRows) -> None:
-        """Forget whole pages of `rows`, or many positions at a time if these have no pages."""
-        self.num_layers, self._rows = num_layers, rows
+    def __init__(self, size: int, share: float, rows: CacheRows) -> None:
+        """Forget whole pages of `rows`, or many positions at a time if these have no pages.
+
+        `share` is that of these layers in the bytes of a position.
+        """
+        self.share, self._rows = share, rows
         self.lost = range(0)
         self._size, self._step, self._least = size, rows.page or BLOCK, rows.page or FORGETS_EVERY
         self._copies_end = 0  # positions before it are kept for copies
@@ -88,15 +91,16 @@ class WindowedRows(CacheRows):
 
     def __init__(self, shape: CacheShape, buffer: torch.Tensor) -> None:
         super().__init__(shape, buffer)
-        self._whole_layers = [FilledPages(buffer[each]) for each, size in enumerate(shape.windows) if not size]
-        windowed = [buffer[each].flatten(0, 1) for each, size in enumerate(shape.windows) if size]
-        self._stripes = [rows for layer in windowed for rows in layer]  # [capacity, row_width] rows of one head
-        for layer in windowed:  # the system limits such advice to some ten thousand ranges
-            ask_for_small_pages(layer)
+        layers = [(size, part) for each, size in enumerate(shape.windows) for part in self.stored(each, 0)]
+        self._whole_parts = [FilledPages(part) for size, part in layers if not size]
+        windowed = [part for size, part in layers if size]
+        self._stripes = [rows for part in windowed for rows in part]  # [capacity, row_width] rows of one head
+        for part in windowed:  # the system limits such advice to some ten thousand ranges
+            ask_for_small_pages(part)
 
     def fill(self, length: int) -> None:
-        for layer in self._whole_layers:
-            layer.fill(length)
+        for part in self._whole_parts:
+            part.fill(length)
 
     def give_back(self, start: int, end: int, first: int) -> None:
         start = max(first, start - FORGETS_EVERY)  # a page that was partly in use last time may be free now

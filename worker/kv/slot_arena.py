@@ -388,7 +388,7 @@ class KVArena(SlotBuffer):
             widest = max(size or 0 for size in self.shape.windows)
             # kernels read the window of a block's first row
             pages = PagedRows(slots, lease, max_length + MAX_TREE_NODES)
-            window = Window(widest + BLOCK, len(slots.layers), pages)
+            window = Window(widest + BLOCK, len(slots.layers) / self.shape.num_layers, pages)
             stores.append(LayerStore(pages, slots.layers, window))
         states = None if self._states is None else self._states.of(rows)
         return FullKVCache(self.shape, max_length, stores=stores, states=states)

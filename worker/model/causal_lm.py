@@ -139,4 +139,6 @@ class _GivenStates(torch.nn.Module):
         vars(self).update({name: each for name, each in vars(decoder).items() if type(each) in (int, float)})
 
     def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+        found = MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+        vars(found)["shared_kv_states"] = None  # the head of Gemma 4 passes it on
+        return found

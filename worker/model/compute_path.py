@@ -12,7 +12,7 @@ from typing import Literal
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.kernels.kernel_sizes import HEAD_DIMS
-from swiftbatch.worker.model.architectures.catalogue import CHOOSES, architecture_of, layer_types, needs_indexers
+from swiftbatch.worker.model.architectures.catalogue import architecture_of, layer_types
 from swiftbatch.worker.model.architectures.recurrent_layers import RECURRENT, STATELESS
 from swiftbatch.worker.model.config_values import POSITIVE, Config
 from swiftbatch.worker.model.decoder_config import OtherDecoderError, read_decoder_config, refuse_other_tensors
@@ -34,26 +34,21 @@ class ComputePath:
 
 def path_on(device: Literal["cpu", "cuda"], config: Config, stored: set[str] | None = None) -> ComputePath:
     """Return the path of a text model; `stored` are its tensors' names, where known."""
-    if device == "cuda" and needs_indexers(config):
-        return ComputePath("none", f"its {CHOOSES} runs on CPUs alone")
+    form = architecture_of(config)
+    if device == "cuda" and form is not None and form.on_cpu_alone is not None:
+        return ComputePath("none", f"its layers have {form.on_cpu_alone}, which our kernels for CPUs know alone")
     try:
         dense = read_decoder_config(config)
         if stored is not None:
             refuse_other_tensors(dense, stored)
         return ComputePath("kernels")
     except OtherDecoderError as error:
-        if needs_indexers(config):
+        if form is not None and form.on_cpu_alone is not None:
             return ComputePath("none", str(error))
         if device == "cpu" and _are_taken_over(config):
             return ComputePath("kernels")
         can_attend = device == "cpu" and _attends_in_kernels(config)
         return ComputePath("kernels attend" if can_attend else "transformers", str(error))
-
-
-def refuse_on_gpu(model: str, config: Config) -> None:
-    """Raise ModelError for a text model that nothing here computes on a GPU."""
-    if (path := path_on("cuda", config)).name == "none":
-        raise ModelError(f"model {model}: {path.reason}; use --device cpu")
 
 
 def _are_taken_over(config: Config) -> bool:
@@ -89,6 +84,24 @@ def _head_dim(config: Config) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
+def refuse_on_gpu(model: str, config: Config) -> None:
+    """Raise ModelError for a model that runs on CPUs alone."""
+    if (path := path_on("cuda", config)).name == "none":
+        raise ModelError(f"model {model}: it does not run on a GPU: {path.reason}; use --device cpu")
+
+
+def without_kernels(config: Config) -> str | None:
+    """Return why a model that only our kernels run does not run, or None if it does."""
+    form = architecture_of(config)
+    if form is None or form.on_cpu_alone is None:
+        return None
+    try:
+        read_decoder_config(config)
+    except OtherDecoderError as error:
+        return f"its kind {config['model_type']!r:.80} runs in our kernels alone, and these do not run it: {error}"
+    return None
+
+
 def shifting_rotary(config: Config) -> str | None:
     """Return why rotary positions that change with the length of a text do not run, or None if they do."""
     if not (types := shifting_types(config)):
@@ -100,17 +113,6 @@ def shifting_rotary(config: Config) -> str | None:
         read_decoder_config(config)
     except OtherDecoderError as error:
         return f"{shifts}, which only our kernels leave to each job, and these do not run it: {error}"
-    return None
-
-
-def unread_indexers(config: Config) -> str | None:
-    """Return why a model with indexers does not run, or None if it does or has none."""
-    if not needs_indexers(config):
-        return None
-    try:
-        read_decoder_config(config)
-    except OtherDecoderError as error:
-        return f"only our kernels have its {CHOOSES}, and these do not run it: {error}"
     return None
 
 

@@ -210,7 +210,8 @@ def _state_heads(config: Config) -> Iterator[str]:
 def keys_fault(config: Config, stored: Mapping[str, StoredTensor]) -> str | None:
     """Return a fault if the first layer's keys are not as wide as the config says."""
     found, head_dim = stored.get(KEYS), config.get("head_dim")
-    if found is None or not head_dim or "qk_nope_head_dim" in config:
+    form = architecture_of(config)
+    if found is None or not head_dim or "qk_nope_head_dim" in config or (form and form.own_heads):
         return None
     num_heads = config.get("num_key_value_heads") or config.get("num_attention_heads") or 0
     expected = [num_heads * head_dim, config.get("hidden_size")]

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from swiftbatch.worker.kernels.kernel_sizes import sizes_fault
+from swiftbatch.worker.kernels.kernel_sizes import LayerHeads, sizes_fault
 from swiftbatch.worker.kernels.layer_specs import Activation
-from swiftbatch.worker.kernels.rope_scaling import QueryGrowth, Rotary, rotary_of
+from swiftbatch.worker.kernels.rope_scaling import SOME_TURN, QueryGrowth, Rotary, rotary_of
 from swiftbatch.worker.model.architectures.attention_layers import (
     INDEXED,
     IS_WINDOWED,
@@ -22,6 +22,7 @@ from swiftbatch.worker.model.architectures.attention_layers import (
     no_windows,
     read_mla,
     that_hide,
+    without_windows,
 )
 from swiftbatch.worker.model.architectures.catalogue import (
     architecture_of,
@@ -102,6 +103,9 @@ class DecoderConfig:
     experts: MoEConfig | None
     mixer: RecurrentConfig | None
     latent: MLAConfig | None
+    own_heads: LayerHeads | None  # of `own_layers`; None if all have the same
+    own_layers: frozenset[int]  # layers without a window, where these differ from others
+    keys_are_values: bool  # in `own_layers`
     linear_names: Mapping[str, str]  # role -> name, in a layer without experts
     has_head_bias: bool
 
@@ -122,10 +126,23 @@ class DecoderConfig:
         still = list(range(turned, self.head_dim))
         return [*firsts, *still[: rest // 2], *seconds, *still[rest // 2 :]]
 
+    @property
+    def stripes(self) -> tuple[int, ...]:
+        """Return the heads of a cache that each layer takes, or () if all take `num_kv_heads`."""
+        if self.own_heads is None:
+            return ()
+        own = self.own_heads.num_stripes(self.head_dim)
+        return tuple(own if number in self.own_layers else self.num_kv_heads for number in range(self.num_layers))
+
+    def heads(self, number: int) -> LayerHeads | None:
+        """Return the heads of a layer that are not the model's."""
+        return self.own_heads if number in self.own_layers else None
+
     def widths(self, number: int) -> dict[str, int]:
         """Return the number of rows of each role in linear layers that some architectures store as one."""
-        keys, width = self.num_kv_heads * self.head_dim, self.mlp_widths[number]
-        return {"query": self.num_heads * self.head_dim, "key": keys, "value": keys, "gate": width, "up": width}
+        heads = self.heads(number) or LayerHeads(self.num_kv_heads, self.head_dim)
+        keys, width = heads.num_kv_heads * heads.head_dim, self.mlp_widths[number]
+        return {"query": self.num_heads * heads.head_dim, "key": keys, "value": keys, "gate": width, "up": width}
 
     def norms(self, number: int) -> dict[str, str]:
         """Return the names of a layer's norms by role."""
@@ -138,6 +155,8 @@ class DecoderConfig:
         """Return a layer's linear layers by role, including those of the shared expert."""
         has = {True: number in self.attending, False: self.mlp_widths[number] > 0}
         names = {role: name for role, name in self.linear_names.items() if has[role in ATTENTION]}
+        if self.keys_are_values and number in self.own_layers:
+            del names["value"]
         if self.experts is None or number not in self.experts.layers:
             return names
         shared = (self.experts.names.shared or {}) if self.mlp_widths[number] else {}
@@ -152,9 +171,10 @@ class DecoderConfig:
 
     def _layer_names(self, number: int, stored: set[str]) -> Iterator[str]:
         form, prefix, linears = self.form, f"model.layers.{number}.", self.linears(number)
-        parts = [tensor for part in self.norms(number).values() for tensor in form.norm_tensors(part)]
-        parts += form.curve
-        parts += [f"{part}.weight" for part in linears.values()]
+        parts = [tensor for part in self.norms(number).values() for tensor in form.norm_tensors(part)] + list(
+            form.curve
+        )
+        parts += [f"{part}.weight" for part in linears.values()] + ([form.layer_scale] if form.layer_scale else [])
         parts += [f"{linears[role]}.bias" for role in self.biased if role in linears]
         if number in self.attending:
             parts += [f"{part}.weight" for part in self.qk_norms.values()] + ([form.sinks] if form.sinks else [])
@@ -250,7 +270,9 @@ def _read(config: Config, form: ArchitectureSpec) -> DecoderConfig:
     latent = None if form.latent is None else read_mla(config, form.latent)
     sizes = _sizes(config, form, latent)
     head_dim = sizes["head_dim"] if latent is None else latent.sizes.rope_dim
-    num_rotary_dims = _num_rotary_dims_of(config, form, head_dim)
+    own_heads, keys_are_values = _own_heads(config, form, sizes)
+    full_dim = own_heads.head_dim if own_heads else head_dim  # in layers without a window
+    num_rotary_dims = _num_rotary_dims_of(config, form, full_dim)
     if not isinstance(config[form.epsilon_key], float):
         raise ValueError(f"its {form.epsilon_key} is {config[form.epsilon_key]!r:.80}")
     windows = (form.windows or no_windows)(config)
@@ -261,12 +283,12 @@ def _read(config: Config, form: ArchitectureSpec) -> DecoderConfig:
     return DecoderConfig(
         **sizes,
         epsilon=config[form.epsilon_key],
-        rotary=_own_rotary(config, form, head_dim, num_rotary_dims),
+        rotary=_own_rotary(config, form, full_dim, num_rotary_dims),
         is_tied=bool(config.get("tie_word_embeddings", False)),
         form=form,
         biased=form.biased(config),
         activation=form.activation(config),
-        num_rotary_dims=num_rotary_dims,
+        num_rotary_dims=min(num_rotary_dims, head_dim),
         attending=attending,
         mlp_widths=tuple(_mlp_widths(config, form, attending, mixer, experts)),
         nope_layers=form.nope(config, windows) if form.nope else frozenset(),
@@ -279,17 +301,31 @@ def _read(config: Config, form: ArchitectureSpec) -> DecoderConfig:
         experts=experts,
         mixer=mixer,
         latent=latent,
+        own_heads=own_heads,
+        own_layers=without_windows(config, windows) if form.own_heads else frozenset(),
+        keys_are_values=keys_are_values,
         linear_names=linears,
         has_head_bias=form.head_bias is not None and bool(config.get(form.head_bias, False)),
     )
 
 
 def _scales(config: Config, form: ArchitectureSpec, latent: MLAConfig | None) -> dict[str, float]:
-    found = {} if latent is None else {"scores": latent.scale}
+    found = dict(form.fixed_scales) if latent is None else {"scores": latent.scale}
     found |= {what: number_of(config, key) for what, key in form.scales.items()}
     for key, names in form.scale_lists.items():
         found |= dict(zip(names, map(float, POSITIVE.list_of(len(names)).of(config, key)), strict=True))
     return found
+
+
+def _own_heads(config: Config, form: ArchitectureSpec, sizes: dict[str, int]) -> tuple[LayerHeads | None, bool]:
+    """Return the heads of layers without a window, None if they are the model's, and whether their keys are values."""
+    if form.own_heads is None:
+        return None, False
+    heads, keys_are_values = form.own_heads.read(config)
+    if fault := heads.fault(sizes["num_heads"], sizes["head_dim"]):
+        raise ValueError(fault)
+    is_same = heads == LayerHeads(sizes["num_kv_heads"], sizes["head_dim"])
+    return None if is_same else heads, keys_are_values
 
 
 def _mixer(config: Config, form: ArchitectureSpec) -> RecurrentConfig | None:
@@ -351,7 +387,10 @@ def _num_rotary_dims_of(config: Config, form: ArchitectureSpec, head_dim: int) -
     default = 1.0 if form.partial_rotary_factor is None else form.partial_rotary_factor
     if "rotary_dim" in config:
         default = number_of(config, "rotary_dim") / head_dim
-    said: Any = _angles(config, form).get("partial_rotary_factor", config.get("partial_rotary_factor", default))
+    angles = _angles(config, form)
+    if angles.get("rope_type") == SOME_TURN:
+        return head_dim  # pairs are those of a whole head, some with the angle 0
+    said: Any = angles.get("partial_rotary_factor", config.get("partial_rotary_factor", default))
     turned = int(head_dim * float(said))
     if not 0 < turned <= head_dim or turned % 2 or (form.partial_rotary_factor is None and turned < head_dim):
         raise ValueError(f"its partial_rotary_factor is {said!r:.80}")
@@ -416,8 +455,10 @@ def _thetas_of(config: Config, key: str) -> list[float]:
 
 def _own_rotary(config: Config, form: ArchitectureSpec, head_dim: int, num_rotary_dims: int) -> Rotary:
     """Return the model's rotation. Raises KeyError, TypeError or ValueError for unsupported parameters."""
-    beside = {"partial_rotary_factor", form.growth_key, "max_position_embeddings" if form.growth_key else None}
+    beside = {form.growth_key, "max_position_embeddings" if form.growth_key else None}
     said = {name: value for name, value in _angles(config, form).items() if name not in beside}
+    if said.get("rope_type") != SOME_TURN:
+        said.pop("partial_rotary_factor", None)
     if form.thetas_key is not None and (bases := _thetas_of(config, form.thetas_key)):
         said["rope_theta"] = bases[0]
     kinds = (said.get("rope_type"), said.get("type"))

@@ -23,7 +23,7 @@ from swiftbatch.worker.kernels.quantized_weights import (
     plain,
 )
 from swiftbatch.worker.model.architectures.attention_layers import INDEX_LINEARS, INDEX_NORM, UP, MLAConfig
-from swiftbatch.worker.model.architectures.moe_layers import ROLES, FusedNames, MoEConfig
+from swiftbatch.worker.model.architectures.moe_layers import ROLES, SHARED_NORM, FusedNames, MoEConfig
 from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentConfig
 from swiftbatch.worker.model.architectures.spec import ATTENTION
 from swiftbatch.worker.model.decoder_config import (
@@ -57,6 +57,8 @@ def expert_weights(tensors: Tensors, prefix: str, config: MoEConfig, dtype: torc
         gate_limit=config.gate_limit,
         gate_slope=config.gate_slope,
         latent=_latent(tensors, prefix, config),
+        **{role: _floats(tensors, prefix, name) for role, name in names.scales.items()},
+        **{role: plain(tensors[f"{prefix}{norm}.weight"]) for role, norm in names.norms.items() if role != SHARED_NORM},
     )
     if (widths := (found.intermediate, found.latent_width)) != (expected := (config.width, config.latent_width)):
         raise ValueError(f"found experts of widths {widths}, expected {expected}")
@@ -288,6 +290,7 @@ def _sizes(dense: DecoderConfig, dtype: torch.dtype) -> DecoderSizes:
         is_parallel=dense.form.is_parallel,
         qk_norms_differ=dense.form.qk_norms_differ,
         gates_heads=dense.form.gates_heads,
+        norms_values=dense.form.norms_values,
         score_softcap=dense.caps.get("scores", 0.0),
         logit_softcap=dense.caps.get("logits", 0.0),
         latent=None if dense.latent is None else dense.latent.sizes,
@@ -328,6 +331,8 @@ def _layer(tensors: Mapping[str, Weight], number: int, dense: DecoderConfig, dty
     parts, widths = _parts(dense.linears(number)), dense.widths(number)
     linears: dict[str, Any] = {}
     linears |= {role: each for part in parts.items() for role, each in _linears(tensors, prefix, part, widths)}
+    if dense.keys_are_values and number in dense.own_layers:
+        linears["value"] = linears["key"]
     norms: dict[str, Any] = {role: _norm(tensors, prefix + part, dense) for role, part in dense.norms(number).items()}
     if number in dense.attending:
         norms |= {role: _qk_norm(tensors, prefix + part, dense) for role, part in dense.qk_norms.items()}
@@ -337,12 +342,17 @@ def _layer(tensors: Mapping[str, Weight], number: int, dense: DecoderConfig, dty
     if dense.latent is not None and number in dense.latent.indexed_layers:
         linears |= indexer_weights(tensors, prefix, dense.latent)
     view: dict[str, Any] = {"is_nope": number in dense.nope_layers, "window": dense.windows[number]}
+    view["heads"] = dense.heads(number)
     view["rotary"] = dense.other_rotary if number in dense.other_layers else None
     view["curve"] = _curve([plain(tensors[prefix + part]) for part in dense.form.curve])
+    if dense.form.layer_scale is not None:
+        view["layer_scale"] = plain(tensors[prefix + dense.form.layer_scale]).float()
     if dense.form.sinks is not None:
         view["sinks"] = plain(tensors[prefix + dense.form.sinks]).float()
     if dense.experts is not None and number in dense.experts.layers:
         view["experts"] = expert_weights(tensors, prefix, dense.experts, dtype)
+        if (shared_norm := dense.experts.names.norms.get(SHARED_NORM)) is not None:
+            norms[SHARED_NORM] = _norm(tensors, prefix + shared_norm, dense)
     if dense.mixer is not None and number in dense.mixer.layers:
         view["mixer"] = recurrent_weights(tensors, prefix, dense.mixer, dtype)
     absent: dict[str, Any] = dict.fromkeys((*ATTENTION, *ROLES))

@@ -20,7 +20,7 @@ from swiftbatch.jobs.json_records import reasons
 from swiftbatch.jobs.run.run_records import at_commit
 from swiftbatch.worker.model.architectures.catalogue import ARCHITECTURES, NESTED, what_it_lacks
 from swiftbatch.worker.model.bucket import Bucket, is_in_bucket
-from swiftbatch.worker.model.compute_path import shifting_rotary, unread_indexers
+from swiftbatch.worker.model.compute_path import shifting_rotary, without_kernels
 from swiftbatch.worker.model.config_faults import config_fault, keys_fault, unsaid_fault
 from swiftbatch.worker.model.digests import TEXT_FILES, Digests, digests_of, hub_digest, weight_files
 from swiftbatch.worker.model.file_checks import (
@@ -267,12 +267,12 @@ def what_refuses(config: dict[str, Any], path: Path) -> str | None:
     view, whole = text_view(config), config.get("model_type")
     fault = config_fault(view)
     has_sense = fault is None or view["model_type"] not in ARCHITECTURES  # else what else it says may have none
-    lack = what_it_lacks(view) or shifting_rotary(view) if has_sense else None
+    lack = what_it_lacks(view) or shifting_rotary(view) or without_kernels(view) if has_sense else None
     if lack is None and nested_config(config) and str(whole) not in NESTED:
         lack = f"its kind {whole!r:.80} was not compared with transformers' own forward"
     fault = fault or _format_fault(view, path)
     if lack is None:
-        return fault or unsaid_fault(view) or unread_indexers(view)
+        return fault or unsaid_fault(view)
     return f"{lack}{f'; {fault}' if fault else ''}; kinds that run here: {', '.join(ARCHITECTURES)}"
 
 

@@ -148,6 +148,15 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         },
     },
     "dots1": {"n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+    "gemma4_text": {
+        "layer_types": WINDOWS,
+        "top_k_experts": 2,
+        "attention_chunk_size": None,
+        "enable_moe_block": True,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 30.0,
+    },
     "granite": {"attention_multiplier": 0.125},  # at 1 a score's last bit decides what a row sees
     "granite_swa": OWN_THETAS,
     "granitemoe_swa": {**OWN_THETAS, "shared_intermediate_size": 48},
@@ -198,6 +207,7 @@ def tiny_config(kind: str, window: int = 100, has_wide_heads: bool = False) -> P
     sizes = {**SIZES, "sliding_window": window, "attention_chunk_size": window, **OWN_SIZES.get(kind, {})}
     if has_wide_heads:
         sizes |= {"qk_nope_head_dim": 48} if "qk_nope_head_dim" in sizes else {"head_dim": 64, "hidden_size": 256}
+    sizes |= {"global_head_dim": sizes["head_dim"]} if kind == "gemma4_text" else {}  # transformers' layers take one
     return AutoConfig.for_model(kind, **sizes)
 
 
@@ -275,7 +285,7 @@ def asks_for(target: TargetModel) -> str:
 def where_it_runs(kind: str) -> tuple[str, str]:
     """Name what computes a published kind, on a CPU and on a GPU."""
     if ARCHITECTURES[kind].kernels_lack is None:
-        return "kernels", "none" if kind in WITH_INDEXERS else "kernels"
+        return "kernels", "nothing" if ARCHITECTURES[kind].on_cpu_alone else "kernels"
     config = text_view(tiny_config(kind, has_wide_heads=True).to_dict())
     return path_on("cpu", config).name, path_on("cuda", config).name
 
@@ -362,6 +372,12 @@ earlier position is chosen. Layers that GLM 5.2 calls `shared` take the choice o
 - **Caches** hold the indexer's key behind the latent vector, in every layer: 110 KB per position of GLM 5.
 - **Text longer than `index_topk`** costs an index score per position and the attention of `index_topk` positions.
 
+## Heads of two widths
+
+Gemma 4 (31B and 26B-A4B) runs in our kernels on CPUs, and on no GPU yet; its smaller models, with inputs for each
+layer, do not run. Caches and checkpoints hold what each layer has, 901 KB per position of 31B, and behind the newest
+positions only the 82 KB of layers without a window. Engines with trained parts and `--kv-offload` are refused.
+
 ## Layers with states
 
 Gated delta nets (Qwen3-Next, Qwen3.5), delta attention (Kimi Linear), Mamba-2 (Bamba, Falcon-H1, Granite 4 h,
@@ -399,7 +415,7 @@ With `--text FILE` it says what that costs, in nats per token.
 ## The kinds
 
 - "On a CPU", "on a GPU": `kernels` are our own for all of a forward; with `kernels attend` the layers of transformers
-  multiply; `transformers` are its layers alone, which are slow on a GPU; `none` is a kind that does not run there.
+  multiply; `transformers` are its layers alone, which are slow on a GPU; `nothing` refuses the model.
 - "Needs": what the kind needs beside plain attention to all positions.
 - "Greatest difference" between our logits and those of transformers' own forward. Logits spread over about 10. All 300
   rows had the same best token.

@@ -6,6 +6,8 @@
 #define EXPORT __attribute__((visibility("default")))
 #define TAIL 64  // most keys of a row's own, after the shared prefix
 
+enum { MOST_HEAD_DIM = 512 };
+
 typedef enum { BF16 = 0, F32 = 1 } element;
 typedef enum { KV_PLAIN, KV_INT8, KV_E4M3 } kv_code;  // form of a cache's rows: elements, or codes of 8 bits (kv_codes.h)
 
@@ -194,6 +196,7 @@ typedef struct {
     int32_t is_parallel;   // a layer's products read the same input as its attention
     int32_t head_norms_differ;  // each head of a layer has its own norm weights
     int32_t gates_heads;  // attention's output is multiplied by the sigmoids of gates
+    int32_t norms_values;  // values are normed, without weights
     // Latent attention: see latent.h. `latent_rank` is 0 without it; else a cache's head holds `head_dim` numbers: the
     // latent vector, then the rotated part of the key.
     int32_t latent_rank, query_rank;  // size of latent vectors; of the queries' (0: none)
@@ -244,13 +247,19 @@ typedef enum {
     COLUMNS,       // an int32: columns of the layer's own gates and ups; 0: it has no products after attention
     QUERY_DOWN, KEY_UP, VALUE_UP,  // of latent attention: see latent.h
     INDEX_QUERY, INDEX_KEY, INDEX_WEIGHT,  // of an indexer: see indexer.h
-    INDEX_NORM  // weights, then biases
+    INDEX_NORM,  // weights, then biases
+    HEADS,  // two int32, before all others: the layer's own heads of keys, and their size, a multiple of `head_dim`. A
+            // cache then has as many neighbouring heads of `head_dim` for each, and a `layer_stride` is one of them.
+    SHARED_NORM,  // of the products' output, before that of experts is added
+    LAYER_SCALE   // a float: of the layer's output
 } weight_role;
 
 typedef enum {
     ROUTER, CHOICE_BIAS, SHARED_GATE,    // floats, whatever the element
     EXPERT_GATE, EXPERT_UP, EXPERT_DOWN,  // of one expert
-    LATENT_IN, LATENT_OUT                 // from a row to what experts read, and from their sum back to a row
+    LATENT_IN, LATENT_OUT,                // from a row to what experts read, and from their sum back to a row
+    ROUTER_SCALE, CHOICE_SCALES,  // floats: of the router's input, then normed without weights; of experts' weights
+    FRONT_NORM, BEHIND_NORM       // of experts' input, which is then the layer's state; of their sum
 } expert_role;
 
 typedef struct decoder decoder;

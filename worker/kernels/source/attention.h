@@ -14,8 +14,9 @@
 typedef struct attention attention;
 
 // State shared by all layers of a call, in the frame, with copies of the groups. With a `latent_rank` all heads share
-// one row per position, and values are the first numbers of keys. Scores are of the first `key_dim` numbers of a row.
-attention *attention_new(frame *frame, const attention_sizes *sizes, int latent_rank, int key_dim,
+// one row per position, and values are the first numbers of keys. Scores are of the first `key_dim` numbers of a row. A
+// head takes `num_stripes` neighbouring heads of a cache, each with a part of its dimensions.
+attention *attention_new(frame *frame, const attention_sizes *sizes, int latent_rank, int key_dim, int num_stripes,
                          const row_group *groups, int num_groups);
 
 // Keys that a row sees, by slot and in order of positions.
@@ -32,7 +33,7 @@ typedef struct {
 // though the chosen keys of the prefix were the whole prefix. Both have the same queries.
 attention *attention_over(frame *frame, attention *all, const chosen_keys *const *chosen);
 
-// Returns where a row's key (or value) of one head is stored.
+// Returns where a row's key (or value) of one head is stored: its first stripe.
 void *attention_slot(const attention *attention, int layer, int group, int row, int head, bool is_value);
 // Stores one [head_dim] there, as codes if the cache has codes.
 void attention_keep(const attention *attention, int layer, int group, int row, int head, bool is_value, const float *from);

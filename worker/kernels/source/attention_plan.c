@@ -43,7 +43,7 @@ static void add_pair(attention *attention, int group, int head, long *num_query_
     *num_query_elements += (long)num_queries * attention->depth;
 }
 
-attention *attention_new(frame *frame, const attention_sizes *sizes, int latent_rank, int key_dim,
+attention *attention_new(frame *frame, const attention_sizes *sizes, int latent_rank, int key_dim, int num_stripes,
                          const row_group *groups, int num_groups) {
     attention *fresh = frame_take(frame, sizeof(attention));
     int is_bf16 = sizes->element == BF16, num_pairs = num_groups * sizes->num_kv_heads;
@@ -55,6 +55,7 @@ attention *attention_new(frame *frame, const attention_sizes *sizes, int latent_
                          .key_dim = key_dim,
                          .heads_per_kv = sizes->num_heads / sizes->num_kv_heads,
                          .value_dim = latent_rank ? latent_rank : sizes->head_dim,
+                         .num_stripes = num_stripes,
                          .scale = sizes->scale * LOG2_E};
     row_group *copies = frame_take(frame, sizeof(row_group) * (size_t)num_groups);
     tail_columns *tails = frame_take(frame, sizeof(tail_columns) * (size_t)num_groups);
@@ -89,7 +90,10 @@ void *attention_slot(const attention *attention, int layer, int group, int row, 
 }
 
 void attention_keep(const attention *attention, int layer, int group, int row, int head, bool is_value, const float *from) {
-    kv_store(form_of(attention, group), from, attention_slot(attention, layer, group, row, head, is_value));
+    kv_form form = form_of(attention, group);
+    char *to = attention_slot(attention, layer, group, row, head, is_value);
+    for (int stripe = 0; stripe < attention->num_stripes; stripe++)
+        kv_store(form, from + stripe * form.head_dim, to + stripe * stripe_bytes(attention, group));
 }
 
 void attention_query(attention *attention, int group, int row, int head, const float *query) {

@@ -96,26 +96,34 @@ static void widen(kv_form form, const char **rows, int count, char *widened) {
     for (int i = 0; i < count; i++) rows[i] = widened + (long)i * form.head_dim * element_bytes_of(form.element);
 }
 
-// Packs `count` keys, a multiple of sixteen, as the right side of a product; `next` is read after it.
-static operand pack_keys(const attention *attention, const char *const *keys, int count, const char *next, long row_bytes,
-                         char *packed) {
-    int words = attention->key_dim * attention->element_bytes / 4;
+// Packs a stripe of `count` keys, a multiple of sixteen, into the right side of a product; `next` is read after it.
+static operand pack_keys(const attention *attention, const char *const *keys, int stripe, int count, const char *next,
+                         long row_bytes, char *packed) {
+    int words = attention->key_dim / attention->num_stripes * attention->element_bytes / 4;
+    int end = (stripe + 1) * words;
     int words_deep = attention->depth * attention->element_bytes / 4;
     for (int first = 0; first < count; first += LANES) {
         uint32_t *block = (uint32_t *)packed + (long)first * words_deep;
-        transpose(keys + first, words, block);
-        memset(block + words * LANES, 0, sizeof(uint32_t) * LANES * (size_t)(words_deep - words));
+        transpose(keys + first, words, block + (end - words) * LANES);
+        if (stripe == attention->num_stripes - 1)
+            memset(block + end * LANES, 0, sizeof(uint32_t) * LANES * (size_t)(words_deep - end));
         if (next) expect(next + first * row_bytes, LANES * row_bytes);
     }
     if (attention->element_bytes == 2) return (operand){packed, 2L * LANES * words_deep, 2 * LANES, PAIRS, NULL, 0};
     return (operand){packed, (long)LANES * words_deep, LANES, ROWS_F32, NULL, 0};
 }
 
-static void add_scores(const attention *attention, const head_rows *pair, const char **keys, int count, const char *next,
-                       workspace space, float *scores, long stride) {
+static void add_scores(const attention *attention, const head_rows *pair, const char *const *keys, int count,
+                       const char *next, workspace space, float *scores, long stride) {
     kv_form form = form_of(attention, pair->group);
-    widen(form, keys, count, space.widened);
-    operand right = pack_keys(attention, keys, count, next, kv_row_bytes(form), space.keys);
+    operand right;
+    for (int stripe = 0; stripe < attention->num_stripes; stripe++) {
+        const char *rows[PACKED_KEYS];
+        long offset = stripe * stripe_bytes(attention, pair->group);
+        for (int i = 0; i < count; i++) rows[i] = keys[i] + offset;
+        widen(form, rows, count, space.widened);
+        right = pack_keys(attention, rows, stripe, count, next ? next + offset : NULL, kv_row_bytes(form), space.keys);
+    }
     int depth = attention->depth, blocks = count / LANES, rows = pair->num_queries;
     if (attention->uses_bf16_products)
         gemm_bf16(rows, blocks, depth, (bf16 *)attention->queries + pair->first_query, depth, right, scores, stride, false);
@@ -205,9 +213,11 @@ static void softmax_of_query(const attention *attention, int unseen, int count, 
     part.maximum[query] = maximum;
 }
 
+// Adds a stripe of weighted values to its columns of the part.
 static void add_values(const attention *attention, kv_form form, int num_queries, const char *values, int first, int count,
-                       const char *next, bool is_first, workspace space, part part) {
-    int head_dim = attention->sizes.head_dim, value_dim = attention->value_dim, blocks = value_dim / LANES;
+                       const char *next, bool is_first, workspace space, float *output) {
+    int row_dim = form.head_dim, value_dim = attention->value_dim;
+    int width = value_dim / attention->num_stripes, blocks = width / LANES;
     long row_bytes = kv_row_bytes(form);
     if (form.code != KV_PLAIN) {
         const char *coded[PACKED_KEYS];
@@ -218,18 +228,17 @@ static void add_values(const attention *attention, kv_form form, int num_queries
     if (!attention->uses_bf16_products) {
         expect(next, count * row_bytes);
         layout layout = attention->element_bytes == 2 ? ROWS_BF16 : ROWS_F32;
-        operand plain = {values, LANES, head_dim, layout, NULL, 0};
-        gemm_f32(num_queries, blocks, count, space.scores + first, CHUNK, plain, part.output, value_dim, !is_first);
+        operand plain = {values, LANES, row_dim, layout, NULL, 0};
+        gemm_f32(num_queries, blocks, count, space.scores + first, CHUNK, plain, output, value_dim, !is_first);
         return;
     }
     const bf16 *rows = (const bf16 *)values;
     for (int i = 0; i < count; i += 2) {
         expect(next + i * row_bytes, 2 * row_bytes);
-        interleave(rows + (long)i * head_dim, rows + (long)(i + 1) * head_dim, value_dim,
-                   (bf16 *)space.values + (long)i * value_dim);
+        interleave(rows + (long)i * row_dim, rows + (long)(i + 1) * row_dim, width, (bf16 *)space.values + (long)i * width);
     }
-    operand packed = {space.values, 2 * LANES, 2L * value_dim, PAIRS, NULL, 0};
-    gemm_bf16(num_queries, blocks, count, space.weights + first, CHUNK, packed, part.output, value_dim, !is_first);
+    operand packed = {space.values, 2 * LANES, 2L * width, PAIRS, NULL, 0};
+    gemm_bf16(num_queries, blocks, count, space.weights + first, CHUNK, packed, output, value_dim, !is_first);
 }
 
 // A chunk of a span, and how many of its first keys each row does not see.
@@ -306,9 +315,12 @@ static void run_span(const unit_job *job, const span *span, void *slot, workspac
             softmax_of_query(attention, unseen_by(&chunk, i / attention->heads_per_kv), chunk.count, is_first, space, i, part);
         if (!is_first) scale_rows(part.output, num_queries, attention->value_dim, space.shrink);
         for (int first = chunk.unseen; first < chunk.count; first += PACKED_KEYS) {
-            const char *next = chunk.keys + (CHUNK + first) * row_bytes;
-            add_values(attention, form, num_queries, chunk.values + first * row_bytes, first, PACKED_KEYS, next,
-                       is_first && first == chunk.unseen, space, part);
+            for (int stripe = 0; stripe < attention->num_stripes; stripe++) {
+                long offset = stripe * stripe_bytes(attention, chunk.pair->group) + first * row_bytes;
+                float *output = part.output + stripe * (attention->value_dim / attention->num_stripes);
+                add_values(attention, form, num_queries, chunk.values + offset, first, PACKED_KEYS,
+                           chunk.keys + CHUNK * row_bytes + offset, is_first && first == chunk.unseen, space, output);
+            }
         }
     }
 }
@@ -342,7 +354,7 @@ void sum_values(kv_form form, int value_dim, const float *weights, const char *c
 }
 
 // One query's softmax over its tail: of the TAIL scores in the row, those from `start` to `end` count, if any.
-static void tail_of_query(const attention *attention, kv_form form, const float *scores, const int32_t *columns, int start,
+static void tail_of_query(const attention *attention, int group, const float *scores, const int32_t *columns, int start,
                           int end, const char *const *values, int query, part part) {
     float window[TAIL];
     for (int i = 0; i < TAIL; i++) window[i] = scores[columns[i >= start && i < end ? i : start]];
@@ -356,8 +368,13 @@ static void tail_of_query(const attention *attention, kv_form form, const float 
     for (int i = LANES; i < TAIL; i += LANES) sum = vec_add(sum, vec_load(window + i));
     part.maximum[query] = end > start ? maximum : NOTHING;
     part.sum[query] = vec_sum(sum);
-    sum_values(form, attention->value_dim, window + start, values + start, end - start,
-               part.output + (long)query * attention->value_dim);
+    int width = attention->value_dim / attention->num_stripes;
+    for (int stripe = 0; stripe < attention->num_stripes; stripe++) {
+        const char *rows[TAIL];
+        for (int i = start; i < end; i++) rows[i] = values[i] + stripe * stripe_bytes(attention, group);
+        sum_values(form_of(attention, group), width, window + start, rows + start, end - start,
+                   part.output + (long)query * attention->value_dim + stripe * width);
+    }
 }
 
 static void run_tails(const unit_job *job, const head_rows *pair, void *slot, workspace space) {
@@ -365,8 +382,7 @@ static void run_tails(const unit_job *job, const head_rows *pair, void *slot, wo
     const int32_t *first_seen = job->plan->first_seen[pair->group];
     int layer = job->layer, boundary = attention->groups[pair->group].boundary;
     const tail_columns *tail = &attention->tails[pair->group];
-    kv_form form = form_of(attention, pair->group);
-    long row_bytes = kv_row_bytes(form);
+    long row_bytes = kv_row_bytes(form_of(attention, pair->group));
     const char *keys = head_start(attention, layer, pair->group, pair->head, false);
     const char *values = head_start(attention, layer, pair->group, pair->head, true);
     for (int first = 0; first < tail->num_columns; first += PACKED_KEYS) {
@@ -384,7 +400,7 @@ static void run_tails(const unit_job *job, const head_rows *pair, void *slot, wo
         for (int i = 0; i < tail->lengths[row]; i++) rows[i] = values + tail->slots[columns[i]] * row_bytes;
         for (int i = 0; i < attention->heads_per_kv; i++) {
             int query = row * attention->heads_per_kv + i;
-            tail_of_query(attention, form, space.scores + (long)query * tail->num_columns, columns, start,
+            tail_of_query(attention, pair->group, space.scores + (long)query * tail->num_columns, columns, start,
                           tail->lengths[row], rows, query, part);
         }
     }

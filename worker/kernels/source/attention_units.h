@@ -39,7 +39,7 @@ typedef struct window_plan {
 
 struct attention {
     attention_sizes sizes;
-    int element_bytes, depth, heads_per_kv, key_dim, value_dim;
+    int element_bytes, depth, heads_per_kv, key_dim, value_dim, num_stripes;
     bool uses_bf16_products;
     float scale;  // of scores, to base 2
     const row_group *groups;
@@ -65,9 +65,15 @@ typedef struct {
     int layer, first_unit;
 } unit_job;
 
-// Returns how rows of a group's cache are stored.
+// Returns how rows of a group's cache are stored, each a stripe of a head.
 INLINE kv_form form_of(const attention *attention, int group) {
-    return (kv_form){(kv_code)attention->groups[group].kv_code, (element)attention->sizes.element, attention->sizes.head_dim};
+    int width = attention->sizes.head_dim / attention->num_stripes;
+    return (kv_form){(kv_code)attention->groups[group].kv_code, (element)attention->sizes.element, width};
+}
+
+// Returns the bytes between two stripes of a head.
+INLINE long stripe_bytes(const attention *attention, int group) {
+    return attention->groups[group].head_stride * kv_unit(form_of(attention, group));
 }
 
 // Returns the keys that the row of a group sees, or NULL if these are all.
@@ -78,7 +84,7 @@ INLINE const chosen_keys *chosen_of(const attention *attention, int group) {
 
 INLINE const char *head_start(const attention *attention, int layer, int group, int head, bool is_value) {
     const row_group *rows = &attention->groups[group];
-    long element = layer * rows->layer_stride + head * rows->head_stride + (is_value ? rows->value_stride : 0);
+    long element = layer * rows->layer_stride + head * attention->num_stripes * rows->head_stride + (is_value ? rows->value_stride : 0);
     return (const char *)rows->cache + element * kv_unit(form_of(attention, group));
 }
 

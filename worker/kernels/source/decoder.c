@@ -22,7 +22,10 @@ typedef struct {
     experts *experts;  // or NULL
     mixer *mixer;      // instead of attention or added to it, or NULL
     latent_weights latent;  // instead of `qkv`, in decoders with latent vectors
+    float *shared_norm;     // or NULL
     int intermediate;  // columns of gates and ups, or of the expert that all rows use; 0: none
+    int num_kv_heads, head_dim;
+    float scale;  // of the output; mostly 1
     bool does_not_attend;
     bool is_still;  // its heads are not rotated
     bool has_other_angles;
@@ -36,6 +39,7 @@ struct decoder {
     float *final_norm;
     matrix head;
     layer_weights *layers;
+    attention_sizes wide;  // of layers with heads of their own; `head_dim` is 0 without any
     int64_t num_experts_met;
     void *choice;  // of indexers in the last call, for later layers of the same rows
 };
@@ -44,7 +48,7 @@ typedef struct {
     frame *frame;
     const decoder *decoder;
     const forward_call *call;
-    attention *attention;
+    attention *attention, *wide_attention;  // the latter for layers with heads of their own, or NULL
     float *normed, *wide, *mixed;  // [num_rows, hidden], [num_rows, widest matrix], [num_rows, largest depth]
     float *beside;                 // [num_rows, hidden] output of a mixer added to attention; else NULL
     expert_room *experts_room;
@@ -54,16 +58,22 @@ typedef struct {
     bool rounds;
 } pass;
 
-// Index of a layer among the call's attending layers, and among those with a mixer.
+// Index of a layer among the call's attending layers (in strides of the caches), and among those with a mixer.
 typedef struct {
     int attending, mixing;
 } layer_place;
 
 // ---- weights
 
-// Returns the width of attention's output.
-static int found_columns(const decoder_sizes *sizes) {
-    return sizes->num_heads * (sizes->latent_rank ? sizes->value_dim : sizes->head_dim);
+// Makes the matrices around a layer's attention.
+static void set_heads(const decoder_sizes *sizes, layer_weights *layer, int num_kv_heads, int head_dim) {
+    int query_columns = sizes->num_heads * head_dim, gate_columns = sizes->gates_heads ? query_columns : 0;
+    int found_columns = sizes->num_heads * (sizes->latent_rank ? sizes->value_dim : head_dim);
+    layer->num_kv_heads = num_kv_heads, layer->head_dim = head_dim;
+    matrix_free(&layer->qkv);
+    matrix_free(&layer->output);
+    layer->qkv = matrix_new((element)sizes->element, sizes->hidden, query_columns + 2 * num_kv_heads * head_dim + gate_columns);
+    layer->output = matrix_new((element)sizes->element, found_columns, sizes->hidden);
 }
 
 // Replaces a layer's matrices of gates and ups, and of downs.
@@ -77,14 +87,12 @@ static void products_new(const decoder_sizes *sizes, layer_weights *layer, int i
 
 decoder *decoder_new(const decoder_sizes *sizes) {
     decoder *fresh = calloc(1, sizeof(decoder));
-    int query_columns = sizes->num_heads * sizes->head_dim, key_columns = sizes->num_kv_heads * sizes->head_dim;
     fresh->sizes = *sizes;
     fresh->layers = calloc((size_t)sizes->num_layers, sizeof(layer_weights));
     for (int i = 0; i < sizes->num_layers; i++) {
         layer_weights *layer = &fresh->layers[i];
-        int gate_columns = sizes->gates_heads ? query_columns : 0;
-        layer->qkv = matrix_new((element)sizes->element, sizes->hidden, query_columns + 2 * key_columns + gate_columns);
-        layer->output = matrix_new((element)sizes->element, found_columns(sizes), sizes->hidden);
+        layer->scale = 1.0f;
+        set_heads(sizes, layer, sizes->num_kv_heads, sizes->head_dim);
         if (sizes->latent_rank) layer->latent = latent_new(sizes);
         products_new(sizes, layer, sizes->intermediate);
         layer->view.softcap = sizes->score_cap;
@@ -103,6 +111,7 @@ void decoder_free(decoder *decoder) {
         free(layer->output_norm);
         free(layer->mlp_norm);
         free(layer->down_norm);
+        free(layer->shared_norm);
         free(layer->query_norm);
         free(layer->key_norm);
         free(layer->sinks);
@@ -129,7 +138,7 @@ typedef struct {
 static columns_of_role role_columns(decoder *decoder, int layer, weight_role role) {
     const decoder_sizes *sizes = &decoder->sizes;
     layer_weights *to = &decoder->layers[layer];
-    int query = sizes->num_heads * sizes->head_dim, key = sizes->num_kv_heads * sizes->head_dim;
+    int query = sizes->num_heads * to->head_dim, key = to->num_kv_heads * to->head_dim;
     int hidden = sizes->hidden, mlp = to->intermediate, gates = sizes->has_gates, columns;
     matrix *of_latents = sizes->latent_rank ? latent_matrix(&to->latent, role, &columns) : NULL;
     if (of_latents) return (columns_of_role){of_latents, 0, ALONE, columns};
@@ -150,12 +159,6 @@ static columns_of_role role_columns(decoder *decoder, int layer, weight_role rol
     }
 }
 
-static void norm_load(const decoder_sizes *sizes, float **norm, int count, const void *weight) {
-    vector_load(norm, sizes->element, sizes->norm_form == SHIFTED ? 2 * count : count, weight);
-    if (sizes->norm_form != ONE_MORE) return;
-    for (int i = 0; i < count; i++) (*norm)[i] += 1.0f;
-}
-
 void decoder_load(decoder *decoder, int layer, int role, const given_weight *given) {
     const decoder_sizes *sizes = &decoder->sizes;
     layer_weights *to = &decoder->layers[layer];
@@ -167,8 +170,8 @@ void decoder_load(decoder *decoder, int layer, int role, const given_weight *giv
     const void *weight = given ? given->numbers : NULL;
     int hidden = sizes->hidden;
     bool has_all = sizes->joins_heads || sizes->head_norms_differ, is_latent = sizes->latent_rank;
-    int query_width = is_latent ? sizes->query_rank : sizes->head_dim * (has_all ? sizes->num_heads : 1);
-    int key_width = is_latent ? sizes->latent_rank : sizes->head_dim * (has_all ? sizes->num_kv_heads : 1);
+    int query_width = is_latent ? sizes->query_rank : to->head_dim * (has_all ? sizes->num_heads : 1);
+    int key_width = is_latent ? sizes->latent_rank : to->head_dim * (has_all ? to->num_kv_heads : 1);
     switch ((weight_role)role) {
         case EMBEDDING:
             decoder->embedding = weight;
@@ -182,6 +185,7 @@ void decoder_load(decoder *decoder, int layer, int role, const given_weight *giv
         case OUTPUT_NORM: norm_load(sizes, &to->output_norm, hidden, weight); break;
         case MLP_NORM: norm_load(sizes, &to->mlp_norm, hidden, weight); break;
         case DOWN_NORM: norm_load(sizes, &to->down_norm, hidden, weight); break;
+        case SHARED_NORM: norm_load(sizes, &to->shared_norm, hidden, weight); break;
         case SINKS:
             floats_load(&to->sinks, sizes->num_heads, weight);
             to->view.sinks = to->sinks;
@@ -191,6 +195,11 @@ void decoder_load(decoder *decoder, int layer, int role, const given_weight *giv
         case COLUMNS: products_new(sizes, to, *(const int32_t *)weight); break;
         case OTHER_ANGLES: to->has_other_angles = true; break;
         case WINDOW: to->view.window = *(const int32_t *)weight; break;
+        case LAYER_SCALE: to->scale = *(const float *)weight; break;
+        case HEADS:
+            set_heads(sizes, to, ((const int32_t *)weight)[0], ((const int32_t *)weight)[1]);
+            decoder->wide = (attention_sizes){sizes->element, sizes->num_heads, to->num_kv_heads, to->head_dim, sizes->scale};
+            break;
         case CURVE: to->curve = memcpy(realloc(to->curve, 4 * sizeof(float)), weight, 4 * sizeof(float)); break;
         default: break;
     }
@@ -263,7 +272,7 @@ static void front_rows(const pass *pass, const float *weight) {
 
 // Norms all heads of a row together.
 static void norm_heads(const decoder_sizes *sizes, const layer_weights *weights, float *qkv) {
-    int query_columns = sizes->num_heads * sizes->head_dim, key_columns = sizes->num_kv_heads * sizes->head_dim;
+    int query_columns = sizes->num_heads * weights->head_dim, key_columns = weights->num_kv_heads * weights->head_dim;
     norm(sizes, qkv, weights->query_norm, query_columns, qkv);
     norm(sizes, qkv + query_columns, weights->key_norm, key_columns, qkv + query_columns);
 }
@@ -275,52 +284,62 @@ typedef struct {
 
 // Returns a normed, rotated and scaled head of queries or keys: in place, or in one of two buffers.
 static const float *ready_head(const pass *pass, const layer_weights *weights, const float *head, const float *head_norm,
-                               position_numbers at, float (*places)[256 + LANES]) {
+                               position_numbers at, float (*places)[MOST_HEAD_DIM + LANES]) {
     const decoder_sizes *sizes = &pass->decoder->sizes;
+    int head_dim = weights->head_dim;
     if (head_norm && !sizes->norms_turned) {
-        norm(sizes, head, head_norm, sizes->head_dim, places[0]);
+        norm(sizes, head, head_norm, head_dim, places[0]);
         head = places[0];
     }
     if (!weights->is_still) {
-        rotate(head, at.angles, sizes->head_dim, pass->rounds, places[1]);
+        rotate(head, at.angles, head_dim, pass->rounds, places[1]);
         head = places[1];
     }
     if (head_norm && sizes->norms_turned) {
-        norm(sizes, head, head_norm, sizes->head_dim, places[0]);
+        norm(sizes, head, head_norm, head_dim, places[0]);
         head = places[0];
     }
     if (at.query_scale == 1.0f) return head;
-    if (head != places[0]) memcpy(places[0], head, sizeof(float) * (size_t)sizes->head_dim);
-    scale_numbers(places[0], sizes->head_dim, at.query_scale, pass->rounds);
+    if (head != places[0]) memcpy(places[0], head, sizeof(float) * (size_t)head_dim);
+    scale_numbers(places[0], head_dim, at.query_scale, pass->rounds);
     return places[0];
 }
 
 // Returns the weights of a head's norm, or NULL.
-static const float *norm_of_head(const decoder_sizes *sizes, const float *norms, int head) {
+static const float *norm_of_head(const decoder_sizes *sizes, const float *norms, int head, int head_dim) {
     if (!norms || sizes->joins_heads) return NULL;
-    return norms + (sizes->head_norms_differ ? (long)head * sizes->head_dim : 0);
+    return norms + (sizes->head_norms_differ ? (long)head * head_dim : 0);
+}
+
+static attention *attention_of(const pass *pass, const layer_weights *weights) {
+    return weights->head_dim == pass->decoder->sizes.head_dim ? pass->attention : pass->wide_attention;
 }
 
 // Stores a row's keys and values in the cache, and passes its queries to attention and to `call->queries`.
 static void keep_row(const pass *pass, int layer, int place, int group, int row, const float *qkv, position_numbers at, char *queries) {
     const decoder_sizes *sizes = &pass->decoder->sizes;
     const layer_weights *weights = &pass->decoder->layers[layer];
-    int num_heads = sizes->num_heads, num_kv_heads = sizes->num_kv_heads, head_dim = sizes->head_dim;
+    int num_heads = sizes->num_heads, num_kv_heads = weights->num_kv_heads, head_dim = weights->head_dim;
+    attention *attention = attention_of(pass, weights);
     int element_bytes = sizes->element == BF16 ? 2 : 4;
     for (int head = 0; head < num_heads + 2 * num_kv_heads; head++, qkv += head_dim) {
-        float places[2][256 + LANES];
+        float places[2][MOST_HEAD_DIM + LANES];
         const float *from = qkv;
         int kv_head = (head - num_heads) % num_kv_heads;
         bool is_value = head >= num_heads + num_kv_heads;
         if (head < num_heads) {
-            from = ready_head(pass, weights, qkv, norm_of_head(sizes, weights->query_norm, head), at, places);
-            attention_query(pass->attention, group, row, head, from);
+            from = ready_head(pass, weights, qkv, norm_of_head(sizes, weights->query_norm, head, head_dim), at, places);
+            attention_query(attention, group, row, head, from);
             if (queries) store((element)sizes->element, from, head_dim, queries + (long)head * head_dim * element_bytes);
             continue;
         }
         position_numbers of_key = {at.angles, 1.0f};
-        if (!is_value) from = ready_head(pass, weights, qkv, norm_of_head(sizes, weights->key_norm, kv_head), of_key, places);
-        attention_keep(pass->attention, place, group, row, kv_head, is_value, from);
+        if (!is_value) from = ready_head(pass, weights, qkv, norm_of_head(sizes, weights->key_norm, kv_head, head_dim), of_key, places);
+        if (is_value && sizes->norms_values) {
+            norm(sizes, qkv, NULL, head_dim, places[0]);
+            from = places[0];
+        }
+        attention_keep(attention, place, group, row, kv_head, is_value, from);
     }
 }
 
@@ -335,7 +354,7 @@ static void keep_rows(const pass *pass, int layer, int place) {
     for (int group = 0; group < call->num_groups; group++)
         for (int row = 0; row < call->groups[group].num_rows; row++, number++) {
             int position = call->positions[number];
-            position_numbers at = {table + (long)position * sizes->head_dim,
+            position_numbers at = {table + (long)position * pass->decoder->layers[layer].head_dim,
                                    call->query_scales ? call->query_scales[position] : 1.0f};
             char *own = queries ? queries + number * row_bytes : NULL;
             float *heads = pass->wide + number * qkv->columns;
@@ -361,14 +380,17 @@ static void feed_forward(const pass *pass, const layer_weights *weights) {
         linear(pass->frame, &weights->down, num_rows, pass->mixed, pass->wide, sizes->hidden, pass->rounds);
         if (sizes->down_scale != 1.0f) scale_numbers(pass->wide, (long)num_rows * sizes->hidden, sizes->down_scale, pass->rounds);
     }
-    if (weights->experts)
-        experts_run(pass->frame, weights->experts, pass->experts_room, num_rows, pass->normed, pass->rounds, pass->wide);
+    if (weights->shared_norm) norm_rows(pass, pass->wide, weights->shared_norm, pass->wide);
+    if (weights->experts) {
+        const float *rows = weights->experts->front_norm ? pass->call->state : pass->normed;
+        experts_run(pass->frame, weights->experts, pass->experts_room, num_rows, rows, pass->rounds, pass->wide);
+    }
 }
 
 // Multiplies attention's output by the sigmoids of gates, which follow the values.
 static void gate_heads(const pass *pass, const layer_weights *weights) {
     const decoder_sizes *sizes = &pass->decoder->sizes;
-    int columns = sizes->num_heads * sizes->head_dim, before = columns + 2 * sizes->num_kv_heads * sizes->head_dim;
+    int columns = sizes->num_heads * weights->head_dim, before = columns + 2 * weights->num_kv_heads * weights->head_dim;
     for (long row = 0; row < pass->call->num_rows; row++) {
         const float *gates = pass->wide + row * weights->qkv.columns + before;
         float *found = pass->mixed + row * columns;
@@ -381,9 +403,9 @@ static void gate_heads(const pass *pass, const layer_weights *weights) {
 
 static void scale_keys(const pass *pass, const layer_weights *weights) {
     const decoder_sizes *sizes = &pass->decoder->sizes;
-    float *keys = pass->wide + sizes->num_heads * sizes->head_dim;
+    float *keys = pass->wide + sizes->num_heads * weights->head_dim;
     for (long row = 0; row < pass->call->num_rows; row++)
-        scale_numbers(keys + row * weights->qkv.columns, sizes->num_kv_heads * sizes->head_dim, sizes->key_scale, pass->rounds);
+        scale_numbers(keys + row * weights->qkv.columns, weights->num_kv_heads * weights->head_dim, sizes->key_scale, pass->rounds);
 }
 
 static void attend_rows(const pass *pass, int layer, int place) {
@@ -400,7 +422,7 @@ static void attend_rows(const pass *pass, int layer, int place) {
         linear(pass->frame, &weights->qkv, num_rows, pass->normed, pass->wide, weights->qkv.columns, pass->rounds);
         if (sizes->key_scale != 1.0f) scale_keys(pass, weights);
         keep_rows(pass, layer, place);
-        attention_run(pass->attention, pass->frame, place, &weights->view, pass->mixed);
+        attention_run(attention_of(pass, weights), pass->frame, place, &weights->view, pass->mixed);
     }
     if (sizes->gates_heads) gate_heads(pass, weights);
     linear(pass->frame, &weights->output, num_rows, found, pass->wide, sizes->hidden, pass->rounds);
@@ -430,6 +452,12 @@ static void run_layer(const pass *pass, int layer, layer_place place) {
     if (!sizes->is_parallel) front_rows(pass, weights->mlp_norm);
     feed_forward(pass, weights);
     add_part(pass, weights->down_norm, count);
+    if (weights->scale != 1.0f) scale_numbers(pass->call->state, count, weights->scale, pass->rounds);
+}
+
+// Returns how many strides of the caches' layers a layer takes.
+static int cache_strides(const decoder *decoder, const layer_weights *weights) {
+    return decoder->wide.head_dim ? weights->num_kv_heads * weights->head_dim / decoder->sizes.head_dim : 1;
 }
 
 static void run_layers(const pass *pass) {
@@ -438,7 +466,7 @@ static void run_layers(const pass *pass) {
         const layer_weights *weights = &pass->decoder->layers[layer];
         run_layer(pass, layer, place);
         if (weights->mixer) place.mixing++;
-        if (!weights->does_not_attend) place.attending++;
+        if (!weights->does_not_attend) place.attending += cache_strides(pass->decoder, weights);
     }
 }
 
@@ -511,6 +539,16 @@ static const mixer *mixer_of(const decoder *decoder) {
     return NULL;
 }
 
+// Returns the most columns of queries, or with keys and values of all products before attention.
+static int most_heads(const decoder *decoder, bool with_keys) {
+    int found = 0;
+    for (int i = 0; i < decoder->sizes.num_layers; i++) {
+        const layer_weights *layer = &decoder->layers[i];
+        found = most(found, with_keys ? layer->qkv.columns : decoder->sizes.num_heads * layer->head_dim);
+    }
+    return found;
+}
+
 static bool mixes_beside_attention(const decoder *decoder) {
     for (int i = 0; i < decoder->sizes.num_layers; i++)
         if (decoder->layers[i].mixer && !decoder->layers[i].does_not_attend) return true;
@@ -541,22 +579,24 @@ void decoder_forward(decoder *decoder, team *team, const forward_call *call) {
     int num_kv_heads = sizes->latent_rank ? latent_groups(sizes, rows_of_a_group) : sizes->num_kv_heads;
     attention_sizes heads = {sizes->element, sizes->num_heads, num_kv_heads, sizes->head_dim, sizes->scale};
     size_t rows = (size_t)call->num_rows * sizeof(float);
-    int query_columns = sizes->num_heads * sizes->head_dim, key_columns = sizes->num_kv_heads * sizes->head_dim;
     int intermediate = most_intermediate(decoder);
-    int gate_columns = sizes->gates_heads ? query_columns : 0;
-    int widest = most(most(query_columns + 2 * key_columns + gate_columns, 2 * intermediate), sizes->hidden);
+    int widest = most(most(most_heads(decoder, true), 2 * intermediate), sizes->hidden);
     const mixer *mixer = mixer_of(decoder);
     int key_dim = sizes->latent_rank ? latent_key_dim(sizes) : sizes->head_dim;
     expert_room experts_room = {0};
     pass pass = {.frame = frame,
                  .decoder = decoder,
                  .call = call,
-                 .attention = attention_new(frame, &heads, sizes->latent_rank, key_dim, call->groups, call->num_groups),
+                 .attention = attention_new(frame, &heads, sizes->latent_rank, key_dim, 1, call->groups, call->num_groups),
                  .normed = frame_take(frame, rows * (size_t)sizes->hidden),
                  .wide = frame_take(frame, rows * (size_t)widest + 4 * LANES),
-                 .mixed = frame_take(frame, rows * (size_t)most(query_columns, intermediate)),
+                 .mixed = frame_take(frame, rows * (size_t)most(most_heads(decoder, false), intermediate)),
                  .experts_room = &experts_room,
                  .rounds = sizes->element == BF16};
+    if (decoder->wide.head_dim) {
+        int num_stripes = decoder->wide.head_dim / sizes->head_dim;
+        pass.wide_attention = attention_new(frame, &decoder->wide, 0, decoder->wide.head_dim, num_stripes, call->groups, call->num_groups);
+    }
     if (sizes->latent_rank) pass.latents_room = latent_room_new(frame, sizes, call->num_rows);
     if (mixer) pass.mixers_room = mixer_room_new(frame, mixer, call->num_rows, call->num_sequences);
     if (mixes_beside_attention(decoder)) pass.beside = frame_take(frame, rows * (size_t)sizes->hidden);

@@ -7,10 +7,11 @@
 #include <stdlib.h>
 
 #include "elementwise.h"
+#include "heads.h"
 
 // Rows whose experts are multiplied together, choices of these, rows per unit, fewest blocks of a panel.
 enum { ROWS_OF_EXPERTS = 256, MOST_PAIRS = 2048, ROWS_OF_UNIT = 32, LEAST_PANEL = 8, EXPERTS_WORTH_HELP = 1 << 19 };
-enum { GATHERED, ACTIVATED, WIDE_SLOTS, DOWN_SLOTS, LATENT_ROWS, LATENT_SUMS, FROM_LATENT };
+enum { GATHERED, ACTIVATED, WIDE_SLOTS, DOWN_SLOTS, LATENT_ROWS, LATENT_SUMS, FROM_LATENT, NORMED };
 
 typedef struct {
     int32_t expert, first, count;  // range of pairs (row, choice), sorted by expert
@@ -26,7 +27,7 @@ typedef struct {
 
 experts *experts_new(const expert_sizes *sizes, const decoder_sizes *decoder) {
     experts *fresh = allocate_clear(sizeof(experts));
-    int width = sizes->latent ? sizes->latent : decoder->hidden, gates = decoder->has_gates;
+    int width = sizes->latent ? sizes->latent : decoder->hidden, columns = (1 + decoder->has_gates) * sizes->intermediate;
     *fresh = (experts){.sizes = *sizes,
                        .router = router_new(sizes, decoder->hidden),
                        .shared_gate = matrix_new(F32, decoder->hidden, 1),
@@ -34,12 +35,10 @@ experts *experts_new(const expert_sizes *sizes, const decoder_sizes *decoder) {
                        .down = allocate_clear(sizeof(matrix) * (size_t)sizes->num_experts),
                        .latent_in = matrix_new((element)decoder->element, decoder->hidden, sizes->latent),
                        .latent_out = matrix_new((element)decoder->element, sizes->latent, decoder->hidden),
-                       .activation = (activation)decoder->activation,
-                       .hidden = decoder->hidden,
-                       .width = width,
-                       .has_gates = gates};
+                       .decoder = *decoder,
+                       .width = width};
     for (int i = 0; i < sizes->num_experts; i++) {
-        fresh->gate_up[i] = matrix_new((element)decoder->element, width, (1 + gates) * sizes->intermediate);
+        fresh->gate_up[i] = matrix_new((element)decoder->element, width, columns);
         fresh->down[i] = matrix_new((element)decoder->element, sizes->intermediate, width);
     }
     return fresh;
@@ -55,6 +54,9 @@ void experts_free(experts *experts) {
     matrix_free(&experts->shared_gate);
     matrix_free(&experts->latent_in);
     matrix_free(&experts->latent_out);
+    free(experts->router_scale);
+    free(experts->front_norm);
+    free(experts->behind_norm);
     free(experts->gate_up);
     free(experts->down);
     free(experts);
@@ -67,13 +69,13 @@ typedef struct {
 } expert_columns;
 
 static expert_columns weight_columns(experts *experts, expert_role role, int expert) {
-    int gates = experts->has_gates, intermediate = experts->sizes.intermediate;
+    int gates = experts->decoder.has_gates, intermediate = experts->sizes.intermediate;
     switch (role) {
         case EXPERT_GATE: return (expert_columns){&experts->gate_up[expert], FIRST_IN_TURN, intermediate};
         case EXPERT_UP: return (expert_columns){&experts->gate_up[expert], gates ? SECOND_IN_TURN : ALONE, intermediate};
         case EXPERT_DOWN: return (expert_columns){&experts->down[expert], ALONE, experts->width};
         case LATENT_IN: return (expert_columns){&experts->latent_in, ALONE, experts->width};
-        default: return (expert_columns){&experts->latent_out, ALONE, experts->hidden};
+        default: return (expert_columns){&experts->latent_out, ALONE, experts->decoder.hidden};
     }
 }
 
@@ -88,6 +90,10 @@ void experts_load(experts *experts, expert_role role, int expert, const given_we
     switch (role) {
         case ROUTER: matrix_load(&experts->router.weight, 0, ALONE, count, given); break;
         case CHOICE_BIAS: floats_load(&experts->router.choice_bias, count, given->numbers); break;
+        case CHOICE_SCALES: floats_load(&experts->router.choice_scales, count, given->numbers); break;
+        case ROUTER_SCALE: floats_load(&experts->router_scale, experts->decoder.hidden, given->numbers); break;
+        case FRONT_NORM: norm_load(&experts->decoder, &experts->front_norm, experts->decoder.hidden, given->numbers); break;
+        case BEHIND_NORM: norm_load(&experts->decoder, &experts->behind_norm, experts->decoder.hidden, given->numbers); break;
         case SHARED_GATE:
             experts->has_shared_gate = true;
             matrix_load(&experts->shared_gate, 0, ALONE, 1, given);
@@ -246,11 +252,11 @@ static grouped_job multiply_groups(frame *frame, const experts *experts, const g
                        .rows = rows,
                        .row_bytes = (long)multiplied_bytes(matrices),
                        .blocks = panel_blocks(matrices->columns / LANES, groups->num_units),
-                       .activation = experts->activation,
+                       .activation = (activation)experts->decoder.activation,
                        .gate_limit = experts->sizes.gate_limit,
                        .gate_slope = experts->sizes.gate_slope,
                        .activates = activates,
-                       .has_gates = experts->has_gates,
+                       .has_gates = experts->decoder.has_gates,
                        .rounds = rounds};
     job.num_panels = (matrices->columns / LANES + job.blocks - 1) / job.blocks;
     size_t panel_bytes = sizeof(float) * ROWS_OF_UNIT * (size_t)job.blocks * LANES;
@@ -259,7 +265,7 @@ static grouped_job multiply_groups(frame *frame, const experts *experts, const g
                        .job = &job,
                        .job_bytes = sizeof job,
                        .scratch_bytes = (activates ? panel_bytes : 0) + quantized_scratch_bytes(),
-                       .slot_bytes = panel_bytes / (activates && experts->has_gates ? 2 : 1)};
+                       .slot_bytes = panel_bytes / (activates && experts->decoder.has_gates ? 2 : 1)};
     plan.is_small = (groups->num_pairs + 4L * groups->num_units) * matrices->depth * matrices->columns < EXPERTS_WORTH_HELP;
     size_t bytes = (size_t)plan.num_units * plan.slot_bytes;
     plan.own_slots = room_for(frame, room, activates ? WIDE_SLOTS : DOWN_SLOTS, bytes);
@@ -282,7 +288,7 @@ static const void *rows_of_pairs(frame *frame, const experts *experts, const gro
 static const void *gather_activated(frame *frame, const experts *experts, const grouping *groups,
                                     const grouped_job *job, void **results, expert_room *room) {
     size_t bytes = multiplied_bytes(experts->down);
-    long stride = job->blocks * LANES / (1 + experts->has_gates), width = experts->sizes.intermediate;
+    long stride = job->blocks * LANES / (1 + experts->decoder.has_gates), width = experts->sizes.intermediate;
     char *to = room_for(frame, room, ACTIVATED, bytes * (size_t)(groups->num_pairs + LANES));
     float *whole = frame_take(frame, sizeof(float) * (size_t)(width + stride));
     for (int i = 0; i < groups->num_pairs; i++) {
@@ -317,10 +323,36 @@ static void share_out(frame *frame, const experts *experts, int num_rows, const 
     linear(frame, &experts->shared_gate, num_rows, rows, shares, LANES, rounds);
     for (long row = 0; row < num_rows; row++) {
         vec share = rounded(rounds, vec_set(sigmoid_of(shares[row * LANES])));
-        float *numbers = out + row * experts->hidden;
-        for (int i = 0; i < experts->hidden; i += LANES)
+        float *numbers = out + row * experts->decoder.hidden;
+        for (int i = 0; i < experts->decoder.hidden; i += LANES)
             vec_store(numbers + i, rounded(rounds, vec_mul(vec_load(numbers + i), share)));
     }
+}
+
+// Returns what the router reads: the rows, or normed without weights, times a scale and the root of one by their width.
+static const float *router_rows(frame *frame, const experts *experts, expert_room *room, int num_rows, const float *rows,
+                                bool rounds) {
+    int hidden = experts->decoder.hidden;
+    if (!experts->router_scale) return rows;
+    float *scaled = room_for(frame, room, NORMED, sizeof(float) * (size_t)num_rows * (size_t)hidden);
+    for (long row = 0; row < num_rows; row++) {
+        float *to = scaled + row * hidden;
+        norm(&experts->decoder, rows + row * hidden, NULL, hidden, to);
+        for (int i = 0; i < hidden; i += LANES)
+            vec_store(to + i, rounded(rounds, vec_mul(vec_load(to + i), vec_load(experts->router_scale + i))));
+        scale_numbers(to, hidden, (float)(1.0 / __builtin_sqrt((double)hidden)), rounds);
+    }
+    return scaled;
+}
+
+// Returns the rows in front of experts.
+static const float *normed_rows(frame *frame, const experts *experts, expert_room *room, int num_rows, const float *rows) {
+    size_t hidden = (size_t)experts->decoder.hidden;
+    if (!experts->front_norm) return rows;
+    float *normed = room_for(frame, room, NORMED, sizeof(float) * (size_t)num_rows * hidden);
+    for (size_t row = 0; row < (size_t)num_rows; row++)
+        norm(&experts->decoder, rows + row * hidden, experts->front_norm, (int)hidden, normed + row * hidden);
+    return normed;
 }
 
 // Returns what experts read of rows.
@@ -340,13 +372,17 @@ static float *sums_place(frame *frame, const experts *experts, expert_room *room
 
 // Turns sums into rows, and adds them to the output of the expert that all rows use, if any.
 static void add_sums(frame *frame, const experts *experts, expert_room *room, int num_rows, const float *rows,
-                     const float *sums, bool rounds, float *out) {
-    size_t count = (size_t)num_rows * (size_t)experts->hidden;
+                     float *sums, bool rounds, float *out) {
+    size_t count = (size_t)num_rows * (size_t)experts->decoder.hidden;
     bool has_shared = experts->sizes.shared_intermediate;
     if (experts->sizes.latent) {
         float *found = has_shared ? room_for(frame, room, FROM_LATENT, sizeof(float) * count) : out;
-        linear(frame, &experts->latent_out, num_rows, sums, found, experts->hidden, rounds);
+        linear(frame, &experts->latent_out, num_rows, sums, found, experts->decoder.hidden, rounds);
         sums = found;
+    }
+    for (size_t row = 0; row < (size_t)num_rows && experts->behind_norm; row++) {
+        float *sum = sums + row * (size_t)experts->decoder.hidden;
+        norm(&experts->decoder, sum, experts->behind_norm, experts->decoder.hidden, sum);
     }
     if (!has_shared) return;
     share_out(frame, experts, num_rows, rows, rounds, out);
@@ -360,7 +396,8 @@ static void run_block(frame *frame, const experts *experts, expert_room *room, i
     int32_t *choices = frame_take(frame, sizeof(int32_t) * pairs);
     float *weights = frame_take(frame, sizeof(float) * pairs);
     void *results[MOST_UNITS];
-    route(frame, &experts->router, num_rows, rows, rounds, choices, weights);
+    route(frame, &experts->router, num_rows, router_rows(frame, experts, room, num_rows, rows, rounds), rounds, choices, weights);
+    rows = normed_rows(frame, experts, room, num_rows, rows);
     grouping groups = group_rows(frame, &experts->sizes, num_rows, choices, room);
     const void *gathered = rows_of_pairs(frame, experts, &groups, latent_rows(frame, experts, room, num_rows, rows, rounds), room);
     grouped_job job = multiply_groups(frame, experts, &groups, true, gathered, room, rounds, results);
@@ -379,7 +416,7 @@ void experts_run(frame *frame, const experts *experts, expert_room *room, int nu
     if (most > ROWS_OF_EXPERTS) most = ROWS_OF_EXPERTS;
     for (int first = 0; first < num_rows; first += most) {
         int count = num_rows - first < most ? num_rows - first : most;
-        long offset = (long)first * experts->hidden;
+        long offset = (long)first * experts->decoder.hidden;
         run_block(frame, experts, room, count, rows + offset, rounds, out + offset);
     }
 }

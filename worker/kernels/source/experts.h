@@ -9,15 +9,17 @@ typedef struct {
     matrix shared_gate;      // float, one column; empty without a gate
     matrix *gate_up, *down;  // [num_experts]; gates and ups alternate, or ups only
     matrix latent_in, latent_out;  // empty if experts read whole rows
-    activation activation;
-    int hidden, width;  // of a row; of experts' input and output
-    bool has_gates, has_shared_gate;
+    float *router_scale;  // [hidden] of the router's rows, which are then normed first, or NULL
+    float *front_norm, *behind_norm;  // of experts' input and of their sum, or NULL
+    decoder_sizes decoder;
+    int width;  // of experts' input and output
+    bool has_shared_gate;
 } experts;
 
 // Memory that the layers of a call share, and the experts used in them.
 typedef struct {
-    void *places[7];
-    size_t bytes[7];
+    void *places[8];
+    size_t bytes[8];
     int64_t num_met;
 } expert_room;
 
@@ -25,7 +27,7 @@ experts *experts_new(const expert_sizes *sizes, const decoder_sizes *decoder);
 void experts_free(experts *experts);
 void experts_load(experts *experts, expert_role role, int expert, const given_weight *given);  // `decoder_load_expert`
 
-// Adds each row's experts to `out` [num_rows, hidden] if it holds the shared expert's output, else writes
+// Adds each row's experts, which norm it themselves if they have a norm, to `out` [num_rows, hidden] if it holds the shared expert's output, else writes
 // them.
 void experts_run(frame *frame, const experts *experts, expert_room *room, int num_rows, const float *rows, bool rounds,
                  float *out);

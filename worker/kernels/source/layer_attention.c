@@ -18,7 +18,7 @@ static void keep_given(const attention *attention, const attention_sizes *sizes,
 void attend(team *team, const attention_sizes *sizes, const attention_view *view, const row_group *groups, int num_groups,
             const void *queries, const void *keys, const void *values, void *output) {
     frame *frame = frame_open(team);
-    attention *attention = attention_new(frame, sizes, 0, sizes->head_dim, groups, num_groups);
+    attention *attention = attention_new(frame, sizes, 0, sizes->head_dim, 1, groups, num_groups);
     int head_dim = sizes->head_dim, bytes = head_dim * (sizes->element == BF16 ? 2 : 4);
     long num_rows = 0;
     for (int group = 0; group < num_groups; group++)

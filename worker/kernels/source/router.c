@@ -15,6 +15,7 @@ router router_new(const expert_sizes *sizes, int hidden) {
 void router_free(router *router) {
     matrix_free(&router->weight);
     free(router->choice_bias);
+    free(router->choice_scales);
 }
 
 float sigmoid_of(float x) { return x <= -700.0f ? 0.0f : (float)(1.0 / (1.0 + exp_or_nan(-(double)x))); }
@@ -99,7 +100,8 @@ static void mix_sparsely(const expert_sizes *sizes, const float *logits, const i
     }
 }
 
-static void weigh_experts(const expert_sizes *sizes, const float *scores, const int32_t *choices, bool rounds, float *weights) {
+static void weigh_experts(const router *router, const float *scores, const int32_t *choices, bool rounds, float *weights) {
+    const expert_sizes *sizes = &router->sizes;
     float chosen[MOST_EXPERTS], sum = 0.0f;
     for (int i = 0; i < sizes->num_chosen; i++) chosen[i] = scores[choices[i]];
     if (sizes->score == SOFTMAX_OF_CHOSEN) router_softmax(chosen, sizes->num_chosen, weights);
@@ -112,6 +114,7 @@ static void weigh_experts(const expert_sizes *sizes, const float *scores, const 
     for (int i = 0; i < sizes->num_chosen; i++) {
         if (sizes->is_normalised) weights[i] /= sum;
         weights[i] *= sizes->scale;
+        if (router->choice_scales) weights[i] *= router->choice_scales[choices[i]];
         if (rounds && sizes->rounds_weights) weights[i] = round_one(weights[i]);
     }
 }
@@ -133,7 +136,7 @@ void route(frame *frame, const router *router, int num_rows, const float *rows, 
         float *row_weights = weights + row * sizes->num_chosen;
         score_experts(sizes, logits + row * columns, scores);
         choose_experts(router, scores, choices + row * sizes->num_chosen);
-        weigh_experts(sizes, scores, choices + row * sizes->num_chosen, rounds, row_weights);
+        weigh_experts(router, scores, choices + row * sizes->num_chosen, rounds, row_weights);
         if (is_damaged || has_nan(logits + row * columns, sizes->num_experts))  // damage must show, and comparisons ignore NaN
             for (int i = 0; i < sizes->num_chosen; i++) row_weights[i] = __builtin_nanf("");
     }

@@ -8,6 +8,7 @@ typedef struct {
     expert_sizes sizes;
     matrix weight;       // float, whatever the model's element: the same choices in all builds
     float *choice_bias;  // [num_experts] added to scores for the choice only, or NULL
+    float *choice_scales;  // [num_experts] factors of weights, or NULL
 } router;
 
 router router_new(const expert_sizes *sizes, int hidden);

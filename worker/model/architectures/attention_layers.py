@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from swiftbatch.worker.kernels.kernel_sizes import IndexerSizes, MLASizes
+from swiftbatch.worker.kernels.kernel_sizes import IndexerSizes, LayerHeads, MLASizes
 from swiftbatch.worker.model.config_values import SIZE, SWITCH, Config, KeyRule, list_of_layers
 
 Windows = tuple[int | None, ...]
@@ -85,6 +85,25 @@ def without_windows_if_said(config: Config, windows: Windows) -> frozenset[int]:
     return frozenset() if config["sliding_window"] is None else without_windows(config, windows)
 
 
+@dataclass(frozen=True)
+class OwnHeads:
+    """Config keys of the heads in layers without a window, which differ from those of other layers."""
+
+    head_dim: str
+    num_kv_heads: str  # read only if keys are values
+    keys_are_values: str  # whether the projection of keys gives values, too
+
+    def read(self, config: Config) -> tuple[LayerHeads, bool]:
+        """Return the heads, and whether keys are values. Raises KeyError or ValueError."""
+        are_values = bool(SWITCH.of(config, self.keys_are_values))
+        has_count = are_values and config[self.num_kv_heads] is not None
+        num_kv_heads = SIZE.of(config, self.num_kv_heads if has_count else "num_key_value_heads")
+        return LayerHeads(num_kv_heads, SIZE.of(config, self.head_dim)), are_values
+
+    def rules(self) -> dict[str, KeyRule | None]:
+        return {self.head_dim: SIZE, self.num_kv_heads: SIZE.or_null(), self.keys_are_values: SWITCH}
+
+
 def all_layers(config: Config, windows: Windows) -> frozenset[int]:
     return frozenset(range(len(windows)))
 
@@ -102,6 +121,7 @@ INDEX_LINEARS = {
     "index_weight": "self_attn.indexer.weights_proj",
 }
 INDEX_NORM = "self_attn.indexer.k_norm"
+CHOOSES = "attention to keys that an indexer chooses"
 INDEXED = {"deepseek_sparse_attention", "indexed_attention"}  # types of layers that attend to chosen keys
 INDEX_KEYS = ("index_n_heads", "index_head_dim", "index_topk")
 

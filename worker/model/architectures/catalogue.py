@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from swiftbatch.worker.model.architectures.attention_layers import INDEXED
+from swiftbatch.worker.model.architectures.attention_layers import CHOOSES, INDEXED
 from swiftbatch.worker.model.architectures.hybrid import HYBRIDS
 from swiftbatch.worker.model.architectures.llama_like import LLAMA_LIKE
 from swiftbatch.worker.model.architectures.moe import MIXTURES
@@ -32,14 +32,12 @@ MIXER_CLASSES = {
 GGUF_KINDS = {spec.gguf.name: kind for kind, spec in ARCHITECTURES.items() if spec.gguf}
 """The architectures by their names in GGUF files."""
 
-CHOOSES = "attention to keys that an indexer chooses"
 COMPRESSED = f"compressed keys and values, {CHOOSES}, and hyper-connections"
 HEADS_BY_LAYER = "more heads of queries in layers with windows than in others, and a gate for each head"
 REFUSED = {  # `model_type` -> what it needs that is missing here; only models that users may ask for
     "bloom": "position biases (ALiBi)",
     "deepseek_ref": COMPRESSED,
     "deepseek_v4": COMPRESSED,
-    "gemma4_text": "heads of two widths, and keys that serve as values",
     "mimo_v2_flash": "values narrower than keys, and sinks in windows alone",
     "minimax_m3": "attention to blocks of keys that an indexer chooses",
     "mpt": "position biases (ALiBi)",

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from swiftbatch.worker.kernels.layer_specs import NormForm, Score
 from swiftbatch.worker.model.architectures.attention_layers import (
+    CHOOSES,
     IndexerSpec,
     MLASpec,
     Windows,
@@ -19,6 +20,7 @@ from swiftbatch.worker.model.architectures.attention_layers import (
     without_windows,
     without_windows_if_said,
 )
+from swiftbatch.worker.model.architectures.gemma4 import GEMMA4
 from swiftbatch.worker.model.architectures.llama_like import BIASED, COHERE, GRANITE, HUNYUAN, OLMO2, QK_NORMED, TIED
 from swiftbatch.worker.model.architectures.moe_layers import (
     ROLES,
@@ -154,6 +156,7 @@ def indexed(indexer: IndexerSpec) -> ArchitectureSpec:
         experts=replace(SCORED_BY_SIGMOID, layers=SparseOr(behind_the_first), one_meaning=WITHOUT_BIASES | pairs),
         known_keys=(*DEEPSEEK_V3.known_keys, "index_topk_", "index_skip_topk_offset"),
         rules=NULL_HEADS,
+        on_cpu_alone=CHOOSES,
     )
 
 
@@ -237,6 +240,7 @@ MIXTURES: dict[str, ArchitectureSpec] = {
         ),
     ),
     "flex_olmo": replace(OLMO2, experts=replace(PLAIN, normalises="norm_topk_prob")),
+    "gemma4_text": GEMMA4,
     "glm4_moe": ArchitectureSpec(
         "attention_bias", qk_norms_key="use_qk_norm", partial_rotary_factor=0.5, experts=SCORED_BY_SIGMOID
     ),

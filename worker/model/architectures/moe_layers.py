@@ -24,8 +24,9 @@ MoELayers = Callable[[Config], frozenset[int]]
 """Reads the layers with experts. Raises KeyError for defaults, ValueError for wrong numbers."""
 
 COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-CHOSEN_KEYS = ("num_experts_per_tok", "moe_k", "moe_topk", "experts_per_token")
+CHOSEN_KEYS = ("num_experts_per_tok", "moe_k", "moe_topk", "experts_per_token", "top_k_experts")
 ROLES = ("gate", "up", "down")
+SHARED_NORM = "shared_norm"  # role of the norm behind the shared expert
 
 
 def mlp_linears(part: str) -> dict[str, str]:
@@ -57,6 +58,8 @@ class MoETensorNames:
     shared_gate: str | None = None
     shared: Mapping[str, str] | None = None  # role -> name, of the shared expert's projections
     latent: tuple[str, str] | None = None  # projections before and after all experts
+    norms: Mapping[str, str] = field(default_factory=dict)  # role -> name, of norms beside the experts
+    scales: Mapping[str, str] = field(default_factory=dict)  # role -> name, of the router's scales
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,8 @@ class MoEConfig:
         for each in (names.router, names.router_bias, names.choice_bias, names.shared_gate):
             if each is not None and (each != names.shared_gate or self.shared_width):
                 yield each
+        yield from (f"{norm}.weight" for norm in names.norms.values())
+        yield from names.scales.values()
         if not is_fused and names.each is not None:
             count = self.routing.num_experts
             yield from (each.format(number) for each in names.each.values() for number in range(count))

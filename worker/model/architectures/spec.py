@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swiftbatch.worker.kernels.layer_specs import Activation, NormForm
-from swiftbatch.worker.model.architectures.attention_layers import IS_WINDOWED, MLASpec, NoPESpec, WindowSpec
+from swiftbatch.worker.model.architectures.attention_layers import IS_WINDOWED, MLASpec, NoPESpec, OwnHeads, WindowSpec
 from swiftbatch.worker.model.architectures.moe_layers import MoESpec
 from swiftbatch.worker.model.architectures.recurrent_layers import MixerSpec
 from swiftbatch.worker.model.config_values import ACTIVATION, POSITIVE, SIZE, SWITCH, Config, KeyRule
@@ -93,6 +93,7 @@ class ArchitectureSpec:
     qk_norms_key: str | None = None  # key of whether these norms exist
     qk_norms_differ: bool = False  # each head has its own norm weights
     joins_heads: bool = False  # norms of queries and keys span all heads of a row
+    norms_values: bool = False  # values are normed, too, without weights
     norms_after_rope: bool = False  # these norms are applied after the rotation of each head
     has_gates: bool = True  # a gate multiplies the input of the MLP's last projection
     activation_key: str | None = "hidden_act"  # None if it is always SiLU
@@ -108,6 +109,8 @@ class ArchitectureSpec:
     scales_by_width: bool = False  # multiplies embeddings by the root of their width, which is rounded
     scales: Mapping[str, str] = field(default_factory=dict)  # what is scaled -> key of its factor
     scale_lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # keys of several, or null, and what of
+    fixed_scales: Mapping[str, float] = field(default_factory=dict)  # what is scaled -> its factor in all models
+    layer_scale: str | None = None  # tensor of a number that multiplies a layer's output
     caps: Mapping[str, str] = field(default_factory=dict)  # what is capped -> key of its soft cap, or null
 
     # rotary positions
@@ -124,6 +127,7 @@ class ArchitectureSpec:
 
     # other layers
     windows: WindowSpec | None = None  # None if all layers see all positions
+    own_heads: OwnHeads | None = None  # of layers without a window
     experts: MoESpec | None = None
     mixer: MixerSpec | None = None  # layers with a mixer instead of attention or beside it
     latent: MLASpec | None = None  # heads share one latent vector per position
@@ -147,6 +151,7 @@ class ArchitectureSpec:
     # what runs it
     lacks_class: bool = False  # `transformers` does not know it: `nas_model` has its class, which takes the text view
     kernels_lack: str | None = None  # why our kernels cannot run it beyond its attention; None if they can
+    on_cpu_alone: str | None = None  # why nothing but our kernels for CPUs runs it; None if something does
     is_taken_over: bool = False  # the kernels may run it after `transformers` has filled in the config's missing values
     attends_in_chunks: bool = False
 
@@ -191,6 +196,6 @@ class ArchitectureSpec:
         rules |= dict.fromkeys(self.caps.values(), POSITIVE.or_null())
         rules |= {key: POSITIVE.list_of(len(names)) for key, names in self.scale_lists.items()}
         rules |= {self.thetas_key: None}  # `PER_LAYER` has its rule
-        for part in (self.experts, self.mixer, self.latent):
+        for part in (self.experts, self.mixer, self.latent, self.own_heads):
             rules |= part.rules() if part else {}
         return {key: rule for key, rule in rules.items() if isinstance(key, str) and key != ALWAYS}
