@@ -179,7 +179,7 @@ PENALISED = 30  # sequences with penalty counts
 
 def draws(trial: Trial) -> Iterator[Try]:
     vocab = trial.sizes.sampled_vocab
-    drawing = CudaBatchSampler(vocab, trial.device)
+    drawing = CudaBatchSampler(torch.zeros(NUM_ROWS, vocab, device=trial.device))
     for name in KINDS:
         yield name, functools.partial(_compared, trial, drawing, name)
 
@@ -317,7 +317,7 @@ def _graph_memory(trial: Trial) -> Finding:
     rows.append({"behind": "the graph of a forward", **_taken(trial.device)})
     target.forwards.room_for(SummaryKVCache, 2048)
     rows.append({"behind": "the graphs of rounds and queries", **_taken(trial.device)})
-    drawing = CudaBatchSampler(target.vocab_size, trial.device)
+    drawing = target.forwards.new_batch_sampler()
     drawing.top_candidates(torch.zeros(1, target.vocab_size, device=trial.device))
     rows.append({"behind": "the graphs of draws", **_taken(trial.device)})
     first, last = (float(row["outside, GB"]) for row in (rows[0], rows[-1]))

@@ -25,6 +25,7 @@ from swiftbatch.worker.exactness.doctor import diagnose
 from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.cuda.cuda_graph import CudaGraph
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.sampling.cuda.cuda_sampler import CudaBatchSampler
@@ -109,7 +110,7 @@ def test_a_stage_of_everything_passes_on_cuda_in_small_sizes(stage: GPUStage, tm
 
 
 def test_draws_write_into_no_memory_but_their_own() -> None:
-    drawing = CudaBatchSampler(4096, torch.device("cuda"))
+    drawing = CudaBatchSampler(torch.zeros(NUM_ROWS, 4096, device="cuda"))
     gc.collect()
     torch.cuda.empty_cache()  # as every capture does: memory known only by address goes to others
     others = [torch.full((1 << 14,), 7.0, device="cuda") for _ in range(2000)]

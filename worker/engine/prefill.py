@@ -319,13 +319,13 @@ class Prefiller:
         """Commit the cache entries that a forward wrote for chunks; drafters learn from `outputs`."""
         if prefill_chunks and self._drafter.learns_rows:
             self._drafter.learn(self._prefilled_rows(prefill_chunks, outputs))
-        given = zip(outputs.hidden, outputs.logits, strict=True)
+        end = 0
         for prefill_chunk in prefill_chunks:
-            slot, parts = prefill_chunk.slot, [next(given) for _ in prefill_chunk.rows]
+            slot, start, end = prefill_chunk.slot, end, end + len(prefill_chunk.rows)
             if self._drafter.needs_hidden:
-                self._drafter.read(slot.sequence, slot.cache.length, torch.cat([hidden for hidden, _ in parts]))
-            if slot.scores is not None:
-                slot.scores.take(slot.cache.length, torch.cat([logits for _, logits in parts]))
+                self._drafter.read(slot.sequence, slot.cache.length, torch.cat(list(outputs.hidden[start:end])))
+            if slot.scores is not None:  # in place: copies to a GPU's sampler would overwrite logits of other rows
+                slot.scores.take(slot.cache.length, outputs.logits[start:end].together)
             slot.cache.advance(prefill_chunk.num_rows)
             self._counters.num_read_tokens += prefill_chunk.num_rows
 

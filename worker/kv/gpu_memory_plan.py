@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 
 CAPACITY_BLOCK = 64  # attention kernels read whole blocks of a slot
-# bytes per logit: decoded (4), drawn from (4), scores (8), tempered, sorted (8), order (8), sorting (28)
-LOGIT_BYTES = 60
+# bytes per logit: decoded (4), scores (8), tempered, sorted (8), order (8), sorting (28)
+LOGIT_BYTES = 56
 FLOAT_BYTES = 4
 DECODED_BYTES = 4  # for logits from which nothing is drawn in place
 SAMPLING_SLOT_BYTES = 12  # two counts and a bias per token and job

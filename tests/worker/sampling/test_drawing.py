@@ -11,6 +11,7 @@ import torch
 
 from swiftbatch.jobs.run.run_records import LogprobsMode
 from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.sampling.batch_sampler import (
     BatchSampler,
     NativeBatchSampler,
@@ -56,7 +57,7 @@ def _numbers_as_a_gpu_has_them() -> Iterator[None]:
 def drawing(request: pytest.FixtureRequest) -> BatchSampler:
     if request.param == "triton":
         with np.errstate(all="ignore"):
-            return CudaBatchSampler(VOCAB, torch.device("cpu"), CheckedGraph)
+            return CudaBatchSampler(torch.zeros(NUM_ROWS, VOCAB), CheckedGraph)
     return NativeBatchSampler() if request.param == "native" else TorchBatchSampler(VOCAB, torch.device("cpu"))
 
 

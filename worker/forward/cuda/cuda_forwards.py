@@ -102,7 +102,7 @@ class Surroundings:
 class CudaForwards:
     """`Forwards` with exact rows, because all forwards have the same shape and order of sums.
 
-    Logits of `run` are valid until the next forward.
+    Logits of `run` are valid until the next forward, or the next draw from other rows.
     """
 
     team = None
@@ -216,7 +216,7 @@ class CudaForwards:
 
     @functools.cached_property
     def _batch_sampler(self) -> CudaBatchSampler:
-        return CudaBatchSampler(self.vocab_size, self.device, self.capture, self.rows_per_forward)
+        return CudaBatchSampler(self._decoder.logits, self.capture)
 
     def _forward(self, groups: list[SequenceRows], feature_layers: tuple[int, ...]) -> torch.Tensor:
         """Return final hidden states, `[num_rows, hidden]`, or features, valid until the next forward."""

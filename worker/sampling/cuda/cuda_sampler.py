@@ -19,7 +19,7 @@ from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.run.run_records import LogprobsMode
 from swiftbatch.jobs.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from swiftbatch.worker.kernels.cuda.cuda_graph import Capture, Download, Upload, Work, capture
-from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS, most_slots
+from swiftbatch.worker.kernels.kernel_sizes import most_slots
 from swiftbatch.worker.sampling.batch_sampler import NO_MASKS, Masks, num_top_of, together
 from swiftbatch.worker.sampling.cuda.filter_kernels import RowCuts
 from swiftbatch.worker.sampling.cuda.logits_kernels import penalise_blocks, update_counts
@@ -102,7 +102,7 @@ class Draw:
         )
 
 
-# Graphs for rows with filters, for all others, and for log-probabilities.
+# Graphs for rows with filters, for all others with and without candidates, and for log-probabilities.
 
 
 # widths of a row's results: token, highest logit, candidates and their log-probabilities; `TokenLogprobs.numbers`
@@ -110,7 +110,7 @@ WIDTHS_OUT = (1, 1, TOP_K, TOP_K, 1 + 2 * MAX_TOP_LOGPROBS)
 
 
 class SampledRows(NamedTuple):
-    """Results of rows; rows that ask for no log-probabilities have arbitrary ones."""
+    """Results of rows; what was not asked for is arbitrary."""
 
     tokens: NDArray[np.int32]  # [num_rows], -1 if nothing can be drawn
     candidates: NDArray[np.int32]  # [num_rows, TOP_K]
@@ -133,10 +133,10 @@ def parts_out(out: Any) -> list[Any]:
 class SamplingGraphs:
     """Fixed buffers and their graphs, which are captured in the constructor, before other threads copy."""
 
-    def __init__(self, vocab_size: int, layout: SamplingRowLayout, device: torch.device, capture: Capture) -> None:
-        """Inputs go to `logits [num_rows, vocab] float32` and `table [layout.size] int32`."""
-        num_rows = layout.num_rows
-        self.logits = torch.zeros(num_rows, vocab_size, device=device)
+    def __init__(self, logits: torch.Tensor, layout: SamplingRowLayout, capture: Capture) -> None:
+        """Inputs are `logits [num_rows, vocab] float32`, which no graph writes, and `table [layout.size] int32`."""
+        (num_rows, vocab_size), device = logits.shape, logits.device
+        self.logits = logits
         padding = np.zeros(layout.size, dtype=np.int32)
         layout.fill(padding, [], {})
         self.table = torch.from_numpy(padding).to(device)
@@ -153,15 +153,17 @@ class SamplingGraphs:
         counting = functools.partial(update_counts, self.slots.counts, self.slots.output, arriving, gone)
         draw = Draw(self._buffers)
         filtered = functools.partial(draw.launch, is_filtered=True)
-        works = (in_a_row(counting, launch, candidates.launch) for launch in (draw.launch, filtered))
-        self._plain, self._filtered = (capture(work, device) for work in works)
+        works = (draw.launch,), (draw.launch, candidates.launch), (filtered, candidates.launch)
+        graphs = (capture(in_a_row(counting, *work), device) for work in works)
+        self._plain, self._plain_with_candidates, self._filtered = graphs
         found = RowLogprobs(self.logits, rows, draw.scores, draw.peaks, draw.cuts.ranks)
         self._logprobs = capture(in_a_row(functools.partial(found.launch, tokens[:, 0], logprobs)), device)
 
-    def replay(self, draws: bool, is_filtered: bool, with_logprobs: bool) -> SampledRows:
-        """Run what is asked for and wait for the results; without a draw, the tokens are arbitrary."""
+    def replay(self, draws: bool, is_filtered: bool, with_candidates: bool, with_logprobs: bool) -> SampledRows:
+        """Run what is asked for and wait for the results."""
         if draws:
-            (self._filtered if is_filtered else self._plain).replay()
+            unfiltered = self._plain_with_candidates if with_candidates else self._plain
+            (self._filtered if is_filtered else unfiltered).replay()
         if with_logprobs:
             self._logprobs.replay()
         out = self._download.wait().copy()
@@ -250,15 +252,14 @@ class CudaSampler:
 class CudaBatchSampler:
     """`BatchSampler` in Triton kernels."""
 
-    def __init__(
-        self, vocab_size: int, device: torch.device, capture: Capture = capture, num_rows: int = NUM_ROWS
-    ) -> None:
-        self.device = device
-        self._vocab_size = vocab_size
+    def __init__(self, logits: torch.Tensor, capture: Capture = capture) -> None:
+        """Draw in place from rows of a forward's `logits [num_rows, vocab] float32`; other rows overwrite its first."""
+        self.device = logits.device
+        num_rows, self._vocab_size = logits.shape
         self._most_slots = most_slots(num_rows)
         self._layout = SamplingRowLayout(self._most_slots + 1, num_rows)
         self._free = list(range(self._most_slots, NO_SLOT, -1))
-        self._graphs = SamplingGraphs(vocab_size, self._layout, device, capture)
+        self._graphs = SamplingGraphs(logits, self._layout, capture)
         self._table = Upload(self._graphs.table)
         # counts keep their sequences alive, and so the ids valid
         self._counts = weakref.WeakValueDictionary[int, TokenCounts]()
@@ -296,7 +297,7 @@ class CudaBatchSampler:
         rows = [row for sampler, tree, words in given for row in sampler.rows(tree, words, logprobs_mode)]
         if not rows:
             return []
-        found = self._draw(samplers, rows, together(logits))
+        found = self._draw(samplers, rows, together(logits), with_candidates=with_candidates)
         walks, start, drawn = list[Walk](), 0, found.tokens.tolist()
         ids = found.candidates.astype(np.int64) if with_candidates else found.candidates
         for sampler, tree in zip(samplers, trees, strict=True):
@@ -309,7 +310,7 @@ class CudaBatchSampler:
 
     def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         anyone = Sequence("candidates", [0], GREEDY, self._vocab_size)
-        found = self._drawn([SamplingRow(anyone, NO_SLOT, [])] * len(logits), logits, {})
+        found = self._drawn([SamplingRow(anyone, NO_SLOT, [])] * len(logits), logits, {}, True, True)
         return found.candidates.astype(np.int64), found.candidate_logprobs
 
     def logprobs(
@@ -331,12 +332,17 @@ class CudaBatchSampler:
         )
 
     def _draw(
-        self, samplers: Many[CudaSampler], rows: list[SamplingRow], logits: torch.Tensor, draws: bool = True
+        self,
+        samplers: Many[CudaSampler],
+        rows: list[SamplingRow],
+        logits: torch.Tensor,
+        draws: bool = True,
+        with_candidates: bool = False,
     ) -> SampledRows:
         counted = {each.counts.slot: each.counts for each in samplers if each.counts.slot}  # forks share a slot
         try:
             news = {slot: counts.news(self._graphs.slots) for slot, counts in counted.items()}
-            return self._drawn(rows, logits, news, draws)
+            return self._drawn(rows, logits, news, draws, with_candidates)
         except torch.OutOfMemoryError:
             for counts in counted.values():
                 counts.num_counted = None  # the news may be lost: the next draw counts anew
@@ -347,21 +353,33 @@ class CudaBatchSampler:
         rows: list[SamplingRow],
         logits: torch.Tensor,
         news: dict[int, tuple[np.ndarray, np.ndarray]],
-        draws: bool = True,
+        draws: bool,
+        with_candidates: bool,
     ) -> SampledRows:
         found: list[SampledRows] = []
         num_rows = self._layout.num_rows
         for start in range(0, len(rows), num_rows):
             part = rows[start : start + num_rows]
-            self._graphs.logits[: len(part)] = logits[start : start + len(part)]
-            self._layout.fill(self._table.buffer(), part, news)
+            first = self._placed(logits[start : start + len(part)])
+            placed = [*[None] * first, *part]
+            self._layout.fill(self._table.buffer(), placed, news)
             self._table.send()
-            mask_rows(self._graphs.slots, part)
+            mask_rows(self._graphs.slots, placed)
             all_params = {id(row.sequence): row.sequence.sampling for row in part}  # rows of a tree share them
             is_filtered = any(map(needs_filters, all_params.values()))
-            found.append(self._graphs.replay(draws, is_filtered, any(row.logprobs for row in part)))
+            out = self._graphs.replay(draws, is_filtered, with_candidates, any(row.logprobs for row in part))
+            found.append(SampledRows._make(each[first : len(placed)] for each in out))
             news = {}
-        return SampledRows._make(_joined(parts)[: len(rows)] for parts in zip(*found, strict=True))
+        return SampledRows._make(map(_joined, zip(*found, strict=True)))
+
+    def _placed(self, logits: torch.Tensor) -> int:
+        """Return the index of the first row in the graphs' buffer; rows that lie elsewhere are copied there."""
+        buffer = self._graphs.logits
+        distance = logits.data_ptr() - buffer.data_ptr()
+        if 0 <= distance < buffer.nbytes:
+            return distance // (buffer.nbytes // len(buffer))
+        buffer[: len(logits)] = logits
+        return 0
 
 
 def _joined(parts: Many[np.ndarray]) -> np.ndarray:

@@ -99,9 +99,10 @@ def test_a_forward_is_as_wide_as_its_rows_need_and_has_the_bits_of_any_other(fil
 def noted_replays(target: TargetModel) -> list[str]:
     replayed: list[str] = []
     forwards: Any = target.forwards
-    graphs = {f"forward of {each.num_rows} rows": each.graph for each in forwards._captured}
-    graphs["draw"] = forwards._batch_sampler._graphs._plain
-    for name, graph in graphs.items():
+    graphs = [(f"forward of {each.num_rows} rows", each.graph) for each in forwards._captured]
+    draws = forwards._batch_sampler._graphs
+    graphs += [("draw", graph) for graph in (draws._plain, draws._plain_with_candidates)]
+    for name, graph in graphs:
         graph.replay = functools.partial(noted, replayed, name, graph.replay)
     return replayed
 
@@ -119,8 +120,8 @@ def test_verdicts_are_kept_by_rows_but_for_the_number_of_all_older_runs() -> Non
 
 @pytest.mark.parametrize("num_rows", [128, pytest.param(256, marks=pytest.mark.slow)])
 def test_a_table_of_draws_has_as_many_rows_as_a_forward_and_the_tokens_of_smaller_tables(num_rows: int) -> None:
-    vocab, device = 64, torch.device("cpu")
-    wide, narrow = (CudaBatchSampler(vocab, device, CheckedGraph, each) for each in (num_rows, NUM_ROWS))
+    vocab = 64
+    wide, narrow = (CudaBatchSampler(torch.zeros(each, vocab), CheckedGraph) for each in (num_rows, NUM_ROWS))
     logits = list(torch.randn(num_rows, 1, vocab, generator=torch.Generator().manual_seed(4)))
     jobs = [job(number, vocab, 0.7 if number < MOST_SLOTS else 0.0) for number in range(num_rows)]
     waits: list[str] = []
@@ -135,7 +136,7 @@ def test_a_table_of_draws_has_as_many_rows_as_a_forward_and_the_tokens_of_smalle
 
 
 def test_with_more_rows_more_jobs_may_have_penalties_at_a_time() -> None:
-    drawing = CudaBatchSampler(64, torch.device("cpu"), CheckedGraph, 128)
+    drawing = CudaBatchSampler(torch.zeros(128, 64), CheckedGraph)
     samplers = [drawing.sampler(job(number, 64)) for number in range(128)]
     assert len({sampler.counts.slot for sampler in samplers}) == 128
     with pytest.raises(RuntimeError, match="more than 128 sequences"):

@@ -11,6 +11,7 @@ import torch
 from swiftbatch.jobs.logprobs import NO_TOKEN, TokenLogprobs
 from swiftbatch.jobs.run.run_records import LogprobsMode
 from swiftbatch.jobs.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.sampling.batch_sampler import TorchBatchSampler, row_logprobs
 from swiftbatch.worker.sampling.cuda import cuda_sampler
 from swiftbatch.worker.sampling.cuda.cuda_sampler import CudaBatchSampler, Draw
@@ -90,8 +91,9 @@ def test_walks_have_them_from_the_step_s_one_copy_whatever_the_number_of_jobs(
     copies = list[int]()
     wait = cuda_sampler.Download.wait
     monkeypatch.setattr(cuda_sampler.Download, "wait", lambda self: copies.append(1) or wait(self))
-    device, vocab_size = torch.device("cpu"), 60
-    drawing, torch_drawing = CudaBatchSampler(vocab_size, device, CheckedGraph), TorchBatchSampler(vocab_size, device)
+    vocab_size = 60
+    drawing = CudaBatchSampler(torch.zeros(NUM_ROWS, vocab_size), CheckedGraph)
+    torch_drawing = TorchBatchSampler(vocab_size, torch.device("cpu"))
     params = SamplingParams(max_tokens=30, seed=3, logprobs=5, frequency_penalty=0.5, ignore_eos=True)
     quiet = params.model_copy(update={"logprobs": None})
     sequences = [Sequence(str(i), [1, 2, i], quiet if i == 3 else params, vocab_size) for i in range(8)]
