@@ -77,7 +77,7 @@ STAGES = (  # most valuable first
     GPUStage("kept rows", f"{_STAGES}kept_rows", 90, ("Keys and values in 8 bits",)),
     GPUStage("bits", f"{_STAGES}bits", 300, ("Pages", "Keys and values in 8 bits", "Experts")),
     GPUStage(*("rows of kinds", f"{_STAGES}rows_of_kinds", 240), ("Experts", "Latent attention", "Layers with states")),
-    GPUStage("draws", f"{_STAGES}draws", 90, ("Sorting for top-k, top-p and eta",)),
+    GPUStage("draws", f"{_STAGES}draws", 90, ("The noise of draws in float32",)),
     GPUStage("jobs", f"{_JOBS}jobs", 150, ("Steps of many jobs", "The reserves", "Forwards of 128 and 256 rows")),
     GPUStage("families", f"{_JOBS}families", 150, ("Experts", "Latent attention", "Layers with states")),
     GPUStage("host", "bench.gpu.host:host", 60, ("Steps of many jobs",)),

@@ -102,7 +102,7 @@ class Draw:
         )
 
 
-# Graphs for rows with filters, for all others, for candidates, and for log-probabilities.
+# Graphs for rows with filters, for all others with and without candidates, and for log-probabilities.
 
 
 # widths of a row's results: token, highest logit, candidates and their log-probabilities; `TokenLogprobs.numbers`
@@ -153,18 +153,17 @@ class SamplingGraphs:
         counting = functools.partial(update_counts, self.slots.counts, self.slots.output, arriving, gone)
         draw = Draw(self._buffers)
         filtered = functools.partial(draw.launch, is_filtered=True)
-        works = (in_a_row(counting, launch) for launch in (draw.launch, filtered))
-        self._plain, self._filtered = (capture(work, device) for work in works)
-        self._candidates = capture(candidates.launch, device)
+        works = (draw.launch,), (draw.launch, candidates.launch), (filtered, candidates.launch)
+        graphs = (capture(in_a_row(counting, *work), device) for work in works)
+        self._plain, self._plain_with_candidates, self._filtered = graphs
         found = RowLogprobs(self.logits, rows, draw.scores, draw.peaks, draw.cuts.ranks)
         self._logprobs = capture(in_a_row(functools.partial(found.launch, tokens[:, 0], logprobs)), device)
 
     def replay(self, draws: bool, is_filtered: bool, with_candidates: bool, with_logprobs: bool) -> SampledRows:
         """Run what is asked for and wait for the results."""
         if draws:
-            (self._filtered if is_filtered else self._plain).replay()
-        if with_candidates:
-            self._candidates.replay()
+            unfiltered = self._plain_with_candidates if with_candidates else self._plain
+            (self._filtered if is_filtered else unfiltered).replay()
         if with_logprobs:
             self._logprobs.replay()
         out = self._download.wait().copy()
@@ -311,7 +310,7 @@ class CudaBatchSampler:
 
     def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         anyone = Sequence("candidates", [0], GREEDY, self._vocab_size)
-        found = self._drawn([SamplingRow(anyone, NO_SLOT, [])] * len(logits), logits, {}, False, True)
+        found = self._drawn([SamplingRow(anyone, NO_SLOT, [])] * len(logits), logits, {}, True, True)
         return found.candidates.astype(np.int64), found.candidate_logprobs
 
     def logprobs(

@@ -265,8 +265,8 @@ def rank_blocks(
         values = tl.where(kept, values, float("-inf"))
         if tl.max(kept.to(tl.int32), 0) > 0:  # without such tokens, noise changes nothing
             low, high = whole(rows_ptr, row, POSITION), whole(rows_ptr, row, POSITION + 1)
-            noise = gumbel(noise_words(noise_key_of(rows_ptr, row), low, high, block * BLOCK, BLOCK))
-            values += temperature * noise
+            words = noise_words(noise_key_of(rows_ptr, row), low, high, block * BLOCK, BLOCK)
+            values += temperature * gumbel_bound(words)  # 2^-10 more for all tokens changes no rank
     values = values / SPREAD
     store_block(values, tokens, inside, row * num_blocks + block, ranks_ptr, tops_ptr, sums_ptr, TOP)
 

@@ -68,7 +68,7 @@ def test_off_the_cpu_top_p_sums_whole_numbers() -> None:
 
 def test_a_gpu_s_draws_launch_none_of_torch_s_running_sums() -> None:
     graphs = SamplingGraphs(torch.zeros(NUM_ROWS, 50), SamplingRowLayout(2), CheckedGraph)
-    for graph in (graphs._plain, graphs._filtered):
+    for graph in (graphs._plain, graphs._plain_with_candidates, graphs._filtered):
         assert isinstance(graph, CheckedGraph)
         names = [launch[0] for launch in graph.launches]
         assert names

@@ -99,9 +99,10 @@ def test_a_forward_is_as_wide_as_its_rows_need_and_has_the_bits_of_any_other(fil
 def noted_replays(target: TargetModel) -> list[str]:
     replayed: list[str] = []
     forwards: Any = target.forwards
-    graphs = {f"forward of {each.num_rows} rows": each.graph for each in forwards._captured}
-    graphs["draw"] = forwards._batch_sampler._graphs._plain
-    for name, graph in graphs.items():
+    graphs = [(f"forward of {each.num_rows} rows", each.graph) for each in forwards._captured]
+    draws = forwards._batch_sampler._graphs
+    graphs += [("draw", graph) for graph in (draws._plain, draws._plain_with_candidates)]
+    for name, graph in graphs:
         graph.replay = functools.partial(noted, replayed, name, graph.replay)
     return replayed
 
