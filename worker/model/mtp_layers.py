@@ -13,6 +13,7 @@ from typing import Any
 
 from swiftbatch.worker.kernels.layer_specs import NormForm
 from swiftbatch.worker.model.architectures.catalogue import layer_types, needs_indexers
+from swiftbatch.worker.model.architectures.nas_blocks import nas_blocks
 from swiftbatch.worker.model.config_values import Config, shown
 from swiftbatch.worker.model.decoder_config import (
     DecoderConfig,
@@ -91,6 +92,9 @@ def one_layer_config(config: Config) -> dict[str, Any]:
     """Return the config of a model of one attention layer, derived from a text model's config."""
     one = {key: ONE_OF_ITS_KIND.get(key, value) for key, value in config.items() if key not in OF_LAYERS}
     one["num_hidden_layers"] = 1
+    if "block_configs" in config:
+        whole = [number for number, block in enumerate(nas_blocks(config)) if block.group and block.width]
+        one["block_configs"] = [config["block_configs"][number] for number in whole[:1]]
     return one if layer_types(config) is None else one | {"layer_types": ["full_attention"]}
 
 

@@ -10,14 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.drafters.mtp.predictor import PredictorModule
 from swiftbatch.worker.exactness.forward_comparisons import probe_rows
 from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.model.causal_lm import load_causal_lm
 from swiftbatch.worker.model.decoder_loading import dense_weights
+from swiftbatch.worker.model.formats.layout import heads_in
 from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.model.mtp_layers import predictor_of
 from swiftbatch.worker.model.text_config import text_view
 from swiftbatch.worker.text.tokenizer_loading import loaded_tokenizer
 from tests.worker.kernels.kernel_parts import needs_kernels
@@ -92,6 +96,15 @@ def test_texts_are_the_same_where_keys_and_values_lie_on_a_disk(tmp_path: Path) 
 def test_of_many_random_tree_rows_none_differs_in_any_bit(name: str, dtype: str, num_rows: int, tmp_path: Path) -> None:
     publish(name, tmp_path)
     assert probe_rows(loaded(tmp_path, dtype), num_rows, seed=1).num_differing == 0
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_layer_that_predicts_is_like_the_first_one_that_lacks_no_part(name: str, tmp_path: Path) -> None:
+    view = text_view(PUBLISHED[name])
+    save_file(PredictorModule(view).tensors(), tmp_path / "mtp.safetensors")
+    dense = predictor_of(heads_in(tmp_path / "mtp.safetensors").items(), view, tmp_path).dense
+    assert dense.attending == {0}
+    assert dense.mlp_widths == ({"Super 49B": 256, "Ultra 253B": 512, "one that may come": 256}[name],)
 
 
 @pytest.mark.parametrize("packed", ["ModelOpt FP8", "ModelOpt NVFP4"])
