@@ -116,7 +116,7 @@ def test_a_model_that_no_kernels_compute_on_a_gpu_is_told_of_before_workers_star
 def test_a_model_that_does_not_run_on_a_gpu_is_refused_before_workers_start(tmp_path: Path) -> None:
     config = {"model_type": "glm_moe_dsa", "max_position_embeddings": 1024, "vocab_size": 97}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="an indexer chooses runs on CPUs alone; use --device cpu"):
+    with pytest.raises(ModelError, match="an indexer chooses, which our kernels for CPUs know alone; use --device cpu"):
         launch.slow_on_gpu(str(tmp_path), num_gpus_per_worker=1)
     assert launch.slow_on_gpu(str(tmp_path), num_gpus_per_worker=0) is None
 
