@@ -1,0 +1,38 @@
+// A decoder and its layers' weights.
+#pragma once
+#include "attention.h"
+#include "experts.h"
+#include "latent.h"
+#include "linear.h"
+#include "mixers.h"
+#include "quantized.h"
+
+typedef struct {
+    matrix qkv, output, gate_up, down;  // gates and ups alternate; or ups only
+    float *input_norm, *output_norm, *mlp_norm, *down_norm, *query_norm, *key_norm;  // or NULL
+    float *curve;      // of XIELU, or NULL
+    float *sinks;      // the view's, or NULL
+    experts *experts;  // or NULL
+    mixer *mixer;      // instead of attention or added to it, or NULL
+    latent_weights latent;  // instead of `qkv`, in decoders with latent vectors
+    float *shared_norm;     // or NULL
+    int intermediate;  // columns of gates and ups, or of the expert that all rows use; 0: none
+    int num_kv_heads, head_dim;
+    float scale;  // of the output; mostly 1
+    bool does_not_attend;
+    bool is_still;  // its heads are not rotated
+    bool has_other_angles;
+    attention_view view;
+} layer_weights;
+
+struct decoder {
+    decoder_sizes sizes;
+    const void *embedding;             // [vocab, hidden], or
+    quantized_rows packed_embedding;  // the same, of 8 or 4 bits
+    float *final_norm;
+    matrix head;
+    layer_weights *layers;
+    attention_sizes wide;  // of layers with heads of their own; `head_dim` is 0 without any
+    int64_t num_experts_met;
+    void *choice;  // of indexers in the last call, for later layers of the same rows
+};
