@@ -229,24 +229,29 @@ CPU = torch.device("cpu")
 SCALES_WITHIN = ("attention_in_scale", "key_scale", "attention_out_scale", "gate_scale", "down_scale")  # a layer
 
 
-@timed("weights")
 def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = CPU) -> DecoderWeights | None:
-    """Load a model folder tensor by tensor.
-
-    Returns None if the kernels do not support it or tensors do not fit the config.
-    """
-    config = read_config(files.name, files.path)
+    """Load weights as `fitting_weights` does, or return None where it raises OtherDecoderError."""
     try:
-        dense = read_decoder_config(config)
-        refuse_other_tensors(dense, stored_names(files, config))
+        return fitting_weights(files, dtype, device)
     except OtherDecoderError:
         return None
+
+
+@timed("weights")
+def fitting_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = CPU) -> DecoderWeights:
+    """Load a model folder tensor by tensor.
+
+    Raises OtherDecoderError if the kernels do not support it or tensors do not fit the config.
+    """
+    config = read_config(files.name, files.path)
+    dense = read_decoder_config(config)
+    refuse_other_tensors(dense, stored_names(files, config))
     place = functools.partial(_placed, device=device, dtype=dtype)
     tensors = read_tensors(files, dtype, place, _floats_of(dense))
     try:
         return decoder_of(tensors, dense, dtype)
-    except (ValueError, IndexError):
-        return None
+    except (ValueError, IndexError) as error:
+        raise OtherDecoderError(str(error)) from error
 
 
 def decoder_of(tensors: Mapping[str, Weight], dense: DecoderConfig, dtype: torch.dtype) -> DecoderWeights:
