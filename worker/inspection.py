@@ -187,9 +187,9 @@ def inspect_model(model: str) -> Inspection:
     refusal = _refusal(source, whole) or fault or (keys_fault(config, layout.heads) if layout else None)
     refusal = refusal or (zero_tail_fault(weight_files(source.path)) if source.has_files else None)
     heads = {name: each for name, each in layout.heads.items() if is_of_text(name, config)} if layout else {}
-    number = sum(each.num_numbers for each in heads.values()) or None
+    stored, number = set(heads) or None, sum(each.num_numbers for each in heads.values()) or None
+    refusal = refusal or _nowhere(config, stored)
     sizes = sizes_of_stored(config, heads, DTYPE) if number and refusal is None else None
-    stored = set(heads) or None
     template = _chat_template(source.path)
     paths = {device: path_on(device, config, stored) for device in ("cpu", "cuda")} if refusal is None else {}
     shape = recurrent_shape(config) if refusal is None else None
@@ -234,6 +234,12 @@ def _refusal(source: Source, whole: dict[str, Any]) -> str | None:
     if said := what_refuses(whole, source.path):
         return said.split("; kinds that run here")[0]
     return (folder_fault if source.has_files else small_files_fault)(source.path)
+
+
+def _nowhere(config: dict[str, Any], stored: set[str] | None) -> str | None:
+    """Return why a model that runs on CPUs alone does not run on them either, or None if it does or others do."""
+    path = path_on("cpu", config, stored)
+    return path.reason if path.name == "none" else None
 
 
 def _formats(source: Source, layout: Layout | None) -> dict[str, int]:

@@ -34,7 +34,8 @@ from swiftbatch.worker.kv.full_cache import FullKVCache, new_cache_of
 from swiftbatch.worker.kv.kv_capacity import KVRoom, place_of_caches, refuse_offload
 from swiftbatch.worker.model.architectures.catalogue import architecture_of
 from swiftbatch.worker.model.compute_path import refuse_on_gpu, short_length
-from swiftbatch.worker.model.decoder_loading import dense_weights
+from swiftbatch.worker.model.decoder_config import OtherDecoderError
+from swiftbatch.worker.model.decoder_loading import fitting_weights
 from swiftbatch.worker.model.model_files import ModelFiles, eos_token_ids_of, read_config
 from swiftbatch.worker.sampling.batch_sampler import SplitRows
 from swiftbatch.worker.sampling.draft_tree import DraftTree
@@ -79,16 +80,17 @@ def load_forwards(
         kernels.refuse_integer_rows("torch runs here")
         _refuse_what_kernels_alone_do(files)
         return load_transformers(files, dtype, device, kv_dtype=kv_dtype)
-    weights = dense_weights(files, dtype)
-    if weights and weights.sizes.latent is not None:
-        refuse_latent(kv_dtype, files.name)
-    if weights and (forwards := _native(weights, eos_token_ids_of(files), variant, kv_dtype, kernels)):
-        return forwards
-    _refuse_what_kernels_alone_do(files)
+    try:
+        weights = fitting_weights(files, dtype)
+        if weights.sizes.latent is not None:
+            refuse_latent(kv_dtype, files.name)
+        return _native(weights, eos_token_ids_of(files), variant, kv_dtype, kernels)
+    except OtherDecoderError as error:
+        _refuse_what_kernels_alone_do(files, str(error))
     loaded = load_transformers(files, dtype, device, variant, kv_dtype)
-    taken = decoder_weights(loaded.model)
-    if taken and (forwards := _native(taken, loaded.eos_token_ids, variant, kv_dtype, kernels)):
-        return forwards
+    if taken := decoder_weights(loaded.model):
+        with contextlib.suppress(OtherDecoderError):
+            return _native(taken, loaded.eos_token_ids, variant, kv_dtype, kernels)
     kernels.refuse_integer_rows(f"they do not know the model {files.name}")
     return loaded
 
@@ -115,13 +117,18 @@ def load_transformers(
     return TransformersForwards(model.to(device).eval().requires_grad_(False), files, variant, kv_dtype)
 
 
-def _refuse_what_kernels_alone_do(files: ModelFiles) -> None:
-    """Raise ModelError for layers that `transformers` has otherwise, and for angles that depend on a job's length."""
+def _refuse_what_kernels_alone_do(files: ModelFiles, fault: str | None = None) -> None:
+    """Raise ModelError for layers that `transformers` has otherwise, and for angles that depend on a job's length.
+
+    `fault` says why the kernels do not take the weights; it is None where no kernels run.
+    """
     if (words := _what_kernels_alone_have(files)) is not None:
-        raise ModelError(
-            f"model {files.name}: only our kernels have its {words}, and these do not run here, or not with its "
-            "weights; `swiftbatch doctor` says which run"
-        )
+        lack = "these do not run here; `swiftbatch doctor` says which run"
+        if fault is not None:
+            lack = (
+                f"these do not take its weights: {fault}; check that its config.json belongs to them, or copy all again"
+            )
+        raise ModelError(f"model {files.name}: only our kernels have its {words}, and {lack}")
     if short_length(read_config(files.name, files.path)) is not None:
         raise ModelError(
             f"model {files.name}: its rotary positions (longrope) change with the length of the text, which only our "
@@ -136,14 +143,14 @@ def _what_kernels_alone_have(files: ModelFiles) -> str | None:
 
 def _native(
     weights: DecoderWeights, eos_token_ids: frozenset[int], variant: str, kv_dtype: KVDtype | None, kernels: CudaKernels
-) -> NativeForwards | None:
-    """Return forwards, or None if the weights do not fit, because `transformers` reports that better."""
+) -> NativeForwards:
+    """Return forwards. Raises OtherDecoderError if the weights do not fit."""
     if kernels.has_integer_rows and not weights.has_integers:
         kernels.refuse_integer_rows("none of this model's weights are integers of 8 or 4 bits that they can take")
     try:
         return NativeForwards(weights, eos_token_ids, variant, kv_dtype, kernels.has_integer_rows)
-    except (ValueError, IndexError):
-        return None
+    except (ValueError, IndexError) as error:
+        raise OtherDecoderError(str(error)) from error
 
 
 @dataclass(frozen=True)

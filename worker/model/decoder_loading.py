@@ -210,13 +210,16 @@ def latent_linears(linears: Mapping[str, AnyLinear], latent: MLAConfig) -> dict[
 
 
 def indexer_weights(tensors: Mapping[str, Weight], prefix: str, latent: MLAConfig) -> dict[str, Any]:
-    """Arrange a layer's indexer for the kernels. Raises ValueError for tensors of unexpected sizes."""
+    """Arrange a layer's indexer for the kernels. Raises ValueError for tensors of unexpected sizes or damaged ones."""
     assert latent.sizes.indexer is not None
     order, dim = latent.index_order, latent.sizes.indexer.dim
-    found: dict[str, Any] = {
-        role: linear_from(tensors[f"{prefix}{name}.weight"]) for role, name in INDEX_LINEARS.items()
-    }
-    norm = [plain(tensors[f"{prefix}{INDEX_NORM}.{part}"]) for part in ("weight", "bias")]
+    names = {role: f"{prefix}{name}.weight" for role, name in INDEX_LINEARS.items()}
+    norms = [f"{prefix}{INDEX_NORM}.{part}" for part in ("weight", "bias")]
+    for name in (*names.values(), *norms):  # they only choose keys, so logits would stay finite
+        if not plain(tensors[name]).isfinite().all():
+            raise ValueError(f"found numbers in {name} that are not finite")
+    found: dict[str, Any] = {role: linear_from(tensors[name]) for role, name in names.items()}
+    norm = [plain(tensors[name]) for name in norms]
     if any(part.shape != (dim,) for part in norm):
         raise ValueError(f"found norms of indexers of {norm[0].numel()} and {norm[1].numel()}, expected {dim}")
     found |= {role: _of_heads(found[role], order, dim) for role in ("index_query", "index_key")}
@@ -229,24 +232,29 @@ CPU = torch.device("cpu")
 SCALES_WITHIN = ("attention_in_scale", "key_scale", "attention_out_scale", "gate_scale", "down_scale")  # a layer
 
 
-@timed("weights")
 def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = CPU) -> DecoderWeights | None:
-    """Load a model folder tensor by tensor.
-
-    Returns None if the kernels do not support it or tensors do not fit the config.
-    """
-    config = read_config(files.name, files.path)
+    """Load weights as `fitting_weights` does, or return None where it raises OtherDecoderError."""
     try:
-        dense = read_decoder_config(config)
-        refuse_other_tensors(dense, stored_names(files, config))
+        return fitting_weights(files, dtype, device)
     except OtherDecoderError:
         return None
+
+
+@timed("weights")
+def fitting_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = CPU) -> DecoderWeights:
+    """Load a model folder tensor by tensor.
+
+    Raises OtherDecoderError if the kernels do not support it or tensors do not fit the config.
+    """
+    config = read_config(files.name, files.path)
+    dense = read_decoder_config(config)
+    refuse_other_tensors(dense, stored_names(files, config))
     place = functools.partial(_placed, device=device, dtype=dtype)
     tensors = read_tensors(files, dtype, place, _floats_of(dense))
     try:
         return decoder_of(tensors, dense, dtype)
-    except (ValueError, IndexError):
-        return None
+    except (ValueError, IndexError) as error:
+        raise OtherDecoderError(str(error)) from error
 
 
 def decoder_of(tensors: Mapping[str, Weight], dense: DecoderConfig, dtype: torch.dtype) -> DecoderWeights:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from swiftbatch.jobs.errors import ModelError
@@ -161,6 +163,18 @@ def test_an_indexer_s_choice_decides_what_rows_see(name: str, folders: dict[str,
     differs = (found[0] != found[1]).any(dim=1)
     assert not differs[:20].any()
     assert differs[20:].float().mean() > 0.9
+
+
+@pytest.mark.parametrize("part", ["wq_b.weight", "wk.weight", "weights_proj.weight", "k_norm.weight", "k_norm.bias"])
+def test_a_damaged_indexer_is_refused_though_logits_are_finite(
+    part: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(folders["GLM 5.2"], tmp_path, dirs_exist_ok=True)
+    tensors, name = load_file(tmp_path / "model.safetensors"), f"model.layers.2.self_attn.indexer.{part}"
+    tensors[name].view(-1)[-1] = math.nan
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=f"found numbers in {name} that are not finite"):
+        loaded(tmp_path, "bfloat16")
 
 
 def test_a_choice_is_the_same_whichever_rows_are_read_together(folders: dict[str, Path]) -> None:

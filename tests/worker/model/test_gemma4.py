@@ -210,6 +210,30 @@ def test_other_forms_are_refused_in_a_line(said: dict[str, Any], reason: str, tm
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ({"num_global_key_value_heads": 2}, r"found key of .*\[128, 128\].*, expected .*\[256, 128\]"),
+        ({"vocab_size": 100}, r"found head of .*\[200, 128\].*, expected .*\[100, 128\]"),
+        ({"intermediate_size": 48}, "found rows of mlp.gate_proj"),
+        ({"attention_k_eq_v": False}, "its tensors are others, model.layers.1.self_attn.v_proj.weight among them"),
+    ],
+)
+def test_weights_that_are_not_those_of_the_config_are_refused_with_the_reason(
+    said: dict[str, Any], reason: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    write_beside(folders[DENSE], tmp_path, said)
+    with pytest.raises(
+        ModelError, match=rf"\A.* do not take its weights: {reason}.*; check that its config\.json .*\Z"
+    ):
+        loaded(tmp_path, "bfloat16")
+
+
+def test_inspect_of_a_model_that_runs_nowhere_says_so(folders: dict[str, Path], tmp_path: Path) -> None:
+    write_beside(folders[DENSE], tmp_path, {"attention_k_eq_v": False})
+    assert "model.layers.1.self_attn.v_proj.weight among them" in str(inspect_model(str(tmp_path)).refusal)
+
+
 def test_a_config_is_read_as_newer_versions_write_it(folders: dict[str, Path], tmp_path: Path) -> None:
     for name, published in GEMMA4.items():
         AutoConfig.for_model(**published).save_pretrained(tmp_path)
@@ -219,3 +243,11 @@ def test_a_config_is_read_as_newer_versions_write_it(folders: dict[str, Path], t
         before = inspect_model(str(tmp_path))
         (tmp_path / "config.json").write_text(json.dumps(written))
         assert inspect_model(str(tmp_path)) == before, name
+
+
+def write_beside(model: Path, folder: Path, said: dict[str, Any]) -> None:
+    """Write another config beside a model's weights."""
+    published = json.loads((model / "config.json").read_text())
+    (folder / "model.safetensors").symlink_to(model / "model.safetensors")
+    text = published["text_config"] | said
+    (folder / "config.json").write_text(json.dumps(published | {"text_config": text}))

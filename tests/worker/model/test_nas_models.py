@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,7 @@ def test_a_layer_of_another_form_is_refused_by_its_key(
         ({"block_configs": [BLOCK] * 4}, "config.json has 4 block_configs; expected one for each of 5 layers"),
         ({"block_configs": [BLOCK] * 4 + [7]}, "block_configs[4].attention = 7; expected an object"),
         ({"block_configs": nas_blocks(*[(None, 3.0)] * 5)}, "n_heads_in_group = null for 2 heads; expected a divisor"),
+        ({"hidden_size": math.inf}, "config.json has hidden_size = inf; expected a positive integer"),
         ({"num_attention_heads": 3}, "n_heads_in_group = 2 for 3 heads; expected a divisor"),
         ({"block_configs": nas_blocks(*[(2, None)] * 5)}, "intermediate_size = 0; expected a positive integer"),
     ],

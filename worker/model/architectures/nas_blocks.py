@@ -29,7 +29,8 @@ def nas_blocks(config: Config) -> list[NASBlock]:
     if not isinstance(blocks, list) or len(blocks) != count:
         found = f"{len(blocks)} block_configs" if isinstance(blocks, list) else f"block_configs = {blocks!r:.80}"
         raise ValueError(f"config.json has {found}; expected one for each of {count} layers")
-    read = [_block(block, number, config["hidden_size"]) for number, block in enumerate(blocks)]
+    hidden = SIZE.of(config, "hidden_size")
+    read = [_block(block, number, hidden) for number, block in enumerate(blocks)]
     groups = sorted({block.group for block in read} - {0})
     if len(groups) != 1 or heads % groups[0]:
         raise ValueError(
