@@ -41,7 +41,7 @@ from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.drafters.catalogue import check_parts
 from swiftbatch.worker.forward.hardware import has_cuda
-from swiftbatch.worker.kv.kv_capacity import GB, KVRoomError, bytes_per_position, check_folder
+from swiftbatch.worker.kv.kv_capacity import GB, KVRoomError, bytes_per_position, check_folder, refuse_other_caches
 from swiftbatch.worker.model.compute_path import path_on, refuse_on_gpu
 from swiftbatch.worker.model.model_files import CONFIG_FILES, model_folder, read_config
 
@@ -229,6 +229,8 @@ def _engine_config(manifest: RunManifest, settings: Settings) -> EngineConfig:
         computation.draft_model,
         computation.engine_options,
     )
+    config = read_config(manifest.model, model_folder(manifest.stored_model, CONFIG_FILES))
+    refuse_other_caches(manifest.model, config, manifest.kv_dtype, computation.kv_offload)
     if settings.address is None:  # a cluster's workers check their own
         check_folder(computation.kv_offload)
     return EngineConfig(**asdict(with_absolute_folders(computation)), **asdict(settings.checkpoints))

@@ -24,14 +24,13 @@ from swiftbatch.worker.kernels.gpu_kernel_choice import (
     DEFAULT_KERNELS,
     CudaKernels,
     refuse_kv_dtype,
-    refuse_latent,
     refuse_without_kernels,
 )
 from swiftbatch.worker.kernels.native_library import chosen_variant
 from swiftbatch.worker.kv.cache_room import CacheRoom
 from swiftbatch.worker.kv.file_offload import offloaded_cache
 from swiftbatch.worker.kv.full_cache import FullKVCache, new_cache_of
-from swiftbatch.worker.kv.kv_capacity import KVRoom, place_of_caches, refuse_offload
+from swiftbatch.worker.kv.kv_capacity import KVRoom, place_of_caches, refuse_offload, refuse_other_caches
 from swiftbatch.worker.model.architectures.catalogue import architecture_of
 from swiftbatch.worker.model.compute_path import refuse_on_gpu, short_length
 from swiftbatch.worker.model.decoder_config import OtherDecoderError
@@ -82,8 +81,6 @@ def load_forwards(
         return load_transformers(files, dtype, device, kv_dtype=kv_dtype)
     try:
         weights = fitting_weights(files, dtype)
-        if weights.sizes.latent is not None:
-            refuse_latent(kv_dtype, files.name)
         return _native(weights, eos_token_ids_of(files), variant, kv_dtype, kernels)
     except OtherDecoderError as error:
         _refuse_what_kernels_alone_do(files, str(error))
@@ -204,14 +201,11 @@ class TargetModel:
         """
         place = resolve_device(device)
         refuse_offload(place.type, kv_offload)
+        refuse_other_caches(files.name, read_config(files.name, files.path), kv_dtype, kv_offload)
         wanted = slots if place.type == "cuda" else None
         if wanted is None:
             kernels.refuse_unused(_what_runs(place))
         target = cls(load_forwards(files, DTYPES[dtype], place, wanted, kernels, kv_dtype), files, kv_offload)
-        if kv_offload is not None and target.cache_shape.recurrent is not None:
-            raise ModelError(f"--kv-offload: {files.name} has layers with a state in place of a cache; leave it out")
-        if kv_offload is not None and target.cache_shape.stripes:
-            raise ModelError(f"--kv-offload: {files.name} has layers with heads of different sizes; leave it out")
         if never_sampled_ids:
             target.forwards.never_sampled_ids = torch.tensor(never_sampled_ids, device=target.device)
         check_model(target)

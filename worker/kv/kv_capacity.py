@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.errors import ModelError, UserError
 from swiftbatch.jobs.run.run_records import KVDtype
+from swiftbatch.worker.kernels.gpu_kernel_choice import refuse_latent
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, KV_SCALE_BYTES, ROW_CHOICES
 from swiftbatch.worker.model.architectures.attention_layers import Windows
 from swiftbatch.worker.model.architectures.catalogue import attending_layers, recurrent_shape
@@ -226,6 +227,17 @@ def refuse_offload(device: str, kv_offload: str | None) -> None:
             f"--kv-offload {kv_offload}: caches of a GPU stay in its memory, in pages that jobs take as they grow; "
             "leave the option away, and use --kv-dtype fp8 or int8 for longer or more jobs, or --device cpu"
         )
+
+
+def refuse_other_caches(model: str, config: dict[str, Any], kv_dtype: KVDtype | None, kv_offload: str | None) -> None:
+    """Raise ModelError for caches in 8 bits, or in a folder, that a text model's layers cannot have."""
+    dense = kernel_config(config)
+    if dense is not None and dense.latent is not None:
+        refuse_latent(kv_dtype, model)
+    has_states, has_stripes = recurrent_shape(config) is not None, dense is not None and bool(dense.stripes)
+    if kv_offload is not None and (has_states or has_stripes):
+        has = "a state in place of a cache" if has_states else "heads of different sizes"
+        raise ModelError(f"--kv-offload: {model} has layers with {has}; leave it out")
 
 
 def place_of_caches(device: str, kv_offload: str | None) -> str | None:
