@@ -27,10 +27,9 @@ from swiftbatch.worker.drafters.engine_options import (
 )
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
-from swiftbatch.worker.kv.kv_capacity import ITEM_SIZES
+from swiftbatch.worker.kv.kv_capacity import ITEM_SIZES, has_wide_heads
 from swiftbatch.worker.kv.model_sizes import num_parameters, read_sizes
 from swiftbatch.worker.model.architectures.catalogue import recurrent_shape
-from swiftbatch.worker.model.decoder_config import kernel_config
 from swiftbatch.worker.model.model_files import (
     DRAFT_FOLDER,
     GRIFFIN_FILE,
@@ -286,19 +285,24 @@ def check_parts(
     """Raise ModelError for an unknown engine or option, or a part that is missing or does not fit the model."""
     if part := engine_entry(engine, options).part:
         if part.reads_cache:
-            refuse_unread_caches(engine, model, read_config(model, headers_folder(model)))
+            refuse_unused_part(engine, model, headers_folder(model))
         part.find(model, headers_folder(model), model_fingerprint, None if parts_folder is None else Path(parts_folder))
 
 
-def refuse_unread_caches(engine: str, model: str, config: dict[str, Any]) -> None:
-    """Raise ModelError for a text model of whose layers' caches no part would do for an engine's drafts."""
-    dense, has_states = kernel_config(config), recurrent_shape(config) is not None
-    if has_states or (dense is not None and dense.stripes):
+def refuse_unread_caches(engine: str, model: str, has_states: bool, has_wide_heads: bool) -> None:
+    """Raise ModelError for a model of whose layers' caches no part would do for an engine's drafts."""
+    if has_states or has_wide_heads:
         has = "a state in place of one" if has_states else "heads of different sizes in it"
         raise ModelError(
             f"engine {engine}: its drafts read a part of the cache, and {model} has layers with {has}; use "
             f"--engine {DEFAULT_ENGINE}"
         )
+
+
+def refuse_unused_part(engine: str, model: str, path: Path) -> None:
+    """Raise ModelError, by the model's config, for a part that no drafts would use."""
+    config = read_config(model, path)
+    refuse_unread_caches(engine, model, recurrent_shape(config) is not None, has_wide_heads(config))
 
 
 def create_drafter(
@@ -313,9 +317,9 @@ def create_drafter(
     Raises ModelError for an unknown engine or option, a part that is missing or does not fit, or layers whose states
     or heads of several sizes the drafter would need to read.
     """
-    entry, files = engine_entry(name, options), target.files
+    entry, shape = engine_entry(name, options), target.cache_shape
     if entry.part is not None and entry.part.reads_cache:
-        refuse_unread_caches(name, files.name, read_config(files.name, files.path))
+        refuse_unread_caches(name, target.files.name, shape.recurrent is not None, bool(shape.stripes))
     return entry.factory()(target, costs, None if parts_folder is None else Path(parts_folder))
 
 

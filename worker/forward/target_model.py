@@ -237,7 +237,8 @@ class TargetModel:
     @functools.cached_property
     def model(self) -> Any:
         """Return `transformers`' own model, for comparisons and trainings."""
-        if _what_kernels_alone_have(self.files) is None:
+        native = self.forwards if isinstance(self.forwards, NativeForwards) else None
+        if native is None or (native.sizes.indexer is None and not self.cache_shape.stripes):
             return self.transformers.model
         from swiftbatch.worker.model.causal_lm import load_causal_lm
 

@@ -234,10 +234,16 @@ def refuse_other_caches(model: str, config: dict[str, Any], kv_dtype: KVDtype | 
     dense = kernel_config(config)
     if dense is not None and dense.latent is not None:
         refuse_latent(kv_dtype, model)
-    has_states, has_stripes = recurrent_shape(config) is not None, dense is not None and bool(dense.stripes)
-    if kv_offload is not None and (has_states or has_stripes):
+    has_states = recurrent_shape(config) is not None
+    if kv_offload is not None and (has_states or has_wide_heads(config)):
         has = "a state in place of a cache" if has_states else "heads of different sizes"
         raise ModelError(f"--kv-offload: {model} has layers with {has}; leave it out")
+
+
+def has_wide_heads(config: dict[str, Any]) -> bool:
+    """Return whether some layers of a text model have wider heads than others."""
+    dense = kernel_config(config)
+    return dense is not None and bool(dense.stripes)
 
 
 def place_of_caches(device: str, kv_offload: str | None) -> str | None:

@@ -267,12 +267,12 @@ def what_refuses(config: dict[str, Any], path: Path) -> str | None:
     view, whole = text_view(config), config.get("model_type")
     fault = config_fault(view)
     has_sense = fault is None or view["model_type"] not in ARCHITECTURES  # else what else it says may have none
-    lack = what_it_lacks(view) or shifting_rotary(view) or without_kernels(view) if has_sense else None
+    lack = what_it_lacks(view) or shifting_rotary(view) if has_sense else None
     if lack is None and nested_config(config) and str(whole) not in NESTED:
         lack = f"its kind {whole!r:.80} was not compared with transformers' own forward"
     fault = fault or _format_fault(view, path)
     if lack is None:
-        return fault or unsaid_fault(view)
+        return fault or unsaid_fault(view) or without_kernels(view)
     return f"{lack}{f'; {fault}' if fault else ''}; kinds that run here: {', '.join(ARCHITECTURES)}"
 
 

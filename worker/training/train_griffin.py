@@ -13,10 +13,10 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface, PreTrainedConfig
 
-from swiftbatch.worker.drafters.catalogue import refuse_unread_caches
+from swiftbatch.worker.drafters.catalogue import refuse_unused_part
 from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig, GriffinModel, save_griffin
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.model.model_files import GRIFFIN_FILE, ModelFiles, locate_model, read_config
+from swiftbatch.worker.model.model_files import GRIFFIN_FILE, ModelFiles, locate_model
 from swiftbatch.worker.sampling.noise import GumbelNoise
 from swiftbatch.worker.training.data_parallel import sum_gradients, total
 from swiftbatch.worker.training.feature_files import FOLDER, TextFeatures
@@ -275,7 +275,7 @@ def train_griffin(
     A killed training resumes to the same weights. A finished training is kept. Raises ModelError and CorpusError.
     """
     files = locate_model(model)
-    refuse_unread_caches("griffin", files.name, read_config(files.name, files.path))
+    refuse_unused_part("griffin", files.name, files.path)
     with held(output):
         _train(files, data, output, recipe, report, features or output / FOLDER)
 

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from swiftbatch.worker.drafters.catalogue import refuse_unread_caches
+from swiftbatch.worker.drafters.catalogue import refuse_unused_part
 from swiftbatch.worker.drafters.tokenswift.decoding_heads import head_states, save_heads
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.model.model_files import HEADS_FILE, locate_model, read_config
+from swiftbatch.worker.model.model_files import HEADS_FILE, locate_model
 from swiftbatch.worker.training.data_parallel import share_of, sum_gradients, total
 from swiftbatch.worker.training.feature_files import TextFeatures, TextSource
 from swiftbatch.worker.training.recipes import HeadRecipe
@@ -100,7 +100,7 @@ def train_heads(
     A killed training resumes to the same weights. A finished training is kept. Raises ModelError and CorpusError.
     """
     files = locate_model(model)
-    refuse_unread_caches("tokenswift", files.name, read_config(files.name, files.path))
+    refuse_unused_part("tokenswift", files.name, files.path)
     with held(output):
         folder = TrainingFolder(output, FILES, {"model": files.fingerprint, "recipe": asdict(recipe)})
         if folder.is_finished(report):

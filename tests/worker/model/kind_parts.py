@@ -285,7 +285,7 @@ def asks_for(target: TargetModel) -> str:
 def where_it_runs(kind: str) -> tuple[str, str]:
     """Name what computes a published kind, on a CPU and on a GPU."""
     if ARCHITECTURES[kind].kernels_lack is None:
-        return "kernels", "nothing" if ARCHITECTURES[kind].on_cpu_alone else "kernels"
+        return "kernels", "none" if ARCHITECTURES[kind].on_cpu_alone else "kernels"
     config = text_view(tiny_config(kind, has_wide_heads=True).to_dict())
     return path_on("cpu", config).name, path_on("cuda", config).name
 
@@ -415,7 +415,7 @@ With `--text FILE` it says what that costs, in nats per token.
 ## The kinds
 
 - "On a CPU", "on a GPU": `kernels` are our own for all of a forward; with `kernels attend` the layers of transformers
-  multiply; `transformers` are its layers alone, which are slow on a GPU; `nothing` refuses the model.
+  multiply; `transformers` are its layers alone, which are slow on a GPU; `none` refuses the model.
 - "Needs": what the kind needs beside plain attention to all positions.
 - "Greatest difference" between our logits and those of transformers' own forward. Logits spread over about 10. All 300
   rows had the same best token.
