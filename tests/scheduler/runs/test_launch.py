@@ -23,6 +23,8 @@ from swiftbatch.worker.kv.kv_capacity import KVRoomError
 from tests.jobs.run.run_parts import MANIFEST
 from tests.scheduler.commands.command_parts import pretend_to_run
 from tests.scheduler.driver.driver_parts import make_run
+from tests.worker.model.expert_configs import write_experts
+from tests.worker.model.latent_configs import WITH_LATENTS
 
 
 @pytest.fixture
@@ -119,6 +121,14 @@ def test_a_model_that_does_not_run_on_a_gpu_is_refused_before_workers_start(tmp_
     with pytest.raises(ModelError, match="an indexer chooses, which our kernels for CPUs know alone; use --device cpu"):
         launch.slow_on_gpu(str(tmp_path), num_gpus_per_worker=1)
     assert launch.slow_on_gpu(str(tmp_path), num_gpus_per_worker=0) is None
+
+
+def test_caches_that_a_model_cannot_have_are_refused_before_workers_start(run: Run, tmp_path: Path) -> None:
+    write_experts(WITH_LATENTS["GLM 4.7 Flash"], tmp_path)
+    manifest = run.manifest.model_copy(update={"model": str(tmp_path)})
+    launch._engine_config(manifest, Settings())
+    with pytest.raises(ModelError, match=r"\A--kv-dtype int8: caches of .* hold a latent vector per position"):
+        launch._engine_config(manifest.model_copy(update={"kv_dtype": "int8"}), Settings())
 
 
 def test_it_is_told_in_the_run(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

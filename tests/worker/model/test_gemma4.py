@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.scheduler.runs.launch import slow_on_gpu
-from swiftbatch.worker.drafters.catalogue import create_drafter
+from swiftbatch.worker.drafters.catalogue import check_parts, create_drafter
 from swiftbatch.worker.exactness.forward_comparisons import _our_logits, compare, probe_rows
 from swiftbatch.worker.forward.step_costs import measure_step_costs
 from swiftbatch.worker.forward.target_model import TargetModel, load_forwards
@@ -25,6 +25,8 @@ from swiftbatch.worker.model.causal_lm import load_causal_lm
 from swiftbatch.worker.model.digests import Digests
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model, read_config
 from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE
+from swiftbatch.worker.training.train_griffin import train_griffin
 from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.kv.window_parts import spoil_what_is_forgotten
 from tests.worker.model.formats.examples import EXAMPLES
@@ -182,9 +184,13 @@ def test_what_reads_a_part_of_a_cache_is_refused(folders: dict[str, Path], tmp_p
     for engine in ("griffin", "tokenswift", "triforce"):
         with pytest.raises(ModelError, match=rf"\Aengine {engine}: .* layers with heads of different sizes in it; use"):
             create_drafter(engine, target, costs)
+        with pytest.raises(ModelError, match=rf"\Aengine {engine}: .* layers with heads of different sizes in it; use"):
+            check_parts(engine, str(folders[DENSE]), "", None)
     assert not target.forwards.can_scan
     with pytest.raises(ModelError, match=r"--kv-offload: .* heads of different sizes"):
         loaded(folders[DENSE], "bfloat16", str(tmp_path))
+    with pytest.raises(ModelError, match=r"engine griffin: its drafts read a part of the cache"):
+        train_griffin(str(folders[DENSE]), tmp_path, tmp_path / "part", GRIFFIN_RECIPE, print)
 
 
 @pytest.mark.parametrize(
