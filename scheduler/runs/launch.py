@@ -229,8 +229,9 @@ def _engine_config(manifest: RunManifest, settings: Settings) -> EngineConfig:
         computation.draft_model,
         computation.engine_options,
     )
-    config = read_config(manifest.model, model_folder(manifest.stored_model, CONFIG_FILES))
-    refuse_other_caches(manifest.model, config, manifest.kv_dtype, computation.kv_offload)
+    if manifest.kv_dtype is not None or computation.kv_offload is not None:
+        config = read_config(manifest.model, model_folder(manifest.stored_model, CONFIG_FILES))
+        refuse_other_caches(manifest.model, config, manifest.kv_dtype, computation.kv_offload)
     if settings.address is None:  # a cluster's workers check their own
         check_folder(computation.kv_offload)
     return EngineConfig(**asdict(with_absolute_folders(computation)), **asdict(settings.checkpoints))
