@@ -290,7 +290,7 @@ def check_parts(
 
 
 def refuse_unread_caches(engine: str, model: str, has_states: bool, has_wide_heads: bool) -> None:
-    """Raise ModelError for a model of whose layers' caches no part would do for an engine's drafts."""
+    """Raise ModelError for a model whose caches cannot be read in part, as the engine's drafts do."""
     if has_states or has_wide_heads:
         has = "a state in place of one" if has_states else "heads of different sizes in it"
         raise ModelError(
@@ -300,7 +300,7 @@ def refuse_unread_caches(engine: str, model: str, has_states: bool, has_wide_hea
 
 
 def refuse_unused_part(engine: str, model: str, path: Path) -> None:
-    """Raise ModelError, by the model's config, for a part that no drafts would use."""
+    """Raise ModelError, by the model's config, if the engine could not use a trained part."""
     config = read_config(model, path)
     refuse_unread_caches(engine, model, recurrent_shape(config) is not None, has_wide_heads(config))
 

@@ -23,7 +23,7 @@ HEAD_DIMS = range(64, 257, LANES)
 MOST_HEAD_DIM = 512  # of layers with heads of their own, as in source/api.h
 COUNTS = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "intermediate", "vocab")  # of a decoder
 MOST_LATENT, MOST_LATENT_HEADS = 16384, 1024  # largest size of a latent vector, and most heads that share it
-MOST_CHOSEN = 1 << 20  # keys that an indexer chooses for a row
+MOST_CHOSEN_KEYS = 1 << 20  # keys that an indexer chooses for a row
 
 
 @dataclass(frozen=True)
@@ -137,9 +137,12 @@ def _latent_fault(latent: MLASizes, num_heads: int, num_kv_heads: int, head_dim:
     if any(width % LANES for width in (*widths, latent.query_rank)):
         return f"found widths {widths} and {latent.query_rank} of latent attention, expected multiples of {LANES}"
     if (indexer := latent.indexer) is not None:
-        if not latent.query_rank or indexer.num_heads > MOST_LATENT_HEADS or indexer.num_chosen > MOST_CHOSEN:
+        if not latent.query_rank:
+            return "found indexers without a latent vector of queries (q_lora_rank), which they read"
+        if indexer.num_heads > MOST_LATENT_HEADS or indexer.num_chosen > MOST_CHOSEN_KEYS:
             return (
-                f"found indexers of {indexer.num_heads} heads that choose {indexer.num_chosen:,} keys, expected others"
+                f"found indexers of {indexer.num_heads} heads that choose {indexer.num_chosen:,} keys, expected at "
+                f"most {MOST_LATENT_HEADS:,} heads and {MOST_CHOSEN_KEYS:,} keys"
             )
         if indexer.dim % LANES or not latent.rope_dim <= indexer.dim <= MOST_LATENT:
             return f"found indexers of width {indexer.dim}, expected a multiple of {LANES}, {latent.rope_dim} or more"

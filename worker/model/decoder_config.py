@@ -171,10 +171,9 @@ class DecoderConfig:
 
     def _layer_names(self, number: int, stored: set[str]) -> Iterator[str]:
         form, prefix, linears = self.form, f"model.layers.{number}.", self.linears(number)
-        parts = [tensor for part in self.norms(number).values() for tensor in form.norm_tensors(part)] + list(
-            form.curve
-        )
-        parts += [f"{part}.weight" for part in linears.values()] + ([form.layer_scale] if form.layer_scale else [])
+        parts = [tensor for part in self.norms(number).values() for tensor in form.norm_tensors(part)]
+        parts += [*form.curve, *(f"{part}.weight" for part in linears.values())]
+        parts += [form.layer_scale] if form.layer_scale else []
         parts += [f"{linears[role]}.bias" for role in self.biased if role in linears]
         if number in self.attending:
             parts += [f"{part}.weight" for part in self.qk_norms.values()] + ([form.sinks] if form.sinks else [])

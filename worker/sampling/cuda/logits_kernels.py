@@ -246,8 +246,8 @@ def gumbel_bound(words):
     """Return float32 numbers above the noise by up to 2^-9: estimates from float32 logarithms, plus a margin.
 
     An estimate is off by the relative error of -log(uniform). The series' two terms have one below 2^-13.5. Elsewhere,
-    where -log(uniform) is at least 1/64, it is below 2^-15 if a logarithm errs by 2^-22 of itself (CUDA's guide says
-    one unit in the last place, numpy up to four) and `uniform` by 2^-23.
+    where -log(uniform) is at least 1/64, it is below 2^-15: a logarithm errs by 2^-22 at most, near 1 absolutely and
+    elsewhere of itself (PTX's `lg2.approx`), and `uniform` by 2^-23.
     """
     uniform = (words.to(tl.float32) + 0.5) * WORD_UNIT
     rest = ((words ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * WORD_UNIT  # 1 - uniform, without its rounding near 1
