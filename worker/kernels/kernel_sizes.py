@@ -99,6 +99,12 @@ def parts_of_depth(depth: int) -> int:
     return min(MOST_PARTS, -(-depth // BLOCK_DEPTH))
 
 
+def depth_of_part(depth: int) -> int:
+    """Return the depth of each part but the last ones: whole blocks."""
+    num_blocks = -(-depth // BLOCK_DEPTH)
+    return -(-num_blocks // parts_of_depth(depth)) * BLOCK_DEPTH
+
+
 def fills_blocks(group: int, depth: int) -> bool:
     """Return whether groups of packed weights are aligned with the depth blocks of a GPU's matrix products."""
     return group == depth or BLOCK_DEPTH % group == 0 or group % BLOCK_DEPTH == 0

@@ -90,6 +90,18 @@ class PackedMatrix:
         offsets = None if self.offsets is None else self.offsets[chosen]
         return PackedMatrix(self.code, self.codes[chosen], self.scales[chosen], self.dtype, offsets)
 
+    def between(self, start: int, end: int) -> PackedMatrix:
+        """Return a part of the depth. Raises ValueError if it cuts a group, unless a row has one group."""
+        bits, group = CODE_BITS[self.code], self.group_size
+        chosen = slice(None)
+        if self.scales.shape[1] > 1:
+            if start % group or end % group:
+                raise ValueError(f"found a part {start} to {end} of groups of {group}")
+            chosen = slice(start // group, end // group)
+        codes = self.codes[:, start * bits // 8 : end * bits // 8].contiguous()
+        offsets = None if self.offsets is None else self.offsets[:, chosen].contiguous()
+        return PackedMatrix(self.code, codes, self.scales[:, chosen].contiguous(), self.dtype, offsets)
+
     def split(self, widths: Sequence[int]) -> list[PackedMatrix]:
         """Split the rows into matrices of `widths` rows. Raises ValueError unless `widths` add up to all rows."""
         if sum(widths) != self.shape[0]:

@@ -24,9 +24,10 @@ from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, TableLay
 from swiftbatch.worker.kernels.cuda.decoder_buffers import DecoderBuffers, LayerAngles
 from swiftbatch.worker.kernels.cuda.device_caches import DeviceCaches, check_buffer
 from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, LinearKernel, triton_linear
-from swiftbatch.worker.kernels.cuda.layer_launches import Delta, Launch, LayerLaunches, Tables, Tap, scaled
+from swiftbatch.worker.kernels.cuda.layer_launches import Delta, LayerLaunches, Tables, Tap, scaled
 from swiftbatch.worker.kernels.cuda.mla_kernels import CudaMLA
 from swiftbatch.worker.kernels.cuda.moe_gemm import CudaExperts
+from swiftbatch.worker.kernels.cuda.peers import Launch, meet_all
 from swiftbatch.worker.kernels.cuda.row_kernels import embed, softcap_logits
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
 from swiftbatch.worker.kernels.cuda.tree_attention import KeptLayer
@@ -94,6 +95,24 @@ class CudaDecoder:
         attention = new_attention(TritonAttention, self._shape, layout, self.sizes.scale, arena.device)
         return self._with(layout, replace(self._layers, kept=kept, attention=attention))
 
+    @staticmethod
+    def join(ranks: Sequence[CudaDecoder]) -> None:
+        """Let the decoders of all ranks compute forwards together. The first rank gets the logits."""
+        logits = ranks[0].logits
+        for decoder, peers in zip(ranks, meet_all([each._met_buffers() for each in ranks]), strict=True):
+            decoder._layers = replace(
+                decoder._layers, buffers=replace(decoder.buffers, logits=logits), peers=peers
+            )  # fmt: skip
+
+    def _met_buffers(self) -> list[Tensor]:
+        """Return the buffers in which other GPUs write."""
+        buffers, experts = self.buffers, self._layers.experts
+        assert buffers.delta_parts is not None
+        return [
+            *(buffers.state, buffers.normed, buffers.hidden, buffers.delta_parts),
+            *([] if experts is None else [experts.results]),
+        ]
+
     def take_table(self, buffer: Tensor) -> None:
         """Take the row table of later forwards from a buffer `[layout.size] int32`."""
         self._layers = replace(self._layers, tables=self._tables_in(buffer))
@@ -154,10 +173,10 @@ class CudaDecoder:
 
     def forward(self, tap: Tap | None = None) -> None:
         """Run the rows of `table_buffer`, and write the caches, `hidden` and `logits`; see `of_layers` for `tap`."""
-        for launch in self._launches(tap):
+        for launch in self.launches(tap):
             launch()
 
-    def _launches(self, tap: Tap | None) -> Iterator[Launch]:
+    def launches(self, tap: Tap | None = None) -> Iterator[Launch]:
         yield from self._begin()
         delta = yield from self._layers.of_layers(tap)
         yield from self._end(delta)
@@ -170,8 +189,12 @@ class CudaDecoder:
         """Yield the launches of the final norm and the head."""
         weights, sizes, buffers = self._weights, self.sizes, self.buffers
         yield from self._layers.add(delta, weights.final_norm, buffers.hidden)
-        yield partial(self._linear, buffers.hidden, weights.head.weight, weights.head.bias, buffers.logits)
+        own = buffers.logits[:, weights.first_token : weights.first_token + weights.head.weight.shape[0]]
+        yield partial(self._linear, buffers.hidden, weights.head.weight, weights.head.bias, own)
         yield from self._layers.keep_features(len(weights.layers) - 1)
+        yield from self._layers.meet()
+        if weights.first_token:
+            return
         yield from scaled(buffers.logits, sizes.logit_scale)
         if sizes.logit_softcap:
             yield partial(softcap_logits, buffers.logits, sizes.logit_softcap)

@@ -258,21 +258,25 @@ def weight_block(
 
 @triton.jit
 def multiply_columns(
-    input_ptr, weight_ptr, codes_ptr, scales_ptr, offsets_ptr, bias_ptr, out_ptr, num_columns, stride_group,
+    input_ptr, weight_ptr, codes_ptr, scales_ptr, offsets_ptr, bias_ptr, out_ptr, peers_ptr, num_columns,
+    stride_group, stride_out,
     TILE_ROWS: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr, IS_PACKED: tl.constexpr, DECODE: tl.constexpr, ASSEMBLY: tl.constexpr,
     PLACES: tl.constexpr, ZERO: tl.constexpr, FACTOR: tl.constexpr, PADDED_DEPTH: tl.constexpr, GROUP: tl.constexpr,
-    IS_NARROW: tl.constexpr, HAS_OFFSETS: tl.constexpr, NUM_PARTS: tl.constexpr,
+    IS_NARROW: tl.constexpr, HAS_OFFSETS: tl.constexpr, NUM_PARTS: tl.constexpr, PART: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Program (rows, columns, part): sums the blocks of its part of the depth in order; the first adds the bias."""
+    """Program (rows, columns, part): sums the blocks of its part of the depth in order; the first adds the bias.
+
+    Of several GPUs, the one that owns a row gets its sums.
+    """
     part, begin, end = tl.program_id(2), 0, DEPTH
     if NUM_PARTS > 1:
-        PART: tl.constexpr = tl.cdiv(tl.cdiv(DEPTH, BLOCK_DEPTH), NUM_PARTS) * BLOCK_DEPTH
         begin = part * PART
         end = tl.minimum(begin + PART, DEPTH)
     rows, depth = tl.arange(0, TILE_ROWS), tl.arange(0, BLOCK_DEPTH)
     input_ptr += tl.program_id(0) * TILE_ROWS * DEPTH + rows[None, :] * DEPTH + depth[:, None]
-    out_ptr += (part * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * TILE_ROWS * num_columns
+    out_ptr += (part * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * TILE_ROWS * stride_out
     columns = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     is_column, first = columns < num_columns, tl.full([], 0, tl.int64)
     acc = tl.zeros([TILE_COLUMNS, TILE_ROWS], tl.float32)
@@ -287,17 +291,31 @@ def multiply_columns(
     if HAS_BIAS:
         own = is_column if NUM_PARTS == 1 else is_column & (part == 0)
         acc += tl.load(bias_ptr + columns, mask=own, other=0.0).to(tl.float32)[:, None]
-    out_ptr += rows.to(tl.int64)[None, :] * num_columns + columns[:, None]
+    out_ptr += rows.to(tl.int64)[None, :] * stride_out + columns[:, None]
+    if NUM_RANKS > 1:
+        out_ptr += tl.load(peers_ptr + (tl.program_id(0) * TILE_ROWS + rows) % NUM_RANKS)[None, :]
     tl.store(out_ptr, rounded(acc, out_ptr.dtype.element_ty), mask=is_column[:, None])
 
 
-def triton_linear(rows: Tensor, weight: Weight, bias: Tensor | None, out: Tensor) -> None:
-    """Multiply in Triton, on a CPU in its interpreter; a packed weight gives the bits of the dequantized one."""
+def triton_linear(
+    rows: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    out: Tensor,
+    part_depth: int | None = None,
+    peers: Tensor | None = None,
+) -> None:
+    """Multiply in Triton, on a CPU in its interpreter; a packed weight gives the bits of the dequantized one.
+
+    `part_depth` is the depth of a part; None: the parts share the depth. `peers [num_ranks] int64` says by how many
+    numbers `out` of each GPU is away, and row r goes to that of GPU r modulo `num_ranks`.
+    """
     num_columns, num_parts = weight.shape[0], len(out) if out.dim() == 3 else 1
-    constants = multiply_constants(weight, bias is not None, tile_rows(rows), num_parts)
+    constants = multiply_constants(weight, bias is not None, tile_rows(rows), num_parts, part_depth)
+    constants["NUM_RANKS"] = 1 if peers is None else len(peers)
     grid = len(rows) // constants["TILE_ROWS"], triton.cdiv(num_columns, constants["TILE_COLUMNS"]), num_parts
     pointers, stride = weight_arguments(weight)
-    multiply_columns[grid](rows, *pointers, bias, out, num_columns, stride, **constants)
+    multiply_columns[grid](rows, *pointers, bias, out, peers, num_columns, stride, out.stride(-2), **constants)
 
 
 def weight_arguments(weight: Weight) -> tuple[tuple[Tensor | None, ...], int]:
@@ -321,9 +339,10 @@ def tile_columns(weight: Weight, num_parts: int = 1) -> int:
 
 
 def multiply_constants(
-    weight: Weight, has_bias: bool, num_tile_rows: int = NUM_ROWS, num_parts: int = 1
+    weight: Weight, has_bias: bool, num_tile_rows: int = NUM_ROWS, num_parts: int = 1, part_depth: int | None = None
 ) -> dict[str, Any]:
-    """Return constants, warps and stages of `multiply_columns`."""
+    """Return constants, warps and stages of `multiply_columns`, for one GPU."""
+    shared = triton.cdiv(triton.cdiv(weight.shape[1], BLOCK_DEPTH), num_parts) * BLOCK_DEPTH
     num_columns, is_low = tile_columns(weight, num_parts), num_tile_rows * weight.dtype.itemsize <= MOST_TILE_BYTES // 2
     return form_constants(weight) | {
         "TILE_ROWS": num_tile_rows,
@@ -332,6 +351,8 @@ def multiply_constants(
         "TILE_COLUMNS": num_columns,
         "BLOCK_DEPTH": BLOCK_DEPTH,
         "NUM_PARTS": num_parts,
+        "PART": part_depth or shared,
+        "NUM_RANKS": 1,
         "num_warps": 4 if is_low or num_columns == FEW_TILE_COLUMNS else 8,  # no warp decodes what another one does
         "num_stages": 4 if is_low else 3,
     }

@@ -15,16 +15,16 @@ from swiftbatch.worker.kernels.cuda.cuda_recurrence import StateTable
 from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import CudaRecurrentLayers
 from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable
 from swiftbatch.worker.kernels.cuda.decoder_buffers import DecoderBuffers, LayerAngles
-from swiftbatch.worker.kernels.cuda.gemm import LinearKernel
+from swiftbatch.worker.kernels.cuda.gemm import LinearKernel, triton_linear
 from swiftbatch.worker.kernels.cuda.mla_kernels import CudaMLA
 from swiftbatch.worker.kernels.cuda.moe_gemm import CudaExperts
+from swiftbatch.worker.kernels.cuda.peers import Launch, Peers
 from swiftbatch.worker.kernels.cuda.row_kernels import activate, add_norm, gate_heads, norm_heads, rope_store
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedLayer, StackedWeights
 from swiftbatch.worker.kernels.cuda.tree_attention import KeptLayer
-from swiftbatch.worker.kernels.kernel_sizes import parts_of_depth
+from swiftbatch.worker.kernels.kernel_sizes import depth_of_part, parts_of_depth
 from swiftbatch.worker.kernels.quantized_weights import AnyLinear
 
-Launch = Callable[[], object]
 Tap = Callable[[int, Tensor], None]
 
 
@@ -63,6 +63,7 @@ class LayerLaunches:
     experts: CudaExperts | None
     mixers: CudaRecurrentLayers | None
     feature_layers: tuple[int, ...] = ()
+    peers: Peers | None = None  # of a decoder on several GPUs
 
     def of_layers(self, tap: Tap | None) -> Generator[Launch, None, Delta]:
         """Yield the launches of all layers; return the last result, which is not added yet.
@@ -82,9 +83,14 @@ class LayerLaunches:
         if delta.rows is not None or front is not None:
             yield partial(
                 add_norm, self.tables.rows.rows, state, delta.rows, front, sizes.epsilon, normed,
-                sizes.residual_scale, delta.norm, sizes.norm_form,
+                sizes.residual_scale, delta.norm, sizes.norm_form, self.peers,
             )  # fmt: skip
+            yield from self.meet()
         return state if front is None else normed
+
+    def meet(self) -> Iterator[Launch]:
+        if self.peers is not None:
+            yield self.peers.meeting
 
     def keep_features(self, number: int) -> Iterator[Launch]:
         """Copy a layer's output, which is in the state once the next norm has added the layer's last result."""
@@ -150,6 +156,8 @@ class LayerLaunches:
         if layer.latent is not None and self.latents is not None:
             yield partial(self.latents.find_values, layer.latent, buffers.mixed, self.tables.rows)
             found = self.latents.found
+        if layer.shared is not None:
+            return (yield from self._multiply_together(found, behind, layer.shared.output))
         return (yield from self._multiply(found, behind, sizes.attention_out_scale, layer.mixer is None))
 
     def _take_heads(
@@ -177,9 +185,12 @@ class LayerLaunches:
             yield partial(self.linear, rows, wide.weight, wide.bias, gate_up)
             yield from scaled(gate_up[:, : activated.shape[1]], sizes.gate_scale)
             yield partial(activate, table.rows, gate_up, activated, sizes.activation, layer.curve)
+            if layer.shared is not None and layer.experts is None:
+                return (yield from self._multiply_together(activated, down, layer.shared.down))
             out = yield from self._multiply(activated, down, sizes.down_scale, layer.experts is None)
         if layer.experts is not None and self.experts is not None:
-            yield partial(self.experts.run, table.rows, layer.experts, rows, out, layer.dense_mlp is not None)
+            has_shared = layer.dense_mlp is not None
+            yield from self.experts.launches(table.rows, layer.experts, rows, out, has_shared, self.peers)
         return out
 
     def _multiply(self, rows: Tensor, product: AnyLinear, factor: float, is_alone: bool) -> Launches:
@@ -190,6 +201,16 @@ class LayerLaunches:
         yield partial(self.linear, rows, product.weight, product.bias, out)
         yield from scaled(out, factor)
         return out
+
+    def _multiply_together(self, rows: Tensor, product: AnyLinear, depth: int) -> Launches:
+        """Multiply the own parts of a product of all GPUs. The GPU that owns a row gets its sums of all parts."""
+        parts, peers, num_parts = self.buffers.delta_parts, self.peers, parts_of_depth(depth)
+        assert parts is not None
+        assert peers is not None
+        own, distances = parts[peers.rank.share_of(num_parts)], peers.of(parts)
+        yield partial(triton_linear, rows, product.weight, product.bias, own, depth_of_part(depth), distances)
+        yield peers.meeting
+        return parts[:num_parts]
 
 
 def scaled(rows: Tensor, factor: float) -> Iterator[Launch]:

@@ -6,7 +6,8 @@ All tiles have the same height and order of sums, so a row's bits do not depend 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,11 +37,12 @@ from swiftbatch.worker.kernels.cuda.moe_router import (
     sort_choices,
     sort_constants,
 )
+from swiftbatch.worker.kernels.cuda.peers import Launch, Peers
 from swiftbatch.worker.kernels.cuda.row_kernels import activated, is_padding
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedExperts
 from swiftbatch.worker.kernels.cuda.triton_primitives import dot, rounded
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK_DEPTH, NUM_ROWS
-from swiftbatch.worker.kernels.layer_specs import Activation, Routing
+from swiftbatch.worker.kernels.layer_specs import Activation
 from swiftbatch.worker.kernels.quantized_weights import AnyLinear
 
 SUMMED_COLUMNS = 1024
@@ -60,16 +62,20 @@ def gated(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.con
 @triton.jit
 def multiply_tile(
     input_ptr, tile_experts_ptr, tile_pairs_ptr, weight_ptr, codes_ptr, scales_ptr, offsets_ptr, bias_ptr, out_ptr,
-    num_columns, stride_group, PAIRS_PER_ROW: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
+    peers_ptr, num_columns, stride_group, PAIRS_PER_ROW: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
     HAS_BIAS: tl.constexpr, TILE_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, IS_PACKED: tl.constexpr,
     DECODE: tl.constexpr, ASSEMBLY: tl.constexpr, PLACES: tl.constexpr, ZERO: tl.constexpr, FACTOR: tl.constexpr,
     PADDED_DEPTH: tl.constexpr, GROUP: tl.constexpr, IS_NARROW: tl.constexpr, HAS_OFFSETS: tl.constexpr,
     IS_GATED: tl.constexpr, IS_ACTIVATED: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
-    SLOPE: tl.constexpr,
+    SLOPE: tl.constexpr, FIRST: tl.constexpr, NUM_OWN: tl.constexpr, NUM_CHOSEN: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Program (columns, tile): computes an expert's columns for the rows that chose this expert."""
-    expert = tl.load(tile_experts_ptr + tl.program_id(1))
-    if expert < 0:
+    """Program (columns, tile): computes an expert's columns for the rows that chose this expert.
+
+    One of several GPUs has the `NUM_OWN` experts from `FIRST` on, and the one that owns a row gets its results.
+    """
+    expert = tl.load(tile_experts_ptr + tl.program_id(1)) - FIRST
+    if expert < 0 or expert >= NUM_OWN:
         return
     pairs = tl.load(tile_pairs_ptr + tl.program_id(1) * TILE + tl.arange(0, TILE))
     rows = tl.maximum(pairs, 0) // PAIRS_PER_ROW  # padding reads row 0, and is not stored
@@ -98,6 +104,8 @@ def multiply_tile(
     elif IS_ACTIVATED:
         wide = rounded(activated(wide, None, ACTIVATION), dtype)
     is_place = (columns < width)[:, None] & (pairs >= 0)[None, :]
+    if NUM_RANKS > 1:
+        out_ptr += tl.load(peers_ptr + tl.maximum(pairs, 0) // NUM_CHOSEN % NUM_RANKS)[None, :]
     tl.store(out_ptr + pairs.to(tl.int64)[None, :] * width + columns[:, None], wide, mask=is_place)
 
 
@@ -105,11 +113,11 @@ def multiply_tile(
 def sum_choices(
     rows_ptr, results_ptr, choice_weights_ptr, shares_ptr, out_ptr,
     HIDDEN: tl.constexpr, NUM_CHOSEN: tl.constexpr, COLUMNS: tl.constexpr, HAS_SHARED: tl.constexpr,
-    HAS_SHARE: tl.constexpr,
+    HAS_SHARE: tl.constexpr, RANK: tl.constexpr, NUM_RANKS: tl.constexpr,
 ):  # fmt: skip
     """Program (row, columns): sums the results of the row's experts in order, then adds the shared expert's."""
     row = tl.program_id(0)
-    if is_padding(rows_ptr, row):
+    if is_padding(rows_ptr, row) or row % NUM_RANKS != RANK:
         return
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = columns < HIDDEN
@@ -158,7 +166,7 @@ class CudaExperts:
         self.met = torch.zeros(num_rows + 1, 2, dtype=torch.int64, device=device)
         width = max(each.intermediate for each in layers)
         self._activated = torch.zeros(num_pairs * width, dtype=dtype, device=device)
-        self._results = torch.zeros(num_pairs * hidden, dtype=dtype, device=device)
+        self.results = torch.zeros(num_pairs * hidden, dtype=dtype, device=device)
         self._linear, latent = linear, max(each.latent_width for each in layers)
         self._read, self._sums = (torch.zeros(num_rows * latent, dtype=dtype, device=device) for _ in range(2))
         self._from_latent = torch.zeros(num_rows * bool(latent), hidden, dtype=dtype, device=device)
@@ -169,28 +177,47 @@ class CudaExperts:
         other._num_rows, other._from_latent = num_rows, self._from_latent[:num_rows]
         return other
 
-    def run(self, rows: Tensor, experts: StackedExperts, normed: Tensor, out: Tensor, has_shared: bool) -> None:
-        """Write `out [num_rows, hidden]` for rows `normed`; with `has_shared`, it has the shared expert's result."""
-        self._choose(rows, experts, normed)
+    def launches(
+        self, rows: Tensor, experts: StackedExperts, normed: Tensor, out: Tensor, has_shared: bool, peers: Peers | None
+    ) -> Iterator[Launch]:
+        """Yield launches that write `out [num_rows, hidden]` for rows `normed`.
+
+        With `has_shared`, it has the shared expert's result. Of several GPUs, each sums its own rows.
+        """
+        yield partial(self._choose, rows, experts, normed)
         if experts.latent is None:
-            self._sum(rows, experts, normed, out, has_shared)
+            yield from self._of_rows(rows, experts, normed, out, has_shared, peers)
             return
         into, behind = experts.latent
         shape = (self._num_rows, experts.latent_width)
         read, sums = (each[: shape[0] * shape[1]].view(shape) for each in (self._read, self._sums))
-        self._linear(normed, into.weight, into.bias, read)
-        self._sum(rows, experts, read, sums, False)
-        self._linear(sums, behind.weight, behind.bias, self._from_latent if has_shared else out)
+        yield partial(self._linear, normed, into.weight, into.bias, read)
+        yield from self._of_rows(rows, experts, read, sums, False, peers)
+        yield partial(self._linear, sums, behind.weight, behind.bias, self._from_latent if has_shared else out)
         if has_shared:
-            out.add_(self._from_latent)
+            yield partial(out.add_, self._from_latent)
 
-    def _sum(self, rows: Tensor, experts: StackedExperts, read: Tensor, out: Tensor, has_shared: bool) -> None:
-        routing, width = experts.routing, out.shape[1]
-        self._multiply(routing, experts.gate_up, read, self._activated, experts)
-        self._multiply(routing, experts.down, self._activated, self._results)
+    def _of_rows(
+        self,
+        rows: Tensor,
+        experts: StackedExperts,
+        read: Tensor,
+        out: Tensor,
+        has_shared: bool,
+        peers: Peers | None,
+    ) -> Iterator[Launch]:
+        yield partial(self._multiply, experts, experts.gate_up, read, self._activated, True)
+        yield partial(self._multiply, experts, experts.down, self._activated, self.results, False, peers)
+        if peers is not None:
+            yield peers.meeting
+        yield partial(self._sum, rows, experts, out, has_shared, peers)
+
+    def _sum(self, rows: Tensor, experts: StackedExperts, out: Tensor, has_shared: bool, peers: Peers | None) -> None:
+        width = out.shape[1]
         sum_choices[(self._num_rows, triton.cdiv(width, SUMMED_COLUMNS))](
-            rows, self._results, self._weights, self._shares, out, HIDDEN=width, NUM_CHOSEN=routing.num_chosen,
+            rows, self.results, self._weights, self._shares, out, HIDDEN=width, NUM_CHOSEN=experts.routing.num_chosen,
             COLUMNS=SUMMED_COLUMNS, HAS_SHARED=has_shared, HAS_SHARE=has_shared and experts.has_share,
+            RANK=0 if peers is None else peers.rank.number, NUM_RANKS=1 if peers is None else peers.rank.num_ranks,
         )  # fmt: skip
 
     def _choose(self, rows: Tensor, experts: StackedExperts, normed: Tensor) -> None:
@@ -209,27 +236,33 @@ class CudaExperts:
         )
 
     def _multiply(
-        self, routing: Routing, linear: AnyLinear, rows: Tensor, out: Tensor, gates: StackedExperts | None = None
+        self,
+        experts: StackedExperts,
+        linear: AnyLinear,
+        rows: Tensor,
+        out: Tensor,
+        is_first: bool,
+        peers: Peers | None = None,
     ) -> None:
-        """Multiply with all experts.
-
-        `gates` is given only for the input projection, and has the activation's limits.
-        """
-        num_columns = linear.weight.shape[0] // routing.num_experts
+        """Multiply with all experts, and activate what the first of their products finds."""
+        routing, num_columns = experts.routing, linear.weight.shape[0] // experts.num_own
         most_tiles = num_tiles(routing.num_experts, routing.num_chosen, self._num_rows)
-        constants = tile_constants(routing, linear, gates, self._activation)
+        constants = tile_constants(experts, linear, is_first, self._activation)
+        constants["NUM_RANKS"] = 1 if peers is None else peers.rank.num_ranks
+        distances = None if peers is None else peers.of(out)
         pointers, stride = weight_arguments(linear.weight)
         grid = (triton.cdiv(num_columns, constants["TILE_COLUMNS"]), most_tiles)
         multiply_tile[grid](
-            rows, self._tile_experts, self._tile_pairs, *pointers, linear.bias, out, num_columns, stride, **constants
-        )
+            rows, self._tile_experts, self._tile_pairs, *pointers, linear.bias, out, distances, num_columns, stride,
+            **constants,
+        )  # fmt: skip
 
 
 def tile_constants(
-    routing: Routing, linear: AnyLinear, gates: StackedExperts | None, activation: Activation
+    experts: StackedExperts, linear: AnyLinear, is_first: bool, activation: Activation
 ) -> dict[str, Any]:
-    """Return constants, warps and stages of `multiply_tile`."""
-    weight = linear.weight
+    """Return constants, warps and stages of `multiply_tile`, for one GPU."""
+    weight, routing, gates = linear.weight, experts.routing, experts if is_first else None
     return form_constants(weight) | {
         "PAIRS_PER_ROW": 1 if gates is None else routing.num_chosen,
         "TILE": TILE,
@@ -242,6 +275,10 @@ def tile_constants(
         "ACTIVATION": int(activation),
         "LIMIT": 0.0 if gates is None else gates.gate_limit,
         "SLOPE": 0.0 if gates is None else gates.gate_slope,
+        "FIRST": experts.first,
+        "NUM_OWN": experts.num_own,
+        "NUM_CHOSEN": routing.num_chosen,
+        "NUM_RANKS": 1,
         "num_warps": 4,
         "num_stages": 4,
     }

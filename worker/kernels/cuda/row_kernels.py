@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.kv_kernels import store_halves, store_kept
+from swiftbatch.worker.kernels.cuda.peers import Peers
 from swiftbatch.worker.kernels.cuda.tree_attention import LOG2_E
 from swiftbatch.worker.kernels.cuda.triton_primitives import rounded
 from swiftbatch.worker.kernels.layer_specs import Activation, NormForm
@@ -79,12 +80,16 @@ def normed_row(row, is_real, weight_ptr, columns, count, epsilon, FORM: tl.const
 
 @triton.jit
 def add_norm_row(
-    rows_ptr, state_ptr, delta_ptr, behind_ptr, weight_ptr, normed_ptr, epsilon,
+    rows_ptr, state_ptr, delta_ptr, behind_ptr, weight_ptr, normed_ptr, states_ptr, normeds_ptr, epsilon,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_BEHIND: tl.constexpr,
     HAS_FRONT: tl.constexpr, DELTA_SCALE: tl.constexpr, FORM: tl.constexpr, NUM_PARTS: tl.constexpr,
+    RANK: tl.constexpr, NUM_RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): adds the delta, which is summed from its parts in order, to the state; writes the state's norm."""
-    if is_padding(rows_ptr, tl.program_id(0)):
+    """Program (row): adds the delta, which is summed from its parts in order, to the state; writes the state's norm.
+
+    One of several GPUs does so for its own rows, on all of them.
+    """
+    if is_padding(rows_ptr, tl.program_id(0)) or tl.program_id(0) % NUM_RANKS != RANK:
         return
     columns = tl.arange(0, WIDTH)
     is_real = columns < HIDDEN
@@ -101,10 +106,19 @@ def add_norm_row(
         if DELTA_SCALE != 1.0:
             delta = rounded(delta * DELTA_SCALE, dtype)
         state = rounded(state + delta, dtype)
-        tl.store(state_ptr + places, state, mask=is_real)
+        store_on_all(state_ptr, states_ptr, places, state, is_real, NUM_RANKS)
     if HAS_FRONT:
         front = normed_row(state, is_real, weight_ptr, columns, HIDDEN, epsilon, FORM, dtype)
-        tl.store(normed_ptr + places, front, mask=is_real)
+        store_on_all(normed_ptr, normeds_ptr, places, front, is_real, NUM_RANKS)
+
+
+@triton.jit
+def store_on_all(own_ptr, peers_ptr, places, numbers, mask, NUM_RANKS: tl.constexpr):
+    if NUM_RANKS == 1:
+        tl.store(own_ptr + places, numbers, mask=mask)
+    else:
+        for rank in tl.static_range(NUM_RANKS):
+            tl.store(own_ptr + tl.load(peers_ptr + rank) + places, numbers, mask=mask)
 
 
 @triton.jit
@@ -146,18 +160,22 @@ def add_norm(
     delta_scale: float = 1.0,
     behind: Tensor | None = None,
     form: NormForm = NormForm.TWICE,
+    peers: Peers | None = None,
 ) -> None:
     """Add scaled `delta [num_rows, hidden]` to `state`, and write the state's RMS norm times `front [hidden]`.
 
     With `behind [hidden]`, the RMS norm of `delta` is added instead of `delta` itself. A delta in parts, `[num_parts,
-    num_rows, hidden] float32`, is summed in their order and rounded to the state's dtype.
+    num_rows, hidden] float32`, is summed in their order and rounded to the state's dtype. With `peers`, only the GPU's
+    own rows are added, and written on all GPUs.
     """
     hidden = state.shape[1]
+    distances = (None, None) if peers is None else (peers.of(state), peers.of(normed))
     add_norm_row[(len(rows),)](
-        rows, state, delta, behind, front, normed, epsilon,
+        rows, state, delta, behind, front, normed, *distances, epsilon,
         HIDDEN=hidden, WIDTH=triton.next_power_of_2(hidden), HAS_DELTA=delta is not None,
         HAS_BEHIND=behind is not None, HAS_FRONT=front is not None, DELTA_SCALE=delta_scale, FORM=int(form),
         NUM_PARTS=len(delta) if delta is not None and delta.dim() == 3 else 1,
+        RANK=0 if peers is None else peers.rank.number, NUM_RANKS=1 if peers is None else peers.rank.num_ranks,
     )  # fmt: skip
 
 

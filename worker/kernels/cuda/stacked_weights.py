@@ -52,6 +52,8 @@ class StackedExperts(MayBeLatent):
     gate_slope: float = 0.0
     has_gates: bool = True
     latent: tuple[AnyLinear, AnyLinear] | None = None
+    first: int = 0  # expert, of those that one of several GPUs has
+    num_own: int = 0
 
     @property
     def intermediate(self) -> int:
@@ -80,6 +82,8 @@ def stacked_experts(experts: ExpertWeights, device: torch.device) -> StackedExpe
         experts.gate_slope,
         bool(experts.gates),
         None if latent is None else (latent[0], latent[1]),
+        experts.first,
+        len(experts.ups),
     )
 
 
@@ -194,6 +198,14 @@ def stacked_recurrent_layer(mixer: RecurrentWeights, device: torch.device) -> St
 
 
 @dataclass(frozen=True)
+class SharedDepths:
+    """Depths of a whole layer's products, of which each of several GPUs has a part."""
+
+    output: int
+    down: int
+
+
+@dataclass(frozen=True)
 class StackedLayer:
     """One layer; `query_key_value` and `gate_up` are stacked in this order, with gates of heads after values.
 
@@ -218,6 +230,7 @@ class StackedLayer:
     experts: StackedExperts | None = None
     latent: StackedMLA | None = None
     mixer: StackedRecurrentLayer | None = None
+    shared: SharedDepths | None = None
 
     @property
     def attention(self) -> tuple[AnyLinear, AnyLinear] | None:
@@ -244,8 +257,9 @@ class StackedWeights:
     embedding: Tensor
     layers: list[StackedLayer]
     final_norm: Tensor
-    head: AnyLinear
+    head: AnyLinear  # of tokens from `first_token` on
     rotary: Rotary
+    first_token: int = 0
 
     @property
     def products(self) -> list[AnyLinear]:

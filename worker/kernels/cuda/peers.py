@@ -1,0 +1,113 @@
+"""Buffers of the other GPUs that compute the same forward, and meetings with these GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MOST_POLLS = 1 << 26  # of a meeting, about a minute; then a GPU is lost, and the worker must end
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One of the GPUs that share a decoder."""
+
+    number: int
+    num_ranks: int
+
+    def share_of(self, count: int) -> slice:
+        """Return the own part of `count` things, which all ranks have as many of."""
+        own = count // self.num_ranks
+        return slice(self.number * own, (self.number + 1) * own)
+
+
+class Meeting:
+    """Launch that ends once all GPUs have done what they launched before it.
+
+    On a CPU, ranks run one after the other between their meetings, and it does nothing.
+    """
+
+    def __init__(self, flags: Tensor, distances: Tensor, rank: Rank) -> None:
+        """Take `flags [num_ranks + 1] int32`, whose last one counts the own meetings."""
+        self._flags, self._distances, self._rank = flags, distances, rank
+
+    def __call__(self) -> None:
+        if self._flags.device.type == "cuda":
+            meet[(1,)](self._flags, self._distances, **meeting_constants(self._rank))
+
+
+def meeting_constants(rank: Rank) -> dict[str, int]:
+    return {"RANK": rank.number, "NUM_RANKS": rank.num_ranks, "MOST_POLLS": MOST_POLLS, "num_warps": 1}
+
+
+@triton.jit
+def meet(
+    flags_ptr, peers_ptr, RANK: tl.constexpr, NUM_RANKS: tl.constexpr, MOST_POLLS: tl.constexpr
+):  # fmt: skip
+    """Single program: tells all GPUs the number of the meeting, and waits until all have told it."""
+    number = tl.load(flags_ptr + NUM_RANKS) + 1
+    tl.store(flags_ptr + NUM_RANKS, number)
+    for rank in tl.static_range(NUM_RANKS):
+        tl.atomic_xchg(flags_ptr + tl.load(peers_ptr + rank) + RANK, number, sem="release", scope="sys")
+    polls = 0
+    for rank in tl.static_range(NUM_RANKS):
+        while (tl.atomic_add(flags_ptr + rank, 0, sem="acquire", scope="sys") - number < 0) & (polls < MOST_POLLS):
+            polls += 1
+    if polls >= MOST_POLLS:
+        tl.inline_asm_elementwise("trap; mov.u32 $0, $1;", "=r,r", [number], tl.int32, is_pure=False, pack=1)
+
+
+@dataclass(frozen=True)
+class Peers:
+    """What one GPU knows of the others: by how many numbers each of their buffers is away from its own."""
+
+    rank: Rank
+    meeting: Meeting
+    distances: Mapping[int, Tensor]  # int64 [num_ranks], by the address of the own buffer
+
+    def of(self, buffer: Tensor) -> Tensor:
+        return self.distances[buffer.data_ptr()]
+
+
+def distances(buffers: Sequence[Tensor], own: Tensor) -> Tensor:
+    """Return by how many numbers each rank's buffer is away from the own one, int64 `[num_ranks]`."""
+    places = [(each.data_ptr() - own.data_ptr()) // own.element_size() for each in buffers]
+    return torch.tensor(places, dtype=torch.int64, device=own.device)
+
+
+def meet_all(buffers: Sequence[Sequence[Tensor]]) -> list[Peers]:
+    """Return what each rank knows of the others' `buffers`, which every rank lists in the same order."""
+    num_ranks = len(buffers)
+    flags = [torch.zeros(num_ranks + 1, dtype=torch.int32, device=each[0].device) for each in buffers]
+    found = []
+    for number, own in enumerate(buffers):
+        rank, known = Rank(number, num_ranks), dict[int, Tensor]()
+        for buffer, same in zip(own, zip(*buffers, strict=True), strict=True):
+            known[buffer.data_ptr()] = distances(same, buffer)
+        meeting = Meeting(flags[number], distances(flags, flags[number]), rank)
+        found.append(Peers(rank, meeting, known))
+    return found
+
+
+Launch = Callable[[], object]
+
+
+def run_together(ranks: Sequence[Iterator[Launch]]) -> None:
+    """Run the launches of all ranks up to their next meeting, rank after rank, until all have ended."""
+    running = list(ranks)
+    while running:
+        running = [launches for launches in running if _run_to_meeting(launches)]
+
+
+def _run_to_meeting(launches: Iterator[Launch]) -> bool:
+    """Return whether a meeting came, behind which more may follow."""
+    for launch in launches:
+        if isinstance(launch, Meeting):
+            return True
+        launch()
+    return False
