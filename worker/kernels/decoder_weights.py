@@ -57,7 +57,6 @@ class ExpertWeights(MayBeLatent):
     choice_scales: Tensor | None = None
     front_norm: Tensor | None = None
     behind_norm: Tensor | None = None
-    first: int = 0  # expert, where one of several GPUs has a part of them
 
     @property
     def intermediate(self) -> int:

@@ -195,6 +195,7 @@ class CacheRows:
     page = 0  # positions per page; 0: rows lie in order, without pages
     pages: Sequence[int] = ()  # their numbers, in order
     page_table: PageTable | None = None  # `pages` on the device
+    ranks: Sequence[CacheRows] = ()  # by GPU, if several share the heads
 
     def __init__(self, shape: CacheShape, buffer: torch.Tensor, is_own: bool = False) -> None:
         """`is_own`: the buffer has no other rows, and they are filled in order."""

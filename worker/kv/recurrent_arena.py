@@ -26,6 +26,8 @@ MOST_READ = MAX_TREE_NODES + 1  # a forward has room for as many steps as the la
 class StateSlots:
     """States and steps of all slots; accepted steps move within them."""
 
+    followers: Sequence[StateSlots] = ()  # the same states on other GPUs
+
     def __init__(self, shape: CacheShape, sizes: RecurrentShape, num_slots: int) -> None:
         self.states = StateBuffers.empty(sizes, sizes.num_layers, num_slots, shape.dtype, MOST_READ, shape.device)
         self.num_before = sizes.conv_width - 1  # convolutions after a boundary read so many earlier inputs
@@ -67,7 +69,8 @@ class SlotStates(StateStore[LayerStates]):
         return min(most, MOST_READ)
 
     def move(self, root: int, path: list[int]) -> None:
-        self._slots.move_steps(self._rows.slot, root, path)
+        for slots, rows in self._on_all_ranks():
+            slots.move_steps(rows.slot, root, path)
 
     def advance(self, start: int, end: int) -> None:
         if end - self.boundary > BLOCK:  # true only in benchmarks of forwards, over unwritten positions
@@ -88,8 +91,9 @@ class SlotStates(StateStore[LayerStates]):
         return self.boundary
 
     def clear(self) -> None:
-        for numbers in (self._slots.states.states, self._slots.states.steps):
-            numbers[:, self._rows.slot].zero_()
+        for slots, own in self._on_all_ranks():
+            for numbers in (slots.states.states, slots.states.steps):
+                numbers[:, own.slot].zero_()
 
     def at(self, end: int) -> LayerStates:
         return self._kept.at(end) or self._copied(end)
@@ -104,9 +108,10 @@ class SlotStates(StateStore[LayerStates]):
                     f"found {found.dtype} {list(found.shape)} as a part of a layer's state, expected {like.dtype} "
                     f"{list(like.shape)}"
                 )
-        for name, part, rows in self._parts_at(end):
-            if rows.numel():
-                self._rows.from_host(rows, states.arrays[name][part])
+        for slots, own in self._on_all_ranks():
+            for name, part, rows in self._parts_at(end, slots):
+                if rows.numel():
+                    own.from_host(rows, states.arrays[name][part])
         self.boundary = self._oldest = end
 
     def copyable_end(self, limit: int, length: int) -> int:
@@ -117,8 +122,11 @@ class SlotStates(StateStore[LayerStates]):
     def copy(self, theirs: StateStore[LayerStates] | None, end: int) -> bool:
         if not isinstance(theirs, SlotStates) or not theirs._has(end):
             return False
-        for (_, _, own), (_, _, other) in zip(self._parts_at(end), theirs._parts_at(end), strict=True):
-            own.copy_(other)
+        for slots, _ in self._on_all_ranks():
+            for (_, _, own), (_, _, other) in zip(
+                self._parts_at(end, slots), theirs._parts_at(end, slots), strict=True
+            ):
+                own.copy_(other)
         self.boundary = self._oldest = end
         return True
 
@@ -127,7 +135,7 @@ class SlotStates(StateStore[LayerStates]):
 
     def _copied(self, end: int) -> LayerStates:
         arrays = self._empty_arrays()
-        for name, part, rows in self._parts_at(end):
+        for name, part, rows in self._parts_at(end, self._slots):
             if rows.numel():
                 arrays[name][part] = self._rows.to_host(rows)
         return LayerStates(end, arrays)
@@ -141,9 +149,13 @@ class SlotStates(StateStore[LayerStates]):
             arrays[f"inputs.{layer}"] = np.empty((self._slots.num_before, states.inputs.shape[-1]), dtype=numbers)
         return arrays
 
-    def _parts_at(self, end: int) -> Iterator[tuple[str, slice, torch.Tensor]]:
+    def _on_all_ranks(self) -> list[tuple[StateSlots, CacheRows]]:
+        """Return the states of each GPU, with its rows."""
+        return [*zip((self._slots, *self._slots.followers), self._rows.ranks or [self._rows], strict=True)]
+
+    def _parts_at(self, end: int, slots: StateSlots) -> Iterator[tuple[str, slice, torch.Tensor]]:
         """Yield the parts of a boundary's states: an array's name, rows of it, and these rows on the device."""
-        states, slot, number = self._slots.states, self._rows.slot, number_of_state(end)
+        states, slot, number = slots.states, self._rows.slot, number_of_state(end)
         inputs = states.inputs.view(torch.int16) if states.inputs.element_size() == 2 else states.inputs
         for layer in range(len(states.states)):
             yield f"state.{layer}", slice(None), states.states[layer, slot, number]

@@ -7,14 +7,17 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
 from swiftbatch.worker.kernels.cuda.device_caches import DeviceCaches
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
+from swiftbatch.worker.kernels.rank_shares import Rank, kv_heads_of
 from swiftbatch.worker.kv.cache_rows import NO_PAGE, CacheRows, CacheShape
 from swiftbatch.worker.kv.full_cache import FullKVCache, LayerStore
 from swiftbatch.worker.kv.gpu_memory_plan import slot_capacity
@@ -130,6 +133,8 @@ class SlotBuffer:
 
     pool: PagePool
     page = 0
+    followers: Sequence[SlotBuffer] = ()  # of other GPUs, whose heads lie in the same pages
+    num_copies = 1  # of each head of keys and values, on as many GPUs
     is_zero = False  # True: all zeros when a worker starts, so `clear` skips it
 
     def __init__(
@@ -166,7 +171,7 @@ class SlotBuffer:
         num_entries = max_length + MAX_TREE_NODES
         if self.pages is None:
             return SlotRows(self, lease, self.buffer[:, :, lease.slot, :, :num_entries])
-        return PagedRows(self, lease, num_entries)
+        return (RankedRows if self.followers else PagedRows)(self, lease, num_entries)
 
     def _allocate(self) -> torch.Tensor:
         shape = self.shape
@@ -209,12 +214,15 @@ class PagedRows(SlotRows):
     pages: list[int]
     page_table: PageTable
 
-    def __init__(self, slots: SlotBuffer, lease: SlotLease, num_entries: int) -> None:
+    def __init__(self, slots: SlotBuffer, lease: SlotLease, num_entries: int, leader: PagedRows | None = None) -> None:
+        """Take the pages of a `leader`, whose rows are on another GPU."""
         assert slots.pages is not None
         super().__init__(slots, lease, slots.buffer[:, :, 0])
-        self.page, self.pages, self._num_entries = slots.page, [], num_entries
+        self.page, self._num_entries = slots.page, num_entries
+        self.pages = [] if leader is None else leader.pages
         self.page_table = slots.pages.of(self.slot)
-        weakref.finalize(lease, slots.pool.give_back, self.pages)
+        if leader is None:
+            weakref.finalize(lease, slots.pool.give_back, self.pages)
 
     @property
     def capacity(self) -> int:
@@ -235,14 +243,13 @@ class PagedRows(SlotRows):
         pool.give_back(self.pages, -(-length // self.page))
         if num_last == 0 or not pool.is_shared(self.pages[-1]):
             return length
-        kept = self.between(slice(length - num_last, length))
+        kept = self._taken(slice(length - num_last, length))
         pool.give_back(self.pages, len(self.pages) - 1)
         try:
             self.reserve(length)
         except PagesError:
             return length - num_last
-        [(_, own)] = self._pieces(length - num_last, length)
-        self.buffer[..., own, :] = kept
+        self._put_back(length - num_last, kept)
         return length
 
     def give_back(self, start: int, end: int, first: int) -> None:
@@ -292,6 +299,18 @@ class PagedRows(SlotRows):
     def _append(self, pages: list[int]) -> None:
         known = len(self.pages)
         self.pages.extend(pages)
+        self._tell(known, pages)
+
+    def _taken(self, positions: slice) -> list[torch.Tensor]:
+        return [self.between(positions)]
+
+    def _put_back(self, start: int, kept: list[torch.Tensor]) -> None:
+        """Store entries of one page from `start` on."""
+        [(_, own)] = self._pieces(start, start + kept[0].shape[-2])
+        self.buffer[..., own, :] = kept[0]
+
+    def _tell(self, known: int, pages: list[int]) -> None:
+        """Write pages after the first `known` ones to the device."""
         if len(pages) == 1:
             self.page_table.numbers[known].fill_(pages[0])  # waits for no copy
         elif pages:  # copied without memory of the device, which may be full
@@ -319,6 +338,77 @@ class PagedRows(SlotRows):
         return torch.cat(parts, dim=-2)
 
 
+class RankedRows(PagedRows):
+    """Rows whose heads are on several GPUs, in the same pages of each."""
+
+    def __init__(self, slots: SlotBuffer, lease: SlotLease, num_entries: int) -> None:
+        super().__init__(slots, lease, num_entries)
+        self.ranks: list[PagedRows] = [PagedRows(each, lease, num_entries, self) for each in (slots, *slots.followers)]
+
+    def between(self, positions: slice) -> torch.Tensor:
+        device = self.buffer.device
+        return torch.cat([each.between(positions).to(device) for each in self._by_head()], dim=2)
+
+    def stored(self, index: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError("no engine reads keys and values of several GPUs")
+
+    def stored_between(self, index: int, positions: slice, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError("no engine reads keys and values of several GPUs")
+
+    def move(self, root: int, path: list[int]) -> None:
+        for rank in self.ranks:
+            rank.move(root, path)
+
+    def copy(self, theirs: CacheRows, start: int, end: int) -> None:
+        assert isinstance(theirs, RankedRows)
+        for own, its in zip(self.ranks, theirs.ranks, strict=True):
+            own.copy(its, start, end)
+
+    @contextlib.contextmanager
+    def restored(self, start: int, end: int) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for rank in self.ranks:
+                stack.enter_context(rank.restored(start, end))
+            yield
+
+    def clear(self) -> None:
+        if not self._slots.is_zero:
+            self.reserve(self.capacity)
+            for rank in self.ranks:
+                rank.clear()
+
+    def kv(self, start: int, end: int) -> NDArray[Any]:
+        heads = [rank.kv(start, end) for rank in self._by_head()]
+        whole = np.concatenate([each.reshape(*self._planes, -1, *each.shape[1:]) for each in heads], axis=2)
+        return whole.reshape(-1, *whole.shape[3:])
+
+    def load(self, start: int, kv: NDArray[Any]) -> None:
+        ranks = self._by_head()
+        parts = np.split(kv.reshape(*self._planes, -1, *kv.shape[1:]), len(ranks), axis=2)
+        for number, rank in enumerate(self.ranks):
+            own = parts[number * len(ranks) // len(self.ranks)]
+            rank.load(start, own.reshape(-1, *own.shape[3:]))
+
+    def _by_head(self) -> list[PagedRows]:
+        """Return one rank for each of the different heads."""
+        return self.ranks[:: self._slots.num_copies]
+
+    @property
+    def _planes(self) -> tuple[int, int]:
+        return len(self._slots.layers), self.shape.num_parts
+
+    def _taken(self, positions: slice) -> list[torch.Tensor]:
+        return [rank.between(positions) for rank in self.ranks]
+
+    def _put_back(self, start: int, kept: list[torch.Tensor]) -> None:
+        for rank, own in zip(self.ranks, kept, strict=True):
+            rank._put_back(start, [own])
+
+    def _tell(self, known: int, pages: list[int]) -> None:
+        for rank in self.ranks:
+            rank._tell(known, pages)
+
+
 class KVArena(SlotBuffer):
     """Memory of all caches on a GPU, with one capacity for the whole run.
 
@@ -326,6 +416,7 @@ class KVArena(SlotBuffer):
     read the same blocks in the same order.
     """
 
+    other_ranks: Sequence[KVArena] = ()
     holds_engine = False  # True: the plan has room for an engine that is only tried
 
     def __init__(
@@ -336,7 +427,7 @@ class KVArena(SlotBuffer):
         pool: PoolSize | None = None,
         staging: Staging | None = None,
     ) -> None:
-        self.pool_size = pool
+        self.pool_size, self.whole_shape = pool, shape
         self.windowed: SlotBuffer | None = None  # layers with a window, if these forget; `buffer` then lacks them
         layers, capacity = tuple(range(shape.num_layers)), slot_capacity(max_length)
         if pool is not None and pool.windows is not None:
@@ -353,6 +444,25 @@ class KVArena(SlotBuffer):
             from swiftbatch.worker.kv.recurrent_arena import StateSlots
 
             self._states = StateSlots(shape, shape.recurrent, num_slots)
+
+    @classmethod
+    def of_ranks(
+        cls,
+        shape: CacheShape,
+        devices: Sequence[torch.device],
+        num_slots: int,
+        max_length: int,
+        pool: PoolSize,
+        stagings: Sequence[Staging | None],
+    ) -> KVArena:
+        """Return the first GPU's arena, which leads those of the others. `shape` is that of whole caches."""
+        arenas = []
+        for number, (device, staging) in enumerate(zip(devices, stagings, strict=True)):
+            heads = kv_heads_of(shape.num_kv_heads, Rank(number, len(devices)))
+            own = replace(shape, num_kv_heads=heads.stop - heads.start, device=device)
+            arenas.append(cls(own, num_slots, max_length, pool, staging))
+        arenas[0].lead(arenas[1:], shape)
+        return arenas[0]
 
     @property
     def longest_job(self) -> int:
@@ -371,10 +481,22 @@ class KVArena(SlotBuffer):
     def moving_together(self) -> Iterator[None]:
         """Collect moves of rows, and make them all at once on exit."""
         with contextlib.ExitStack() as stack:
-            for slots in (self, self.windowed):
-                if slots is not None and slots.move_rows is not None:
-                    stack.enter_context(slots.move_rows.together())
+            for arena in (self, *self.other_ranks):
+                for slots in (arena, arena.windowed):
+                    if slots is not None and slots.move_rows is not None:
+                        stack.enter_context(slots.move_rows.together())
             yield
+
+    def lead(self, others: Sequence[KVArena], shape: CacheShape) -> None:
+        """Have the heads of other ranks in the same pages. `shape` is that of all ranks' caches together."""
+        self.whole_shape, self.other_ranks = shape, others
+        num_copies = (1 + len(others)) * self.shape.num_kv_heads // shape.num_kv_heads
+        windowed = [each.windowed for each in others if each.windowed is not None]
+        for slots, followers in ((self, others), (self.windowed, windowed)):
+            if slots is not None:
+                slots.followers, slots.num_copies = followers, num_copies
+        if self._states is not None:
+            self._states.followers = [each._states for each in others if each._states is not None]
 
     def new_cache(self, max_length: int) -> FullKVCache:
         """Return an empty cache in a free slot, which is free again once the cache and its views are gone.
@@ -387,11 +509,11 @@ class KVArena(SlotBuffer):
         if (slots := self.windowed) is not None:
             widest = max(size or 0 for size in self.shape.windows)
             # kernels read the window of a block's first row
-            pages = PagedRows(slots, lease, max_length + MAX_TREE_NODES)
+            pages = slots.rows(lease, max_length)
             window = Window(widest + BLOCK, len(slots.layers) / self.shape.num_layers, pages)
             stores.append(LayerStore(pages, slots.layers, window))
         states = None if self._states is None else self._states.of(rows)
-        return FullKVCache(self.shape, max_length, stores=stores, states=states)
+        return FullKVCache(self.whole_shape, max_length, stores=stores, states=states)
 
     def _lease(self, max_length: int) -> SlotLease:
         if max_length > self.longest_job:

@@ -18,7 +18,8 @@ from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.forward.forward_interface import Forwards
 from swiftbatch.worker.kernels.cuda.cuda_decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.device_caches import DeviceCaches
-from swiftbatch.worker.kernels.cuda.layer_launches import Delta, Launch
+from swiftbatch.worker.kernels.cuda.layer_launches import Delta
+from swiftbatch.worker.kernels.cuda.peers import Launch
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights, stacked_layer
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftbatch.worker.forward.expert_counts import CudaExpertCounts
@@ -16,7 +18,7 @@ from swiftbatch.worker.forward.forward_interface import SparseRows
 from swiftbatch.worker.forward.hardware import hardware_of
 from swiftbatch.worker.forward.tile_packing import SequenceRows, known_rows, pack_tiles, tree_rows
 from swiftbatch.worker.kernels.cuda.cuda_decoder import CudaDecoder
-from swiftbatch.worker.kernels.cuda.cuda_graph import Capture, Upload, capture
+from swiftbatch.worker.kernels.cuda.cuda_graph import Capture, Upload, capture, capture_ranks
 from swiftbatch.worker.kernels.cuda.cuda_recurrence import StateRows
 from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import NAME as STATES_NAME
 from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, LinearKernel, packed_gemm
@@ -36,27 +38,41 @@ from swiftbatch.worker.sampling.draft_tree import DraftTree
 
 
 class CapturedForward:
-    """Captured forward of a decoder, and the table that it reads."""
+    """Captured forward of a decoder on one or several GPUs, and the tables that it reads."""
 
-    def __init__(self, decoder: CudaDecoder, device: torch.device, capture: Capture) -> None:
-        self.decoder, self.num_rows = decoder, decoder.layout.num_rows
-        self.table = Upload(decoder.table_buffer)
-        self.graph = capture(decoder.forward, device)
+    def __init__(self, ranks: Sequence[CudaDecoder], capture: Capture) -> None:
+        self.decoder, self.num_rows = ranks[0], ranks[0].layout.num_rows
+        self._table, *self._others = (Upload(each.table_buffer) for each in ranks)
+        devices = [each.table_buffer.device for each in ranks]
+        if len(ranks) > 1:
+            self.graph = capture_ranks([each.launches for each in ranks], devices, capture)
+        else:
+            self.graph = capture(self.decoder.forward, devices[0])
+
+    def table(self) -> NDArray[np.int32]:
+        """Return the host's table to fill for `send`."""
+        return self._table.buffer()
+
+    def send(self) -> None:
+        for other in self._others:
+            other.buffer()[:] = self._table.buffer()
+            other.send()
+        self._table.send()
 
 
 class CudaRounds:
     """Draft rounds over one `SparseArena`. The graph is captured in the constructor, before other threads copy."""
 
     def __init__(self, decoder: CudaDecoder, arena: SparseArena, capture: Capture) -> None:
-        self._captured = CapturedForward(decoder.over(arena.buffer, arena.bias), arena.shape.device, capture)
+        self._captured = CapturedForward([decoder.over(arena.buffer, arena.bias)], capture)
 
     def check(self, groups: list[SparseRows]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return hidden states `[num_rows, hidden]` and float32 logits `[num_rows, vocab]` of all rows."""
         num_rows, start, decoder = sum(map(len, groups)), 0, self._captured.decoder
         hidden, logits = (each.new_empty(num_rows, each.shape[1]) for each in (decoder.hidden, decoder.logits))
         for tile in _tiles(groups, self._captured.num_rows):
-            decoder.layout.fill(self._captured.table.buffer(), [(rows, entries_of(rows).slot) for rows in tile])
-            self._captured.table.send()
+            decoder.layout.fill(self._captured.table(), [(rows, entries_of(rows).slot) for rows in tile])
+            self._captured.send()
             self._captured.graph.replay()
             part = slice(start, start + sum(map(len, tile)))
             hidden[part] = decoder.hidden[: part.stop - start]
@@ -116,36 +132,43 @@ class CudaForwards:
         eos_token_ids: frozenset[int],
         kernels: CudaKernels,
         capture: Capture = capture,
+        others: Sequence[StackedWeights] = (),
     ) -> None:
-        """Raise ValueError if the weights do not match the arena."""
+        """Take the weights of `others` than the first of several GPUs. Raises ValueError if the arena is unfit."""
         self.sizes = sizes = weights.sizes
         self.has_experts = any(layer.experts is not None for layer in weights.layers)
         self.arena, self.eos_token_ids = arena, eos_token_ids
         self.device, self.dtype = arena.shape.device, sizes.dtype
         self.vocab_size, self.hidden_size = sizes.vocab, sizes.hidden
-        self.cache_shape = arena.shape
+        self.cache_shape = arena.whole_shape
         self._weights = weights
         kernels = kernels.for_weights(weights.is_packed)
         self.kernels, self.capture = kernels, capture
         self.rows_per_forward = kernels.num_rows
+        self._other_heads = [each.head for each in others]
         self._decoder = CudaDecoder(weights, arena.on_device, kernels)
+        ranks = zip(others, arena.other_ranks, strict=True)
+        self._ranks = [self._decoder, *(CudaDecoder(own, each.on_device, kernels) for own, each in ranks)]
+        if others:
+            CudaDecoder.join(self._ranks)
         num_routed, met = sum(layer.experts is not None for layer in weights.layers), self._decoder.experts_met
         self.expert_counts = None if met is None else CudaExpertCounts(met, num_routed)
         self.surroundings = Surroundings(
             weights.embedding, weights.head, LINEAR_KERNELS[kernels.linear], self._decoder.turns
         )
         self._rounds = weakref.WeakKeyDictionary[SparseArena, CudaRounds]()  # freed with the drafter's arena
-        for each in (arena, arena.windowed):
-            if each is not None:
-                each.move_rows = RowMover(each.buffer, capture)
+        for own in (arena, *arena.other_ranks):
+            for each in (own, own.windowed):
+                if each is not None:
+                    each.move_rows = RowMover(each.buffer, capture)
         narrower = [each for each in ROW_CHOICES if each < kernels.num_rows]
         self.narrow_rows = tuple(narrower if self._decoder.can_be_narrowed else ())
         self._captured = self._capture_all()
 
     def _capture_all(self) -> list[CapturedForward]:
         """Capture forwards of every number of rows, the narrowest first."""
-        decoders = [*(self._decoder.narrowed(each) for each in self.narrow_rows), self._decoder]
-        return [CapturedForward(each, self.device, self.capture) for each in decoders]
+        narrower = [[each.narrowed(num_rows) for each in self._ranks] for num_rows in self.narrow_rows]
+        return [CapturedForward(each, self.capture) for each in (*narrower, self._ranks)]
 
     def new_batch_sampler(self) -> CudaBatchSampler:
         return self._batch_sampler  # shared, because the sampler's buffers are large and draws are sequential
@@ -198,11 +221,8 @@ class CudaForwards:
         return self._weights.embedding[token_ids]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        head, scale, cap = self._weights.head, self.sizes.logit_scale, self.sizes.logit_softcap
-        if isinstance(head, PackedLinear):
-            logits = packed_gemm(hidden, head.weight, head.bias)
-        else:
-            logits = torch.nn.functional.linear(hidden, head.weight, head.bias).float()
+        scale, cap = self.sizes.logit_scale, self.sizes.logit_softcap
+        logits = torch.cat([_logits_of(hidden, each) for each in (self._weights.head, *self._other_heads)], dim=1)
         logits = logits if scale == 1.0 else logits * scale
         return cap * torch.tanh(logits / cap) if cap else logits
 
@@ -235,20 +255,29 @@ class CudaForwards:
         for group, cache in zip(groups, caches, strict=True):
             cache.reserve(group.first_entry + len(group.token_ids))
             placed.append((group, cache.slot))
-        decoder, buffer = captured.decoder, captured.table.buffer()
+        decoder, buffer = captured.decoder, captured.table()
         windowed = caches if decoder.layout.has_window_pages else ()
         pages = [cache.pages for cache in caches], [cache.window_pages for cache in windowed]
         decoder.layout.fill(buffer[: decoder.layout.size], placed, *pages)
         if decoder.mixers is not None:
             rows = [StateRows(group, slot, cache.boundary) for (group, slot), cache in zip(placed, caches, strict=True)]
             decoder.mixers.layout.fill(buffer[decoder.layout.size :], rows)
-        captured.table.send()
+        captured.send()
 
     def _note_states(self, groups: list[SequenceRows]) -> None:
         """Note the states that the forward has stored; one that fails before its launch stores none."""
         if self._decoder.mixers is not None:
             for group in groups:
                 cast("SlotStates", group.cache.layer_states).fold_to(group.boundary)
+
+
+def _logits_of(hidden: torch.Tensor, head: AnyLinear) -> torch.Tensor:
+    rows = hidden.to(head.weight.device)
+    if isinstance(head, PackedLinear):
+        logits = packed_gemm(rows, head.weight, head.bias)
+    else:
+        logits = torch.nn.functional.linear(rows, head.weight, head.bias).float()
+    return logits.to(hidden.device)
 
 
 class CudaQueryTap:

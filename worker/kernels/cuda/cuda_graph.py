@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from swiftbatch.jobs.start_times import timed
+from swiftbatch.worker.kernels.cuda.peers import Launch, on, run_together
 
 Work = Callable[[], None]
 
@@ -28,12 +31,13 @@ Capture = Callable[[Work, torch.device], Graph]
 class CudaGraph:
     """`Graph` on a GPU, which keeps the callable because CUDA stores only the addresses of its buffers."""
 
-    def __init__(self, work: Work, device: torch.device) -> None:
+    def __init__(self, work: Work, device: torch.device, is_warm: bool = False) -> None:
         self._work = work
         stream = _capture_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream), timed("compilation"):
-            work()  # compiles kernels and creates cuBLAS's workspace, both impossible in a capture
+        if not is_warm:
+            with torch.cuda.stream(stream), timed("compilation"):
+                work()  # compiles kernels and creates cuBLAS's workspace, both impossible in a capture
         self._graph = torch.cuda.CUDAGraph()
         with timed("captures"), torch.cuda.graph(self._graph, stream=stream):
             work()
@@ -54,6 +58,42 @@ class Repeated:
 
     def __init__(self, work: Work) -> None:
         self.replay = work
+
+
+class RankGraphs:
+    """`Graph` of several GPUs, which meet: each has a graph and a thread that replays it."""
+
+    def __init__(self, works: Sequence[Callable[[], Iterator[Launch]]], devices: Sequence[torch.device]) -> None:
+        run_together([work() for work in works], devices)  # one GPU alone would wait at its first meeting
+        self._places = [on(device) for device in devices]
+        self._graphs = list[CudaGraph]()
+        for work, device, place in zip(works, devices, self._places, strict=True):
+            with place:
+                self._graphs.append(CudaGraph(functools.partial(_run_all, work), device, is_warm=True))
+        self._threads = ThreadPoolExecutor(len(works), "replay")
+
+    def replay(self) -> None:
+        for done in [*self._threads.map(_replay_on, self._places, self._graphs)]:
+            assert done is None
+
+
+def _run_all(work: Callable[[], Iterator[Launch]]) -> None:
+    for launch in work():
+        launch()
+
+
+def _replay_on(place: contextlib.AbstractContextManager[object], graph: CudaGraph) -> None:
+    with place:
+        graph.replay()
+
+
+def capture_ranks(
+    works: Sequence[Callable[[], Iterator[Launch]]], devices: Sequence[torch.device], capture: Capture
+) -> Graph:
+    """Capture the launches of ranks that meet; on a CPU one graph has those of all."""
+    if devices[0].type == "cuda":
+        return RankGraphs(works, devices)
+    return capture(lambda: run_together([work() for work in works], devices), devices[0])
 
 
 def capture(work: Work, device: torch.device) -> Graph:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,20 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from swiftbatch.worker.kernels.rank_shares import Rank
+
 MOST_POLLS = 1 << 26  # of a meeting, about a minute; then a GPU is lost, and the worker must end
-
-
-@dataclass(frozen=True)
-class Rank:
-    """One of the GPUs that share a decoder."""
-
-    number: int
-    num_ranks: int
-
-    def share_of(self, count: int) -> slice:
-        """Return the own part of `count` things, which all ranks have as many of."""
-        own = count // self.num_ranks
-        return slice(self.number * own, (self.number + 1) * own)
 
 
 class Meeting:
@@ -97,17 +87,28 @@ def meet_all(buffers: Sequence[Sequence[Tensor]]) -> list[Peers]:
 Launch = Callable[[], object]
 
 
-def run_together(ranks: Sequence[Iterator[Launch]]) -> None:
+def run_together(ranks: Sequence[Iterator[Launch]], devices: Sequence[torch.device]) -> None:
     """Run the launches of all ranks up to their next meeting, rank after rank, until all have ended."""
-    running = list(ranks)
-    while running:
-        running = [launches for launches in running if _run_to_meeting(launches)]
+    places = [on(device) for device in devices]
+    meetings = [_run_to_meeting(*each) for each in zip(ranks, places, strict=True)]
+    while meetings[0] is not None:
+        for meeting, place in zip(meetings, places, strict=True):
+            assert meeting is not None, "all ranks come to all meetings"
+            with place:
+                meeting()
+        meetings = [_run_to_meeting(*each) for each in zip(ranks, places, strict=True)]
 
 
-def _run_to_meeting(launches: Iterator[Launch]) -> bool:
-    """Return whether a meeting came, behind which more may follow."""
-    for launch in launches:
-        if isinstance(launch, Meeting):
-            return True
-        launch()
-    return False
+def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Return a reusable context in which a GPU is the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _run_to_meeting(launches: Iterator[Launch], place: contextlib.AbstractContextManager[object]) -> Meeting | None:
+    """Return the meeting that came, or None behind the last launch."""
+    with place:
+        for launch in launches:
+            if isinstance(launch, Meeting):
+                return launch
+            launch()
+    return None

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.peers import Rank
 from swiftbatch.worker.kernels.cuda.stacked_weights import (
     SharedDepths,
     StackedLayer,
@@ -21,8 +20,8 @@ from swiftbatch.worker.kernels.cuda.stacked_weights import (
     stacked_weights,
 )
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, DecoderWeights, ExpertWeights, LayerWeights
-from swiftbatch.worker.kernels.kernel_sizes import depth_of_part, parts_of_depth
 from swiftbatch.worker.kernels.quantized_weights import AnyLinear, PackedMatrix, Weight, linear_from
+from swiftbatch.worker.kernels.rank_shares import Rank, columns_of, kv_heads_of
 
 
 def shared_weights(
@@ -45,28 +44,16 @@ def shared_weights(
 def _stacked_part(layer: LayerWeights, sizes: DecoderSizes, rank: Rank, device: torch.device) -> StackedLayer:
     part = stacked_layer(layer_of_rank(layer, sizes, rank), device, sizes.joins_heads)
     depths = (0 if each is None else each.weight.shape[1] for each in (layer.output, layer.down))
-    return replace(part, shared=SharedDepths(*depths))
+    experts = part.experts
+    if experts is not None:
+        experts = replace(experts, first=rank.share_of(experts.routing.num_experts).start)
+    return replace(part, shared=SharedDepths(*depths), experts=experts)
 
 
 def sizes_of_rank(sizes: DecoderSizes, rank: Rank) -> DecoderSizes:
     """Return the sizes with the rank's heads. Ranks share a head of keys if there are more ranks than such heads."""
     num_kv_heads = max(1, sizes.num_kv_heads // rank.num_ranks)
     return replace(sizes, num_heads=sizes.num_heads // rank.num_ranks, num_kv_heads=num_kv_heads)
-
-
-def kv_heads_of(num_kv_heads: int, rank: Rank) -> slice:
-    """Return the rank's heads of keys and values."""
-    if num_kv_heads >= rank.num_ranks:
-        return rank.share_of(num_kv_heads)
-    first = rank.number * num_kv_heads // rank.num_ranks
-    return slice(first, first + 1)
-
-
-def columns_of(depth: int, rank: Rank) -> slice:
-    """Return the rank's parts of the depth of a product whose result is added to the state."""
-    part = depth_of_part(depth)
-    own = rank.share_of(parts_of_depth(depth))
-    return slice(min(own.start * part, depth), min(own.stop * part, depth))
 
 
 def layer_of_rank(layer: LayerWeights, sizes: DecoderSizes, rank: Rank) -> LayerWeights:
@@ -95,16 +82,16 @@ def _attention_of(layer: LayerWeights, sizes: DecoderSizes, rank: Rank) -> dict[
     return found | {"output": _depth_of(layer.output, rank.share_of(depth), rank), "sinks": sinks}
 
 
-def _mlp_of(layer: LayerWeights, down: AnyLinear, rank: Rank) -> dict[str, AnyLinear | None]:
+def _mlp_of(layer: LayerWeights, down: AnyLinear, rank: Rank) -> dict[str, Any]:
     own = columns_of(down.weight.shape[1], rank)
-    wide = {name: _columns(getattr(layer, name), own) for name in ("gate", "up")}
+    wide = {name: _columns_or_none(getattr(layer, name), own) for name in ("gate", "up")}
     return wide | {"down": _depth_of(down, own, rank)}
 
 
 def experts_of_rank(experts: ExpertWeights, rank: Rank) -> ExpertWeights:
     own = rank.share_of(experts.routing.num_experts)
     lists = {name: getattr(experts, name)[own] for name in ("gates", "ups", "downs")}
-    return replace(experts, **lists, first=own.start)
+    return replace(experts, **lists)
 
 
 def head_of_rank(weights: DecoderWeights, rank: Rank) -> slice:
@@ -124,9 +111,11 @@ def _heads_of(norm: Tensor | None, heads: slice, num_heads: int) -> Tensor | Non
     return None if norm is None else norm.unflatten(0, (num_heads, -1))[heads].flatten()
 
 
-def _columns(linear: AnyLinear | None, own: slice) -> AnyLinear | None:
-    if linear is None:
-        return None
+def _columns_or_none(linear: AnyLinear | None, own: slice) -> AnyLinear | None:
+    return None if linear is None else _columns(linear, own)
+
+
+def _columns(linear: AnyLinear, own: slice) -> AnyLinear:
     weight: Weight = linear.weight.rows(own) if isinstance(linear.weight, PackedMatrix) else linear.weight[own]
     return linear_from(weight, None if linear.bias is None else linear.bias[own])
 
@@ -134,6 +123,7 @@ def _columns(linear: AnyLinear | None, own: slice) -> AnyLinear | None:
 def _depth_of(linear: AnyLinear, own: slice, rank: Rank) -> AnyLinear:
     """Return a part of the depth; the first rank adds the bias."""
     weight = linear.weight
-    is_packed = isinstance(weight, PackedMatrix)
-    part = weight.between(own.start, own.stop) if is_packed else weight[:, own].contiguous()
+    part: Weight = (
+        weight.between(own.start, own.stop) if isinstance(weight, PackedMatrix) else weight[:, own].contiguous()
+    )
     return linear_from(part, linear.bias if rank.number == 0 else None)

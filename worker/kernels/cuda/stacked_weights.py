@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,8 +83,7 @@ def stacked_experts(experts: ExpertWeights, device: torch.device) -> StackedExpe
         experts.gate_slope,
         bool(experts.gates),
         None if latent is None else (latent[0], latent[1]),
-        experts.first,
-        len(experts.ups),
+        num_own=len(experts.ups),
     )
 
 
@@ -303,7 +303,7 @@ def stacked_weights(
     )
 
 
-def _attention(layer: LayerWeights, device: torch.device) -> dict[str, AnyLinear | None]:
+def _attention(layer: LayerWeights, device: torch.device) -> dict[str, Any]:
     """Return the projections before and after attention.
 
     If queries have a latent vector, its projection replaces theirs.

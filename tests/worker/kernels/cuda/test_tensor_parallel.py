@@ -11,11 +11,12 @@ from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.cuda_decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.device_caches import DeviceCaches
-from swiftbatch.worker.kernels.cuda.peers import Rank, run_together
-from swiftbatch.worker.kernels.cuda.rank_weights import kv_heads_of, shared_weights
+from swiftbatch.worker.kernels.cuda.peers import run_together
+from swiftbatch.worker.kernels.cuda.rank_weights import shared_weights
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.kernels.kernel_sizes import MLASizes
+from swiftbatch.worker.kernels.rank_shares import Rank, kv_heads_of
 from tests.worker.kernels.cuda.arenas import NAN, Arena, Placed, random_arena, random_rows
 from tests.worker.kernels.cuda.test_decoder import CPU, NUM_POSITIONS, run, upload
 from tests.worker.kernels.expert_parts import EXPERT_SHAPES
@@ -52,7 +53,7 @@ def run_ranks(ranks: list[CudaDecoder], placed: list[Placed]) -> tuple[Tensor, T
         upload(decoder, placed)
         decoder.hidden.fill_(NAN)
         decoder.logits.fill_(NAN)
-    run_together([decoder.launches() for decoder in ranks])
+    run_together([decoder.launches() for decoder in ranks], [CPU] * len(ranks))
     num_rows = sum(len(rows) for rows, _ in placed)
     return ranks[0].hidden[:num_rows].clone(), ranks[0].logits[:num_rows].clone()
 
