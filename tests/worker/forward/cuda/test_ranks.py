@@ -9,6 +9,7 @@ import torch
 
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.kernels.cuda.peers import Meeting
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.sampling.sequence import Sequence
 from tests.worker.forward.cuda.cuda_parts import cuda_target
@@ -80,3 +81,31 @@ def test_jobs_with_drafts_on_two_gpus_have_the_tokens_of_one(kind: str, tmp_path
     one, two = on_ranks(files, 1), on_ranks(files, 2)
     expected = decode(one, "autoregressive", sequences(one.vocab_size))
     assert decode(two, "token-recycling", sequences(one.vocab_size)) == expected
+
+
+@pytest.mark.slow
+def test_a_job_whose_second_gpu_is_lost_goes_on_elsewhere_with_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, params = files_of("experts", tmp_path), SamplingParams(max_tokens=4, seed=3, ignore_eos=True)
+
+    def sequence() -> Sequence:
+        return Sequence("job", [3, 5, 7, 5], params, 64)
+
+    [expected] = decode(on_ranks(files, 1), "autoregressive", [sequence()])
+    two, lost = on_ranks(files, 2), sequence()
+    meetings, meet = iter(range(25)), Meeting.__call__
+
+    def lose(meeting: Meeting) -> None:
+        if meeting._rank.number == 1 and next(meetings, None) is None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        meet(meeting)
+
+    monkeypatch.setattr(Meeting, "__call__", lose)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        decode(two, "autoregressive", [lost])
+    monkeypatch.undo()
+    assert 0 < len(lost.output_ids) < 4
+    resumed = sequence()
+    resumed.extend(lost.output_ids.tolist())
+    assert decode(on_ranks(files, 4), "token-recycling", [resumed]) == [expected]
