@@ -28,7 +28,8 @@ from swiftbatch.worker.model.text_config import text_view
 
 WITH_STATES = {kind: spec.mixer.words for kind, spec in ARCHITECTURES.items() if spec.mixer}
 WITH_INDEXERS = tuple(kind for kind in ARCHITECTURES if needs_indexers({"model_type": kind}))
-"""Only our kernels run them."""
+OURS_ALONE = (*WITH_INDEXERS, "mimo_v2_flash")
+"""Kinds that only our kernels run."""
 VOCAB_SIZE = 97
 NUM_POSITIONS = 1024
 LATER = (  # kinds whose parts others also have; slow tests cover them
@@ -169,6 +170,14 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 48,
     },
     "mellum": {"layer_types": WINDOWS},
+    "mimo_v2_flash": FOUR
+    | {
+        "layer_types": WINDOWS * 2,
+        "v_head_dim": 48,
+        "rope_parameters": dict.fromkeys(
+            WINDOWS, {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+        ),
+    },
     "helium": {"head_dim": 16},  # its heads together are as wide as a row
     "olmoe": {"hidden_size": 128},  # its norms span all heads
     "smollm3": FOUR | {"sliding_window": None},
@@ -225,7 +234,7 @@ def tiny_target(
     kind: str, dtype: torch.dtype = torch.float32, window: int = 100, variant: str | None = None
 ) -> TargetModel:
     """With `variant`, plain layers use its kernels."""
-    if kind in WITH_INDEXERS:
+    if kind in OURS_ALONE:
         return _from_files(kind, dtype)
     model = tiny_model(tiny_config(kind, window, variant is not None), dtype)
     files = ModelFiles(kind, Path(kind), Digests({}, {}), NUM_POSITIONS, VOCAB_SIZE)
@@ -265,12 +274,14 @@ def native_target(kind: str, folder: Path, dtype: str = "float32") -> TargetMode
 def asks_for(target: TargetModel) -> str:
     """Name what a kind's attention needs besides keys and values."""
     config = target.model.config
-    spans = [] if config.model_type in WITH_INDEXERS else target.transformers.spans
+    spans = [] if config.model_type in OURS_ALONE else target.transformers.spans
     words = sorted({"full": "", "window": "sliding window", "chunk": "chunks"}[span.kind] for span in spans)
     if getattr(config, "attn_logit_softcapping", None):
         words.append("soft cap")
     if config.model_type == "gpt_oss":
         words.append("sinks")
+    if config.model_type == "mimo_v2_flash":
+        words += ["sliding window", "sinks", "narrow values"]
     if hasattr(config, "qk_nope_head_dim"):
         words.append("latent keys and values")
     if config.model_type in WITH_INDEXERS:

@@ -38,7 +38,6 @@ REFUSED = {  # `model_type` -> what it needs that is missing here; only models t
     "bloom": "position biases (ALiBi)",
     "deepseek_ref": COMPRESSED,
     "deepseek_v4": COMPRESSED,
-    "mimo_v2_flash": "values narrower than keys, and sinks in windows alone",
     "minimax_m3": "attention to blocks of keys that an indexer chooses",
     "mpt": "position biases (ALiBi)",
     "gpt2": "learned positions",

@@ -22,8 +22,11 @@ from swiftbatch.worker.model.architectures.attention_layers import (
 )
 from swiftbatch.worker.model.architectures.gemma4 import GEMMA4
 from swiftbatch.worker.model.architectures.llama_like import BIASED, COHERE, GRANITE, HUNYUAN, OLMO2, QK_NORMED, TIED
+from swiftbatch.worker.model.architectures.mimo import MIMO_V2_FLASH
 from swiftbatch.worker.model.architectures.moe_layers import (
     ROLES,
+    SCORED_BY_SIGMOID,
+    SHARED,
     FusedNames,
     MoESpec,
     MoETensorNames,
@@ -51,21 +54,6 @@ from swiftbatch.worker.model.config_values import (
     Config,
 )
 
-SHARED = mlp_linears("mlp.shared_experts")
-SCORED_BY_SIGMOID = MoESpec(
-    Score.SIGMOID,
-    behind_the_first,
-    names=MoETensorNames(choice_bias="mlp.gate.e_score_correction_bias", shared=SHARED),
-    normalises="norm_topk_prob",
-    least_sum=1e-20,
-    scale="routed_scaling_factor",
-    groups=("n_group", "topk_group"),
-    rounds_logits=False,
-    rounds_weights=False,
-    num_shared="n_shared_experts",
-    keys={"first_k_dense_replace": SOME_LAYERS},
-    one_meaning={"moe_layer_freq": (1,), "ep_size": (1,)},
-)
 WITHOUT_BIASES = SCORED_BY_SIGMOID.one_meaning | {"attention_bias": (False,), "mlp_bias": (False,)}
 DEEPSEEK_V3 = ArchitectureSpec(
     latent=MLASpec("rope_interleave"),
@@ -329,6 +317,7 @@ MIXTURES: dict[str, ArchitectureSpec] = {
         window_angles=WindowAngles(5e5, 1e4),
         experts=MoESpec(Score.SOFTMAX, SparseOr(experts_in_all_layers), normalises="norm_topk_prob"),
     ),
+    "mimo_v2_flash": MIMO_V2_FLASH,
     "minimax_m2": ArchitectureSpec(
         has_qk_norms=True,
         joins_heads=True,
