@@ -174,9 +174,9 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     | {
         "layer_types": WINDOWS * 2,
         "v_head_dim": 48,
-        "rope_parameters": dict.fromkeys(
-            WINDOWS, {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-        ),
+        "rope_parameters": {
+            key: {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5} for key in WINDOWS
+        },
     },
     "helium": {"head_dim": 16},  # its heads together are as wide as a row
     "olmoe": {"hidden_size": 128},  # its norms span all heads
@@ -385,9 +385,22 @@ earlier position is chosen. Layers that GLM 5.2 calls `shared` take the choice o
 
 ## Heads of two widths
 
-Gemma 4 (31B and 26B-A4B) runs in our kernels on CPUs, and on no GPU yet; its smaller models, with inputs for each
-layer, do not run. Caches and checkpoints hold what each layer has, 901 KB per position of 31B, and behind the newest
-positions only the 82 KB of layers without a window. Engines with trained parts and `--kv-offload` are refused.
+Gemma 4 (31B and 26B-A4B) runs in our kernels on CPUs, and on no GPU yet. Caches and checkpoints hold what each layer
+has, 901 KB per position of 31B, and behind the newest positions only the 82 KB of layers without a window. Engines with
+trained parts and `--kv-offload` are refused.
+
+## Layers that share keys
+
+In Gemma 4 E2B and E4B the last layers read keys and values of an earlier layer, so caches and checkpoints have none for
+them: 18 KB per position of E2B, and 6 KB behind the newest positions. Each layer also adds an embedding of
+its own for a token (per-layer embeddings). Their table has half of the weights: it stays in bf16 in a run in float32,
+and a row reads one line of it per layer. These models run on CPUs alone.
+
+## Values narrower than keys
+
+MiMo-V2-Flash has heads of 192 with values of 128, and layers with windows have twice the heads of keys of others, and
+sinks. A cache's rows are as wide as keys, so a sixth of it holds zeros: 267 KB per position, and 28 KB behind the
+newest positions. It runs on CPUs alone.
 
 ## Layers with states
 

@@ -22,9 +22,12 @@ from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.kv.kv_capacity import FORGETS_EVERY, NUM_ASKED, NUM_UNWRITTEN, bytes_per_position, held_of
 from swiftbatch.worker.model.causal_lm import load_causal_lm
+from swiftbatch.worker.model.compute_path import path_on
+from swiftbatch.worker.model.decoder_config import read_decoder_config
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.digests import Digests
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model, read_config
+from swiftbatch.worker.model.text_config import text_view
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE
 from swiftbatch.worker.training.train_griffin import train_griffin
@@ -177,6 +180,13 @@ def test_each_part_of_a_small_model_changes_logits(part: str, folders: dict[str,
     (tmp_path / "config.json").write_text((folders[SMALLEST] / "config.json").read_text())
     ours, theirs = (logits_of(loaded(folder, "float32")) for folder in (tmp_path, folders[SMALLEST]))
     assert not torch.allclose(ours, theirs, atol=1e-2)
+
+
+def test_small_models_name_what_gpus_do_not_know() -> None:
+    words = {name: read_decoder_config(text_view(config)).on_cpu_alone for name, config in GEMMA4.items()}
+    assert {name for name, each in words.items() if each} == {SMALLEST, "Gemma 4 E4B"}
+    assert words[SMALLEST] == "embeddings of their own and keys of earlier layers"
+    assert path_on("cuda", text_view(GEMMA4[SMALLEST])).name == "none"
 
 
 def test_the_table_of_a_model_in_float32_stays_as_it_is_stored(folders: dict[str, Path]) -> None:
