@@ -70,6 +70,11 @@ GEMMA4 |= {
     "Gemma 4 E2B": OF_E_MODELS | {"use_double_wide_mlp": True},
     "Gemma 4 E4B": OF_E_MODELS | {"num_key_value_heads": 2},
 }
+GEMMA4["Gemma 4 12B"] = {
+    key: value
+    for key, value in EVERYWHERE.items()
+    if key not in ("enable_moe_block", "hidden_size_per_layer_input", "vocab_size_per_layer_input")
+} | {"model_type": "gemma4_unified_text"}
 STRIPES = dict.fromkeys(GEMMA4, (4, 2, 4, 2)) | {
     "Gemma 4 whose values have a projection": (2, 4, 2, 4),
     "Gemma 4 E2B": (1, 2, 1, 2),
@@ -94,5 +99,6 @@ def write_gemma4(name: str, folder: Path) -> None:
         tensors |= {f"{of_keys}{part}.weight": torch.ones(64, 128) for part in ("k_proj", "v_proj")}
         tensors[f"{of_keys}k_norm.weight"] = torch.ones(64)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    whole = {"model_type": "gemma4", "text_config": text, "eos_token_id": [1, 106], "tie_word_embeddings": True}
+    kind = text["model_type"].removesuffix("_text")
+    whole = {"model_type": kind, "text_config": text, "eos_token_id": [1, 106], "tie_word_embeddings": True}
     (folder / "config.json").write_text(json.dumps(whole))

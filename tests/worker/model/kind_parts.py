@@ -158,6 +158,12 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 0,
         "final_logit_softcapping": 30.0,
     },
+    "gemma4_unified_text": {
+        "layer_types": WINDOWS,
+        "attention_chunk_size": None,
+        "attention_k_eq_v": True,
+        "final_logit_softcapping": 30.0,
+    },
     "granite": {"attention_multiplier": 0.125},  # at 1 a score's last bit decides what a row sees
     "granite_swa": OWN_THETAS,
     "granitemoe_swa": {**OWN_THETAS, "shared_intermediate_size": 48},
@@ -216,7 +222,9 @@ def tiny_config(kind: str, window: int = 100, has_wide_heads: bool = False) -> P
     sizes = {**SIZES, "sliding_window": window, "attention_chunk_size": window, **OWN_SIZES.get(kind, {})}
     if has_wide_heads:
         sizes |= {"qk_nope_head_dim": 48} if "qk_nope_head_dim" in sizes else {"head_dim": 64, "hidden_size": 256}
-    sizes |= {"global_head_dim": sizes["head_dim"]} if kind == "gemma4_text" else {}  # transformers' layers take one
+    sizes |= (
+        {"global_head_dim": sizes["head_dim"]} if kind.startswith("gemma4_") else {}
+    )  # transformers' layers take one
     return AutoConfig.for_model(kind, **sizes)
 
 
@@ -385,7 +393,7 @@ earlier position is chosen. Layers that GLM 5.2 calls `shared` take the choice o
 
 ## Heads of two widths
 
-Gemma 4 (31B and 26B-A4B) runs in our kernels on CPUs, and on no GPU yet. Caches and checkpoints hold what each layer
+Gemma 4 (31B, 26B-A4B, 12B) runs in our kernels on CPUs, and on no GPU yet. Caches and checkpoints hold what each layer
 has, 901 KB per position of 31B, and behind the newest positions only the 82 KB of layers without a window. Engines with
 trained parts and `--kv-offload` are refused.
 

@@ -40,7 +40,7 @@ def mlp_widths(config: Config) -> list[int]:
         int(config[key]) for key in ("intermediate_size", "num_hidden_layers", "num_kv_shared_layers")
     )
     is_doubled = SWITCH.of({"use_double_wide_mlp": False} | dict(config), "use_double_wide_mlp")
-    if is_doubled and num_shared and where_enabled(config):
+    if is_doubled and num_shared and config.get("enable_moe_block"):
         raise ValueError("its use_double_wide_mlp stands beside enable_moe_block")
     return [width * (2 if is_doubled and number >= num_layers - num_shared else 1) for number in range(num_layers)]
 
@@ -120,4 +120,10 @@ GEMMA4 = replace(
     view=as_published,
     nested_in=("gemma4",),
     on_cpu_alone="heads of two widths, and norms of values",
+)
+GEMMA4_UNIFIED = replace(  # its class passes over the keys of per-layer embeddings and experts
+    GEMMA4,
+    experts=None,
+    defaults=GEMMA4.defaults | {"hidden_size_per_layer_input": 0},
+    nested_in=("gemma4_unified",),
 )

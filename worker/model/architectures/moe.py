@@ -20,7 +20,7 @@ from swiftbatch.worker.model.architectures.attention_layers import (
     without_windows,
     without_windows_if_said,
 )
-from swiftbatch.worker.model.architectures.gemma4 import GEMMA4
+from swiftbatch.worker.model.architectures.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from swiftbatch.worker.model.architectures.llama_like import BIASED, COHERE, GRANITE, HUNYUAN, OLMO2, QK_NORMED, TIED
 from swiftbatch.worker.model.architectures.mimo import MIMO_V2_FLASH
 from swiftbatch.worker.model.architectures.moe_layers import (
@@ -229,6 +229,7 @@ MIXTURES: dict[str, ArchitectureSpec] = {
     ),
     "flex_olmo": replace(OLMO2, experts=replace(PLAIN, normalises="norm_topk_prob")),
     "gemma4_text": GEMMA4,
+    "gemma4_unified_text": GEMMA4_UNIFIED,
     "glm4_moe": ArchitectureSpec(
         "attention_bias", qk_norms_key="use_qk_norm", partial_rotary_factor=0.5, experts=SCORED_BY_SIGMOID
     ),
