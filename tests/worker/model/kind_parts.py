@@ -222,9 +222,8 @@ def tiny_config(kind: str, window: int = 100, has_wide_heads: bool = False) -> P
     sizes = {**SIZES, "sliding_window": window, "attention_chunk_size": window, **OWN_SIZES.get(kind, {})}
     if has_wide_heads:
         sizes |= {"qk_nope_head_dim": 48} if "qk_nope_head_dim" in sizes else {"head_dim": 64, "hidden_size": 256}
-    sizes |= (
-        {"global_head_dim": sizes["head_dim"]} if kind.startswith("gemma4_") else {}
-    )  # transformers' layers take one
+    if kind.startswith("gemma4_"):
+        sizes["global_head_dim"] = sizes["head_dim"]  # transformers' layers take one
     return AutoConfig.for_model(kind, **sizes)
 
 

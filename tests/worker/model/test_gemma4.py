@@ -118,6 +118,19 @@ def test_what_a_checkpoint_holds_gives_the_same_bits(name: str, folders: dict[st
     assert torch.equal(ours, theirs)
 
 
+def test_calls_over_some_layers_give_the_bits_of_one_call(folders: dict[str, Path]) -> None:
+    """Later calls read keys of layers before them, and embed the tokens again."""
+    target, text = loaded(folders[SMALLEST], "bfloat16"), [11 * each % 200 for each in range(100)]
+    found = []
+    for layers in ((), (0, 2, 5)):
+        cache = target.new_cache(200)
+        while cache.length < len(text):
+            target.read(cache, text[cache.length :], layers)
+        [outputs] = target.verify([tree_rows(cache, 5, DraftTree.chain([6, 7]))], layers)
+        found.append(outputs.logits)
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("name", GEMMA4)
 def test_rows_have_the_same_bits_whatever_was_forgotten(
     name: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
