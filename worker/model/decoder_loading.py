@@ -229,14 +229,10 @@ def indexer_weights(tensors: Mapping[str, Weight], prefix: str, latent: MLAConfi
 # Dense decoders straight from their files, without `transformers`, whose import takes seconds: see `decoder_config`.
 
 CPU = torch.device("cpu")
-SCALES_WITHIN = (
-    "attention_in_scale",
-    "key_scale",
-    "attention_out_scale",
-    "gate_scale",
-    "down_scale",
-    "value_scale",
-)  # a layer
+SCALES_WITHIN = (  # a layer
+    *("attention_in_scale", "key_scale", "value_scale", "attention_out_scale"),
+    *("gate_scale", "down_scale"),
+)
 
 
 def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = CPU) -> DecoderWeights | None:

@@ -124,6 +124,7 @@ GEMMA4 = replace(
 GEMMA4_UNIFIED = replace(  # its class passes over the keys of per-layer embeddings and experts
     GEMMA4,
     experts=None,
-    defaults={**GEMMA4.defaults, "hidden_size_per_layer_input": 0},
+    ple_key=None,
+    known_keys=("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
     nested_in=("gemma4_unified",),
 )

@@ -37,7 +37,7 @@ def as_its_class_reads(config: Config) -> dict[str, Any]:
         if named is not None and view.get(key) in (None, named):
             view[key] = named
             del view[published]
-    if view.get("rope_parameters") is None:
+    if view.get("rope_parameters") is None and "rope_theta" in view:
         thetas = (
             view.pop(key, default)
             for key, default in (("rope_theta", ANGLES.full), ("swa_rope_theta", ANGLES.windowed))
@@ -47,7 +47,7 @@ def as_its_class_reads(config: Config) -> dict[str, Any]:
             layers: said | {"rope_theta": theta}
             for layers, theta in zip(KINDS_OF_LAYERS["layer_types"], thetas, strict=True)
         }
-    return view | ({"routed_scaling_factor": 1.0} if view.get("routed_scaling_factor") is None else {})
+    return view | ({"routed_scaling_factor": 1.0} if view.get("routed_scaling_factor", 1.0) is None else {})
 
 
 MIMO_V2_FLASH = ArchitectureSpec(
@@ -75,6 +75,7 @@ MIMO_V2_FLASH = ArchitectureSpec(
         },
     ),
     known_keys=("attention_chunk_size", "swa_"),
+    defaults={"routed_scaling_factor": 1.0},
     rules={"layernorm_epsilon": POSITIVE, "sliding_window_size": SIZE},
     view=as_its_class_reads,
     on_cpu_alone="values narrower than keys, and sinks in windows alone",
