@@ -61,7 +61,7 @@ def _are_taken_over(config: Config) -> bool:
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-    from swiftbatch.worker.kernels.decoder_weights import decoder_weights
+    from swiftbatch.worker.kernels.transformers_weights import decoder_weights
 
     try:
         said = AutoConfig.for_model(**{key: each for key, each in config.items() if key not in CONFIG_KEYS})

@@ -102,6 +102,9 @@ CONVOLUTIONS = {  # by number of layers
 }
 LAST_WINDOWED = {"use_sliding_window": True, "max_window_layers": 1, "layer_types": None}
 WINDOWS = ["sliding_attention", "full_attention"]
+HALF_TURNED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+ONE_WINDOWED = {"layer_types": WINDOWS, "attention_chunk_size": None}
+OF_GEMMA4 = ONE_WINDOWED | {"attention_k_eq_v": True, "final_logit_softcapping": 30.0}
 OWN_THETAS = FOUR | {
     "layer_types": ["full_attention", "sliding_attention"] * 2,
     "layer_rope_theta": [10000.0, 0.0, 5e5, 1e4],
@@ -149,21 +152,8 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         },
     },
     "dots1": {"n_group": 1, "topk_group": 1, "n_shared_experts": 1},
-    "gemma4_text": {
-        "layer_types": WINDOWS,
-        "top_k_experts": 2,
-        "attention_chunk_size": None,
-        "enable_moe_block": True,
-        "attention_k_eq_v": True,
-        "hidden_size_per_layer_input": 0,
-        "final_logit_softcapping": 30.0,
-    },
-    "gemma4_unified_text": {
-        "layer_types": WINDOWS,
-        "attention_chunk_size": None,
-        "attention_k_eq_v": True,
-        "final_logit_softcapping": 30.0,
-    },
+    "gemma4_text": OF_GEMMA4 | {"enable_moe_block": True, "hidden_size_per_layer_input": 0, "top_k_experts": 2},
+    "gemma4_unified_text": OF_GEMMA4,
     "granite": {"attention_multiplier": 0.125},  # at 1 a score's last bit decides what a row sees
     "granite_swa": OWN_THETAS,
     "granitemoe_swa": {**OWN_THETAS, "shared_intermediate_size": 48},
@@ -177,13 +167,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     },
     "mellum": {"layer_types": WINDOWS},
     "mimo_v2_flash": FOUR
-    | {
-        "layer_types": WINDOWS * 2,
-        "v_head_dim": 48,
-        "rope_parameters": {
-            key: {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5} for key in WINDOWS
-        },
-    },
+    | {"layer_types": WINDOWS * 2, "v_head_dim": 48, "rope_parameters": dict.fromkeys(WINDOWS, HALF_TURNED)},
     "helium": {"head_dim": 16},  # its heads together are as wide as a row
     "olmoe": {"hidden_size": 128},  # its norms span all heads
     "smollm3": FOUR | {"sliding_window": None},
