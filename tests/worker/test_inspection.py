@@ -27,7 +27,7 @@ from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.model.text_config import text_view
 from tests.worker.model.expert_configs import write_experts
 from tests.worker.model.kind_parts import EACH_KIND, OURS_ALONE, save_tiny, tiny_config, tiny_target
-from tests.worker.model.latent_configs import OURS_ALONE as PUBLISHED_INDEXED
+from tests.worker.model.latent_configs import WITH_INDEXERS as PUBLISHED_INDEXED
 from tests.worker.model.latent_configs import WITH_LATENTS
 from tests.worker.model.test_nested_models import publish, whole_model
 

@@ -309,9 +309,7 @@ def _sizes(dense: DecoderConfig, dtype: torch.dtype, ple_table: Weight | None = 
         logit_softcap=dense.caps.get("logits", 0.0),
         latent=None if dense.latent is None else dense.latent.sizes,
         value_dim=dense.value_dim,
-        ple_dim=dense.ple_dim,
-        ple_scale=_rounded(dense.ple_dim**0.5, dtype),
-        ple_dtype=dtype if ple_table is None else ple_table.dtype,
+        **({} if ple_table is None else _ple_sizes(dense, dtype, ple_table)),
         **{name: dense.scales[name] for name in SCALES_WITHIN if name in dense.scales},
     )
 
@@ -326,6 +324,10 @@ def _embedding_scale(dense: DecoderConfig, dtype: torch.dtype) -> float:
     if dense.form.scales_by_width:
         return _rounded(dense.hidden**0.5, dtype)
     return dense.scales.get("embedding", 1.0)
+
+
+def _ple_sizes(dense: DecoderConfig, dtype: torch.dtype, table: Weight) -> dict[str, Any]:
+    return {"ple_dim": dense.ple_dim, "ple_scale": _rounded(dense.ple_dim**0.5, dtype), "ple_dtype": table.dtype}
 
 
 def _rounded(number: float, dtype: torch.dtype) -> float:
