@@ -26,7 +26,7 @@ from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.model.text_config import text_view
 from tests.worker.model.expert_configs import write_experts
-from tests.worker.model.kind_parts import EACH_KIND, WITH_INDEXERS, save_tiny, tiny_config, tiny_target
+from tests.worker.model.kind_parts import EACH_KIND, OURS_ALONE, save_tiny, tiny_config, tiny_target
 from tests.worker.model.latent_configs import WITH_INDEXERS as PUBLISHED_INDEXED
 from tests.worker.model.latent_configs import WITH_LATENTS
 from tests.worker.model.test_nested_models import publish, whole_model
@@ -82,7 +82,7 @@ def test_a_nested_model_is_counted_without_its_tower(tmp_path: Path) -> None:
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("kind", [each for each in EACH_KIND if each not in WITH_INDEXERS])
+@pytest.mark.parametrize("kind", [each for each in EACH_KIND if each not in OURS_ALONE])
 def test_the_path_that_is_told_is_the_one_that_is_taken(kind: str) -> None:
     """Kernels run the whole forward, only attention, or nothing."""
     variant = chosen_variant()

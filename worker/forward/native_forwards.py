@@ -236,7 +236,7 @@ class NativeForwards:
         state = torch.empty(sum(len(group) for group in groups), self.hidden_size) if len(ends) > 1 else None
         features: dict[int, torch.Tensor] = {}
         for first, end in itertools.pairwise([0, *ends]):
-            places = self._decoder.attending_among(range(first, end))
+            places = self._decoder.keeping_among(range(first, end))
             own = queries[places.start : places.stop] if by_layer and queries is not None else queries
             hidden, logits = self._decoder.forward(groups, with_logits, range(first, end), state, own)
             if state is not None and end - 1 in feature_layers:

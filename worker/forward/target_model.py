@@ -19,7 +19,7 @@ from swiftbatch.worker.forward.forward_interface import Forwards
 from swiftbatch.worker.forward.hardware import resolve_device
 from swiftbatch.worker.forward.native_forwards import NativeForwards
 from swiftbatch.worker.forward.tile_packing import SequenceRows, tree_rows
-from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, decoder_weights
+from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.gpu_kernel_choice import (
     DEFAULT_KERNELS,
     CudaKernels,
@@ -27,6 +27,7 @@ from swiftbatch.worker.kernels.gpu_kernel_choice import (
     refuse_without_kernels,
 )
 from swiftbatch.worker.kernels.native_library import chosen_variant
+from swiftbatch.worker.kernels.transformers_weights import decoder_weights
 from swiftbatch.worker.kv.cache_room import CacheRoom
 from swiftbatch.worker.kv.file_offload import offloaded_cache
 from swiftbatch.worker.kv.full_cache import FullKVCache, new_cache_of

@@ -1,13 +1,13 @@
-"""Weights of a decoder by role, including experts, taken from a loaded `transformers` model."""
+"""Weights of a decoder by role, including experts, and their shapes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from swiftbatch.worker.kernels.kernel_sizes import COUNTS, LANES, IndexerSizes, LayerHeads, MLASizes, sizes_fault
 from swiftbatch.worker.kernels.layer_specs import (
@@ -18,7 +18,7 @@ from swiftbatch.worker.kernels.layer_specs import (
     recurrent_weight_shapes,
 )
 from swiftbatch.worker.kernels.quantized_weights import AnyLinear, Linear, PackedMatrix, Weight
-from swiftbatch.worker.kernels.rope_scaling import Rotary, rotary_of
+from swiftbatch.worker.kernels.rope_scaling import Rotary
 
 
 class MayBeLatent:
@@ -108,12 +108,7 @@ def float_shapes(experts: ExpertWeights, hidden: int) -> Iterator[tuple[str, Ten
     yield "gate of what all rows meet", experts.shared_gate, (1, hidden)
 
 
-# Decoder's weights by role, and their extraction from a loaded `transformers` model.
-
-
-DENSE_CLASSES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-TYPED_CLASSES = {"Qwen2ForCausalLM", "Qwen3ForCausalLM"}  # their configs give the type of each layer
-STEADY_ROTARY = {"default", "linear", "llama3", "yarn"}  # their angles depend on the position alone
+# Decoder's weights by role.
 
 
 @dataclass(frozen=True)
@@ -123,7 +118,8 @@ class DecoderSizes:
     Norms of queries and keys span all heads (`joins_heads`), follow the rotation (`norms_after_rope`), or have weights
     per head (`qk_norms_differ`); values' norm has no weights (`norms_values`). If `is_parallel`, the MLP reads
     attention's input. Soft caps limit scores and logits; 0 means none. With `latent`, all heads share one cache entry
-    of `num_kv_heads` and `head_dim`.
+    of `num_kv_heads` and `head_dim`. Values may be narrower than keys: `value_dim`, or 0. Per-layer embeddings have
+    `ple_dim` columns, or 0, and a table in `ple_dtype`.
     """
 
     num_layers: int
@@ -156,12 +152,22 @@ class DecoderSizes:
     attention_out_scale: float = 1.0
     gate_scale: float = 1.0
     down_scale: float = 1.0
+    value_dim: int = 0
+    value_scale: float = 1.0
+    ple_dim: int = 0
+    ple_scale: float = 1.0
+    ple_dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
         if self.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"found a decoder of {self.dtype}, expected bfloat16 or float32")
         if fault := sizes_fault(**{name: getattr(self, name) for name in COUNTS}, latent=self.latent):
             raise ValueError(fault)
+        reads_values = self.gates_heads or self.norms_values or self.latent is not None
+        if self.value_dim % LANES or not 0 <= self.value_dim < self.head_dim or (self.value_dim and reads_values):
+            raise ValueError(f"found values of {self.value_dim} in heads of {self.head_dim}")
+        if self.ple_dim % LANES:
+            raise ValueError(f"found per-layer embeddings of {self.ple_dim}, expected a multiple of {LANES}")
 
     @property
     def indexer(self) -> IndexerSizes | None:
@@ -225,10 +231,20 @@ class LayerWeights:
     curve: Tensor | None = None
     heads: LayerHeads | None = None
     layer_scale: Tensor | None = None
+    shared_keys: int | None = None  # an earlier layer whose keys and values this one reads; it has none of its own
+    ple_projection: AnyLinear | None = None
+    ple_gate: AnyLinear | None = None
+    ple_output: AnyLinear | None = None
+    ple_norm: Tensor | None = None
+    ple_output_norm: Tensor | None = None
 
     @property
     def attends(self) -> bool:
         return self.query is not None
+
+    @property
+    def keeps_keys(self) -> bool:
+        return self.attends and self.shared_keys is None
 
     @property
     def intermediate(self) -> int:
@@ -238,7 +254,10 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """Dense decoder: `embedding [vocab, hidden]`, layers, norm, head."""
+    """Dense decoder: `embedding [vocab, hidden]`, layers, norm, head.
+
+    `ple_table [vocab, num_layers * ple_dim]` has the per-layer embeddings.
+    """
 
     sizes: DecoderSizes
     embedding: Weight
@@ -246,6 +265,7 @@ class DecoderWeights:
     final_norm: Tensor
     head: AnyLinear
     rotary: Rotary
+    ple_table: Weight | None = None
 
     @property
     def has_integers(self) -> bool:
@@ -266,118 +286,24 @@ def other_rotary(layers: Iterable[Any]) -> Rotary | None:
 
 
 def stripes_of(sizes: DecoderSizes, layers: Iterable[LayerWeights]) -> tuple[int, ...]:
-    """Return the heads of a cache that each attending layer takes, or () if all take the decoder's."""
+    """Return the heads of a cache that each layer with keys takes, or () if all take the decoder's."""
     own = LayerHeads(sizes.num_kv_heads, sizes.head_dim)
-    found = [layer.heads for layer in layers if layer.attends]
+    found = [layer.heads for layer in layers if layer.keeps_keys]
     return tuple((heads or own).num_stripes(sizes.head_dim) for heads in found) if any(found) else ()
-
-
-def decoder_weights(model: Any) -> DecoderWeights | None:
-    """Return the weights of a loaded Llama, Mistral, Qwen2 or Qwen3; None for any other model."""
-    if type(model).__name__ not in DENSE_CLASSES or not type(model).__module__.startswith("transformers.models."):
-        return None
-    config, decoder = model.config, model.model
-    windows = _windows(model)
-    if windows is None or config.hidden_act != "silu" or model.device.type not in ("cpu", "meta"):
-        return None
-    if decoder.rotary_emb.rope_type not in STEADY_ROTARY or not all(_is_plain(part) for part in model.modules()):
-        return None
-    if len(decoder.layers) != config.num_hidden_layers or {each.dtype for each in model.parameters()} != {model.dtype}:
-        return None
-    if (sizes := _sizes_of(model)) is None:
-        return None
-    frequencies = decoder.rotary_emb.inv_freq
-    # some dimensions are not rotated, or are rotated by non-finite angles
-    if len(frequencies) * 2 != sizes.head_dim or not frequencies.isfinite().all():
-        return None
-    return DecoderWeights(
-        sizes,
-        decoder.embed_tokens.weight,
-        [replace(layer_weights(layer), window=window) for layer, window in zip(decoder.layers, windows, strict=True)],
-        decoder.norm.weight,
-        linear_of(model.lm_head),
-        _rotary(config, decoder.rotary_emb, sizes.head_dim),
-    )
-
-
-def _sizes_of(model: Any) -> DecoderSizes | None:
-    config, attention = model.config, model.model.layers[0].self_attn
-    try:
-        return DecoderSizes(
-            num_layers=len(model.model.layers),
-            hidden=config.hidden_size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=attention.head_dim,
-            intermediate=config.intermediate_size,
-            vocab=model.lm_head.weight.shape[0],
-            epsilon=config.rms_norm_eps,
-            scale=attention.scaling,
-            dtype=model.dtype,
-        )
-    except ValueError:
-        return None
-
-
-def _windows(model: Any) -> list[int | None] | None:
-    """Return each layer's window, or None if the model's class ignores a part of the config."""
-    config, name = model.config, type(model).__name__
-    size: int | None = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None) or []
-    if name in TYPED_CLASSES and not set(types) - {"full_attention", "sliding_attention"}:
-        return [size if each == "sliding_attention" else None for each in types]
-    if set(types) - {"full_attention"} or (size is not None and (types or name != "MistralForCausalLM")):
-        return None
-    return [size] * config.num_hidden_layers
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Return whether a module is unmodified, without adapters or quantized weights."""
-    if isinstance(module, nn.Linear | nn.Embedding):
-        return type(module) in (nn.Linear, nn.Embedding)
-    return type(module).__module__.startswith(("transformers.", "torch.nn."))
-
-
-def _rotary(config: Any, module: Any, head_dim: int) -> Rotary:
-    """Return the rotary angles, recomputed where possible because results of `pow` differ between processors."""
-    try:
-        return rotary_of(config.rope_parameters, head_dim)
-    except (KeyError, TypeError, ValueError):  # a rotary type or parameters that only `transformers` supports
-        return Rotary(module.inv_freq.float().numpy(), module.attention_scaling)
-
-
-def layer_weights(layer: Any) -> LayerWeights:
-    """Return the weights of a decoder layer of these classes."""
-    attention, mlp = layer.self_attn, layer.mlp
-    norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
-    query_norm, key_norm = (None if norm is None else norm.weight for norm in norms)
-    return LayerWeights(
-        query=linear_of(attention.q_proj),
-        key=linear_of(attention.k_proj),
-        value=linear_of(attention.v_proj),
-        output=linear_of(attention.o_proj),
-        up=linear_of(mlp.up_proj),
-        down=linear_of(mlp.down_proj),
-        gate=linear_of(mlp.gate_proj),
-        input_norm=getattr(layer.input_layernorm, "weight", None),
-        mlp_norm=layer.post_attention_layernorm.weight,
-        query_norm=query_norm,
-        key_norm=key_norm,
-    )
-
-
-def linear_of(module: Any) -> Linear:
-    return Linear(module.weight, module.bias)
 
 
 def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weight | None, tuple[int, ...]]]:
     """Yield every tensor in the model's dtype, with its name and expected shape. Raises ValueError."""
     _check_form(sizes, layer)
     heads = layer.heads or LayerHeads(sizes.num_kv_heads, sizes.head_dim)
-    width = layer.intermediate
+    width, values = layer.intermediate, sizes.value_dim or heads.head_dim
+    found = sizes.found_width if sizes.latent is not None else sizes.num_heads * values
     widths = {
         **_attention_widths(sizes, heads),
-        "output": (sizes.hidden, sizes.num_heads * heads.head_dim if sizes.latent is None else sizes.found_width),
+        "output": (sizes.hidden, found),
+        "ple_projection": (sizes.ple_dim, sizes.hidden),
+        "ple_gate": (sizes.ple_dim, sizes.hidden),
+        "ple_output": (sizes.hidden, sizes.ple_dim),
         "gate": (width, sizes.hidden),
         "up": (width, sizes.hidden),
         "down": (sizes.hidden, width),
@@ -388,7 +314,8 @@ def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weig
             yield f"bias of {name}", linear.bias, shape[:1]
     for name in ("input_norm", "output_norm", "mlp_norm", "down_norm", "shared_norm"):
         yield name, getattr(layer, name), (sizes.norm_width,)
-    for name, width in _qk_norm_widths(sizes, heads).items():
+    of_heads = {"ple_norm": sizes.ple_dim, "ple_output_norm": sizes.norm_width, **_qk_norm_widths(sizes, heads)}
+    for name, width in of_heads.items():
         yield name, getattr(layer, name), (width,)
     if layer.experts is not None:
         yield from expert_shapes(layer.experts, sizes.hidden, sizes.has_gates)
@@ -398,8 +325,12 @@ def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weig
 
 def _attention_widths(sizes: DecoderSizes, heads: LayerHeads) -> dict[str, tuple[int, int]]:
     query, key, hidden = sizes.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim, sizes.hidden
+    values = heads.num_kv_heads * (sizes.value_dim or heads.head_dim)
     if (latent := sizes.latent) is None:
-        return dict.fromkeys(("query", "head_gate"), (query, hidden)) | dict.fromkeys(("key", "value"), (key, hidden))
+        return dict.fromkeys(("query", "head_gate"), (query, hidden)) | {
+            "key": (key, hidden),
+            "value": (values, hidden),
+        }
     return {
         "query_down": (latent.query_rank, hidden),
         "query": (sizes.num_heads * latent.query_dim, latent.query_rank or hidden),
@@ -436,10 +367,12 @@ def _check_form(sizes: DecoderSizes, layer: LayerWeights) -> None:
     if layer.heads is not None and (fault := layer.heads.fault(sizes.num_heads, sizes.head_dim)):
         raise ValueError(fault)
     values = layer.value if sizes.latent is None else layer.value_up
-    attending = {each is not None for each in (layer.query, layer.key, values, layer.output)}
+    attending = {each is not None for each in (layer.query, layer.output)}
+    attending |= {(each is None) == (layer.shared_keys is not None) for each in (layer.key, values)}
     if len(attending) > 1:
         raise ValueError("found a layer with a part of attention")
     _check_latent(sizes, layer)
+    _check_own_parts(sizes, layer)
     if (layer.head_gate is not None) != (sizes.gates_heads and layer.attends):
         raise ValueError(f"found attention {'without' if sizes.gates_heads else 'with'} gates, expected the other form")
     if (layer.up is None) != (layer.down is None):
@@ -455,6 +388,16 @@ def _check_form(sizes: DecoderSizes, layer: LayerWeights) -> None:
         raise ValueError(
             f"found {'no' if curve is None else 'another'} curve, expected {'one' if has_curve else 'none'}"
         )
+
+
+def _check_own_parts(sizes: DecoderSizes, layer: LayerWeights) -> None:
+    """Raise ValueError for missing or unexpected parts of per-layer embeddings or shared keys."""
+    names = ("ple_projection", "ple_gate", "ple_output", "ple_norm", "ple_output_norm")
+    if {getattr(layer, name) is not None for name in names} != {sizes.ple_dim > 0}:
+        raise ValueError("found a layer with a part of per-layer embeddings, or in a decoder without them")
+    changes_keys = sizes.joins_heads or sizes.latent is not None or (sizes.key_scale, sizes.value_scale) != (1.0, 1.0)
+    if layer.shared_keys is not None and (changes_keys or layer.key_norm is not None or layer.mixer is not None):
+        raise ValueError("found a layer that shares keys and changes them")
 
 
 def _check_latent(sizes: DecoderSizes, layer: LayerWeights) -> None:

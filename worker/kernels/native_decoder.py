@@ -51,7 +51,8 @@ ROLES = {  # in the order of `weight_role` in source/api.h; parts of a layer hav
             *("without rotation", "seen window", "other angles", "curve", "sinks", "head_gate"),
             *("without attention", "columns of products", "query_down", "key_up", "value_up"),
             *("index_query", "index_key", "index_weight", "index_norm"),
-            *("own heads", "shared_norm", "layer_scale"),
+            *("own heads", "shared_norm", "layer_scale", "shared keys"),
+            *("ple_table", "ple_projection", "ple_norm", "ple_gate", "ple_output", "ple_output_norm"),
         )
     )
 }
@@ -61,14 +62,15 @@ class CDecoderSizes(ctypes.Structure):
     """`decoder_sizes` of source/api.h."""
 
     SCALES = ("epsilon", "scale", "embedding_scale", "residual_scale", "logit_scale", "score_softcap", "logit_softcap")
-    MORE_SCALES = ("attention_in_scale", "key_scale", "attention_out_scale", "gate_scale", "down_scale")
+    MORE_SCALES = ("attention_in_scale", "key_scale", "attention_out_scale", "gate_scale", "down_scale", "value_scale")
     FORMS = ("norm_form", "activation", "has_gates", "joins_heads", "norms_after_rope", "is_parallel")
     MORE_FORMS = ("qk_norms_differ", "gates_heads", "norms_values")
     LATENT = ("latent_rank", "query_rank", "nope_dim", "value_dim")
     INDEX = ("index_heads", "index_dim", "num_chosen_keys")
+    PLE = ("ple_dim", "ple_element")
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("element", *COUNTS, *FORMS, *MORE_FORMS, *LATENT, *INDEX)),
-        *((name, ctypes.c_float) for name in (*SCALES, *MORE_SCALES)),
+        *((name, ctypes.c_int32) for name in ("element", *COUNTS, *FORMS, *MORE_FORMS, *LATENT, *INDEX, *PLE)),
+        *((name, ctypes.c_float) for name in (*SCALES, *MORE_SCALES, "ple_scale")),
     )
 
 
@@ -78,7 +80,8 @@ class CForwardCall(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("token_ids", "positions", "angles", "other_angles", "query_scales")),
         *((name, ctypes.c_void_p) for name in ("groups", "sequences")),
-        *((name, ctypes.c_int32) for name in ("num_rows", "num_groups", "num_sequences", "first_layer", "end_layer")),
+        *((name, ctypes.c_int32) for name in ("num_rows", "num_groups", "num_sequences")),
+        *((name, ctypes.c_int32) for name in ("first_layer", "end_layer", "embeds")),
         *((name, ctypes.c_void_p) for name in ("state", "hidden", "logits", "queries")),
     )
 
@@ -92,6 +95,11 @@ def check_layers(sizes: DecoderSizes, layers: list[LayerWeights]) -> None:
     check_weights((each for layer in layers for each in _floats(sizes, layer)), torch.float32)
     if len(found := {layer.heads for layer in layers} - {None}) > 1:
         raise ValueError(f"found layers with {len(found)} sizes of heads of their own, expected one at most")
+    for number, layer in enumerate(layers):
+        if (source := layer.shared_keys) is not None:
+            of_source = layers[source] if 0 <= source < number else layer
+            if not of_source.keeps_keys or of_source.heads != layer.heads or not found:
+                raise ValueError(f"found layer {number} with the keys of layer {source}, expected an earlier one")
 
 
 class NativeLayers:
@@ -114,7 +122,8 @@ class NativeLayers:
         self.sizes = sizes
         self._as_integers = as_integers
         self._conv_width = conv_width_of(layers)
-        self._attending = [number for number, layer in enumerate(layers) if layer.attends]
+        self._keeping = [number for number, layer in enumerate(layers) if layer.keeps_keys]
+        self._shares_keys = any(layer.shared_keys is not None for layer in layers)
         self.team = team
         self._library = team.library
         self._shape = LayerCacheShape(sizes.num_kv_heads, sizes.head_dim, sizes.dtype)
@@ -126,7 +135,8 @@ class NativeLayers:
         self._places: weakref.WeakKeyDictionary[Any, dict[range, CachePlace]] = weakref.WeakKeyDictionary()
         of_latents = {*CDecoderSizes.LATENT, *CDecoderSizes.INDEX}
         names = (field[0] for field in CDecoderSizes._fields_[1:] if field[0] not in of_latents)
-        numbers = {name: getattr(sizes, name) for name in names}
+        numbers = {name: getattr(sizes, name) for name in names if name != "ple_element"}
+        numbers |= {"value_dim": sizes.value_dim, "ple_element": ELEMENTS[sizes.ple_dtype]}
         if (latent := sizes.latent) is not None:
             of_vectors = (latent.rank, latent.query_rank, latent.nope_dim, latent.value_dim)
             numbers |= dict(zip(CDecoderSizes.LATENT, of_vectors, strict=True))
@@ -159,7 +169,7 @@ class NativeLayers:
         shape = (table.num_rows, self.sizes.hidden)
         if state.shape != shape or state.dtype != torch.float32 or not state.is_contiguous():
             raise ValueError(f"found a state of {state.dtype} {list(state.shape)}, expected float32 {list(shape)}")
-        self._check_queries(queries, len(self.attending_among(layers)), table.num_rows)
+        self._check_queries(queries, len(self.keeping_among(layers)), table.num_rows)
         sequences = self._sequences(groups, layers)
         with self.team.lock:
             call = self.call(table, layers, int(table.positions.max()), state, embeds, hidden, logits, queries)
@@ -168,9 +178,9 @@ class NativeLayers:
             self._library.decoder_forward(self.handle, self.team.handle, ctypes.byref(call))
             self.team.hold([*groups, sequences])
 
-    def attending_among(self, layers: range) -> range:
-        """Return the places of some layers' caches: their numbers among the layers that attend."""
-        return range(*(bisect.bisect_left(self._attending, end) for end in (layers.start, layers.stop)))
+    def keeping_among(self, layers: range) -> range:
+        """Return the places of some layers' caches: their numbers among the layers that keep keys."""
+        return range(*(bisect.bisect_left(self._keeping, end) for end in (layers.start, layers.stop)))
 
     def _sequences(self, groups: Sequence[Rows], layers: range) -> SequenceTable | None:
         """Return the rows for layers with a mixer, or None if no layer has a mixer."""
@@ -189,8 +199,8 @@ class NativeLayers:
         """Return the table of a call over some layers. Raises ValueError for entries beyond a cache."""
         if self.sizes.latent is not None and any(group.scanned is not None for group in groups):
             raise ValueError("found scanned keys of a decoder with latent vectors, expected none")
-        attending = self.attending_among(layers)
-        places = [self._place(group.cache, attending) for group in groups]
+        keeping = self.keeping_among(range(self.sizes.num_layers) if self._shares_keys else layers)
+        places = [self._place(group.cache, keeping) for group in groups]
         table = RowTable.of(self._library, groups, places, self.sizes.vocab)
         if self.sizes.indexer is not None and any(group.kv_code for group in table.groups):
             raise ValueError("found caches of 8 bits of a decoder with indexers, expected its dtype")
@@ -209,7 +219,7 @@ class NativeLayers:
     ) -> CForwardCall:
         """Return the struct of a C call; the caller holds the team's lock until the call is over."""
         return CForwardCall(
-            token_ids=table.token_ids.ctypes.data if embeds else None,
+            token_ids=table.token_ids.ctypes.data,
             positions=table.positions.ctypes.data,
             angles=self._angles.address(last_position),
             other_angles=None if self._other_angles is None else self._other_angles.address(last_position),
@@ -221,6 +231,7 @@ class NativeLayers:
             num_sequences=0,
             first_layer=layers.start,
             end_layer=layers.stop,
+            embeds=embeds,
             state=state.data_ptr(),
             hidden=None if hidden is None else hidden.data_ptr(),
             logits=None if logits is None else logits.data_ptr(),
@@ -248,6 +259,8 @@ class NativeLayers:
         return known[layers]
 
     def _load_layer(self, number: int, layer: LayerWeights) -> None:
+        if layer.shared_keys is not None:
+            self._load(number, "shared keys", torch.tensor(layer.shared_keys, dtype=torch.int32))
         if (heads := layer.heads) is not None:
             self._load(number, "own heads", torch.tensor([heads.num_kv_heads, heads.head_dim], dtype=torch.int32))
         if layer.experts is not None:
@@ -340,6 +353,8 @@ class NativeDecoder(NativeLayers):
         super().__init__(weights.sizes, weights.layers, weights.rotary, team, as_integers)
         numbers, self._packed = self._load(0, "embedding", weights.embedding)  # the kernels read it in place
         self.embedding = weights.embedding if numbers is None else numbers
+        if weights.ple_table is not None:
+            self._ple_table = self._load(0, "ple_table", weights.ple_table)  # read in place, too
         self._load(0, "final_norm", weights.final_norm)
         self._load(0, "head", weights.head.weight, weights.head.bias)
 
@@ -445,3 +460,8 @@ def _check_ends(weights: DecoderWeights) -> None:
         ("final_norm", weights.final_norm, (sizes.norm_width,)),
     ]
     check_weights(ends, sizes.dtype)
+    if (weights.ple_table is None) != (sizes.ple_dim == 0):
+        raise ValueError("found per-layer embeddings without a table, or a table without them")
+    if (ple := weights.ple_table) is not None:
+        shape = (sizes.vocab, sizes.num_layers * sizes.ple_dim)
+        check_weights([("table of per-layer embeddings", ple, shape)], sizes.ple_dtype)

@@ -116,7 +116,7 @@ class CacheShape:
     def of(cls, weights: DecoderWeights, device: torch.device, kv_dtype: KVDtype | None = None) -> CacheShape:
         """Return the shape of a dense decoder's caches."""
         sizes, length = weights.sizes, weights.rotary.short_length
-        windows = tuple(layer.window for layer in weights.layers if layer.attends)
+        windows = tuple(layer.window for layer in weights.layers if layer.keeps_keys)
         counts = (len(windows), sizes.num_kv_heads, sizes.head_dim)
         states = states_of([layer.mixer.sizes for layer in weights.layers if layer.mixer is not None])
         forgets = any(windows) and states is None and device.type == "cpu"

@@ -107,7 +107,7 @@ def held_positions(
 def held_of(config: dict[str, Any]) -> HeldPositions | None:
     """Return `held_positions` of a text model on a CPU, from its config."""
     dense = None if recurrent_shape(config) is not None else kernel_config(config)
-    return None if dense is None else held_positions(dense.windows, stripes=dense.stripes)
+    return None if dense is None else held_positions(dense.kept_windows, stripes=dense.stripes)
 
 
 # Pages that growing caches take, without torch, because the driver plans with them.

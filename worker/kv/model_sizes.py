@@ -275,7 +275,7 @@ def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[Pack
         packed=packed if dtype == PACKED_DTYPE else (),
         recurrent=recurrent_shape(config),
         latent=latent,
-        windows=() if dense is None or dense.mixer is not None or latent is not None else dense.windows,
+        windows=() if dense is None or dense.mixer is not None or latent is not None else dense.kept_windows,
     )
 
 

@@ -39,6 +39,8 @@ def path_on(device: Literal["cpu", "cuda"], config: Config, stored: set[str] | N
         return ComputePath("none", f"its layers have {form.on_cpu_alone}, which our kernels for CPUs know alone")
     try:
         dense = read_decoder_config(config)
+        if device == "cuda" and (words := dense.on_cpu_alone) is not None:
+            return ComputePath("none", f"its layers have {words}, which our kernels for CPUs know alone")
         if stored is not None:
             refuse_other_tensors(dense, stored)
         return ComputePath("kernels")
@@ -59,7 +61,7 @@ def _are_taken_over(config: Config) -> bool:
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-    from swiftbatch.worker.kernels.decoder_weights import decoder_weights
+    from swiftbatch.worker.kernels.transformers_weights import decoder_weights
 
     try:
         said = AutoConfig.for_model(**{key: each for key, each in config.items() if key not in CONFIG_KEYS})

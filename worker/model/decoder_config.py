@@ -6,23 +6,21 @@ Models with other configs, such as those with unknown numbers, run in `transform
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from swiftbatch.worker.kernels.kernel_sizes import LayerHeads, sizes_fault
+from swiftbatch.worker.kernels.kernel_sizes import LANES, LayerHeads, sizes_fault
 from swiftbatch.worker.kernels.layer_specs import Activation
-from swiftbatch.worker.kernels.rope_scaling import SOME_TURN, QueryGrowth, Rotary, rotary_of
+from swiftbatch.worker.kernels.rope_scaling import Rotary
 from swiftbatch.worker.model.architectures.attention_layers import (
     INDEXED,
     IS_WINDOWED,
-    WINDOWED,
     MLAConfig,
     Windows,
-    all_layers,
+    layers_of_keys,
     no_windows,
     read_mla,
     that_hide,
-    without_windows,
 )
 from swiftbatch.worker.model.architectures.catalogue import (
     architecture_of,
@@ -38,8 +36,16 @@ from swiftbatch.worker.model.architectures.recurrent_layers import (
     RecurrentConfig,
     read_recurrent_layers,
 )
-from swiftbatch.worker.model.architectures.spec import ATTENTION, ArchitectureSpec, WindowAngles
-from swiftbatch.worker.model.config_values import POSITIVE, Config, number_of, shown
+from swiftbatch.worker.model.architectures.spec import (
+    ATTENTION,
+    PLE_LINEARS,
+    PLE_OF_ALL,
+    PLE_OUTPUT_NORM,
+    PLE_TABLE,
+    ArchitectureSpec,
+)
+from swiftbatch.worker.model.config_values import COUNT, POSITIVE, SIZE, Config, number_of, shown
+from swiftbatch.worker.model.rotary_config import num_rotary_dims_of, other_layers_of, other_rotary_of, own_rotary
 from swiftbatch.worker.model.text_config import EMBEDDING, HEAD, HEAD_BIAS
 
 SIZES = {
@@ -104,7 +110,10 @@ class DecoderConfig:
     mixer: RecurrentConfig | None
     latent: MLAConfig | None
     own_heads: LayerHeads | None  # of `own_layers`; None if all have the same
-    own_layers: frozenset[int]  # layers without a window, where these differ from others
+    own_layers: frozenset[int]  # layers without a window or with one, where these differ from others
+    value_dim: int  # of a head; 0 if it is as wide as a key
+    shared_keys: Mapping[int, int]  # a layer that shares keys and values -> the layer that has them
+    ple_dim: int  # 0 without per-layer embeddings
     keys_are_values: bool  # in `own_layers`
     linear_names: Mapping[str, str]  # role -> name, in a layer without experts
     has_head_bias: bool
@@ -128,11 +137,26 @@ class DecoderConfig:
 
     @property
     def stripes(self) -> tuple[int, ...]:
-        """Return the heads of a cache that each layer takes, or () if all take `num_kv_heads`."""
+        """Return the heads of a cache that each layer with keys takes, or () if all take `num_kv_heads`."""
         if self.own_heads is None:
             return ()
         own = self.own_heads.num_stripes(self.head_dim)
-        return tuple(own if number in self.own_layers else self.num_kv_heads for number in range(self.num_layers))
+        return tuple(own if number in self.own_layers else self.num_kv_heads for number in self._keeping)
+
+    @property
+    def kept_windows(self) -> Windows:
+        """Return the windows of layers with keys in a cache."""
+        return tuple(self.windows[number] for number in self._keeping)
+
+    @property
+    def on_cpu_alone(self) -> str | None:
+        """Return what the model has that only our kernels for CPUs know, beside what its kind has, or None."""
+        has = {"embeddings of their own": self.ple_dim > 0, "keys of earlier layers": bool(self.shared_keys)}
+        return " and ".join(words for words, is_so in has.items() if is_so) or None
+
+    @property
+    def _keeping(self) -> list[int]:
+        return [number for number in range(self.num_layers) if number not in self.shared_keys]
 
     def heads(self, number: int) -> LayerHeads | None:
         """Return the heads of a layer that are not the model's."""
@@ -141,8 +165,9 @@ class DecoderConfig:
     def widths(self, number: int) -> dict[str, int]:
         """Return the number of rows of each role in linear layers that some architectures store as one."""
         heads = self.heads(number) or LayerHeads(self.num_kv_heads, self.head_dim)
-        keys, width = heads.num_kv_heads * heads.head_dim, self.mlp_widths[number]
-        return {"query": self.num_heads * heads.head_dim, "key": keys, "value": keys, "gate": width, "up": width}
+        width, values = self.mlp_widths[number], heads.num_kv_heads * (self.value_dim or heads.head_dim)
+        queries, keys = (count * heads.head_dim for count in (self.num_heads, heads.num_kv_heads))
+        return {"query": queries, "key": keys, "value": values, "gate": width, "up": width}
 
     def norms(self, number: int) -> dict[str, str]:
         """Return the names of a layer's norms by role."""
@@ -151,11 +176,22 @@ class DecoderConfig:
         has = {True: mixes, False: has_experts or self.mlp_widths[number] > 0}
         return {role: name for role, name in self.form.norms.items() if has[role in AROUND_MIXING]}
 
+    def sinks(self, number: int) -> str | None:
+        """Return the name of a layer's sinks, or None if it has none."""
+        return self.form.sinks if number in self.other_layers or not self.form.sinks_in_windows else None
+
+    def head_norms(self, number: int) -> dict[str, str]:
+        """Return the names of the norms of a layer's queries and keys by role."""
+        absent = {"key_norm"} if number in self.shared_keys else set()
+        return {role: name for role, name in self.qk_norms.items() if role not in absent}
+
     def linears(self, number: int) -> dict[str, str]:
         """Return a layer's linear layers by role, including those of the shared expert."""
         has = {True: number in self.attending, False: self.mlp_widths[number] > 0}
         names = {role: name for role, name in self.linear_names.items() if has[role in ATTENTION]}
-        if self.keys_are_values and number in self.own_layers:
+        if number in self.shared_keys:
+            names = {role: name for role, name in names.items() if role not in ("key", "value")}
+        elif self.keys_are_values and number in self.own_layers:
             del names["value"]
         if self.experts is None or number not in self.experts.layers:
             return names
@@ -166,6 +202,7 @@ class DecoderConfig:
         """Return the names of all tensors; `stored` decides how experts are stored."""
         names = {name for number in range(self.num_layers) for name in self._layer_names(number, stored)}
         of_the_model = {EMBEDDING, *self.form.norm_tensors(self.form.final_norm)}
+        of_the_model |= {PLE_TABLE, *(f"{part}.weight" for part in PLE_OF_ALL.values())} if self.ple_dim else set()
         of_the_model |= (set() if self.is_tied else {HEAD}) | ({HEAD_BIAS} if self.has_head_bias else set())
         return names | of_the_model
 
@@ -176,7 +213,10 @@ class DecoderConfig:
         parts += [form.layer_scale] if form.layer_scale else []
         parts += [f"{linears[role]}.bias" for role in self.biased if role in linears]
         if number in self.attending:
-            parts += [f"{part}.weight" for part in self.qk_norms.values()] + ([form.sinks] if form.sinks else [])
+            parts += [f"{part}.weight" for part in self.head_norms(number).values()]
+            parts += [sinks] if (sinks := self.sinks(number)) else []
+        if self.ple_dim:
+            parts += [f"{part}.weight" for part in (*PLE_LINEARS.values(), PLE_OUTPUT_NORM)]
         parts += [] if self.latent is None else self.latent.index_tensors(number)
         if self.mixer is not None and number in self.mixer.layers:
             parts += self.mixer.parts()
@@ -271,7 +311,7 @@ def _read(config: Config, form: ArchitectureSpec) -> DecoderConfig:
     head_dim = sizes["head_dim"] if latent is None else latent.sizes.rope_dim
     own_heads, keys_are_values = _own_heads(config, form, sizes)
     full_dim = own_heads.head_dim if own_heads else head_dim  # in layers without a window
-    num_rotary_dims = _num_rotary_dims_of(config, form, full_dim)
+    num_rotary_dims = num_rotary_dims_of(config, form, full_dim)
     if not isinstance(config[form.epsilon_key], float):
         raise ValueError(f"its {form.epsilon_key} is {config[form.epsilon_key]!r:.80}")
     windows = (form.windows or no_windows)(config)
@@ -282,7 +322,7 @@ def _read(config: Config, form: ArchitectureSpec) -> DecoderConfig:
     return DecoderConfig(
         **sizes,
         epsilon=config[form.epsilon_key],
-        rotary=_own_rotary(config, form, full_dim, num_rotary_dims),
+        rotary=own_rotary(config, form, full_dim, num_rotary_dims),
         is_tied=bool(config.get("tie_word_embeddings", False)),
         form=form,
         biased=form.biased(config),
@@ -292,8 +332,8 @@ def _read(config: Config, form: ArchitectureSpec) -> DecoderConfig:
         mlp_widths=tuple(_mlp_widths(config, form, attending, mixer, experts)),
         nope_layers=form.nope(config, windows) if form.nope else frozenset(),
         windows=that_hide(windows, config),
-        other_rotary=_other_rotary(config, form, head_dim),
-        other_layers=_other_layers(config, form, windows),
+        other_rotary=other_rotary_of(config, form, head_dim, min(num_rotary_dims, head_dim)),
+        other_layers=other_layers_of(config, form, windows),
         scales=_scales(config, form, latent),
         caps={what: 0.0 if config[key] is None else number_of(config, key) for what, key in form.caps.items()},
         qk_norms=qk_norms,
@@ -301,7 +341,10 @@ def _read(config: Config, form: ArchitectureSpec) -> DecoderConfig:
         mixer=mixer,
         latent=latent,
         own_heads=own_heads,
-        own_layers=without_windows(config, windows) if form.own_heads else frozenset(),
+        own_layers=form.own_heads.layers(config, windows) if form.own_heads else frozenset(),
+        value_dim=_value_dim(config, form, head_dim),
+        shared_keys=_shared_keys(config, form, windows, own_heads),
+        ple_dim=0 if form.ple_key is None else _ple_dim(config, form.ple_key),
         keys_are_values=keys_are_values,
         linear_names=linears,
         has_head_bias=form.head_bias is not None and bool(config.get(form.head_bias, False)),
@@ -325,6 +368,33 @@ def _own_heads(config: Config, form: ArchitectureSpec, sizes: dict[str, int]) ->
         raise ValueError(fault)
     is_same = heads == LayerHeads(sizes["num_kv_heads"], sizes["head_dim"])
     return None if is_same else heads, keys_are_values
+
+
+def _shared_keys(config: Config, form: ArchitectureSpec, windows: Windows, own: LayerHeads | None) -> dict[int, int]:
+    found = layers_of_keys(config, windows, form.shared_keys_key)
+    if found and own is None:
+        raise ValueError(f"its {form.shared_keys_key} is {len(found)}, and all layers have heads of one size")
+    return found
+
+
+def _value_dim(config: Config, form: ArchitectureSpec, head_dim: int) -> int:
+    """Return the width of a head's values, or 0 if it is that of keys. Raises KeyError or ValueError."""
+    if form.value_dim_key is None:
+        return 0
+    width: int = SIZE.of(config, form.value_dim_key)
+    if width % LANES or width > head_dim:
+        raise ValueError(f"its {form.value_dim_key} is {width}, beside heads of {head_dim}")
+    return 0 if width == head_dim else width
+
+
+def _ple_dim(config: Config, key: str) -> int:
+    """Return the width of per-layer embeddings. Raises KeyError or ValueError."""
+    width: int = COUNT.of(config, key)
+    if width % LANES:
+        raise ValueError(f"its {key} is {width}, no multiple of {LANES}")
+    if width and config["vocab_size_per_layer_input"] != config["vocab_size"]:
+        raise ValueError(f"its vocab_size_per_layer_input is {config['vocab_size_per_layer_input']!r:.80}")
+    return width
 
 
 def _mixer(config: Config, form: ArchitectureSpec) -> RecurrentConfig | None:
@@ -376,122 +446,3 @@ def _head_dim(config: Config, form: ArchitectureSpec) -> int:
     if not isinstance(head_dim, int):
         raise ValueError("transformers tells more of it")
     return head_dim
-
-
-# Rotary positions.
-
-
-def _num_rotary_dims_of(config: Config, form: ArchitectureSpec, head_dim: int) -> int:
-    """Return how many dimensions of a head are rotated. Raises ValueError for an odd number."""
-    default = 1.0 if form.partial_rotary_factor is None else form.partial_rotary_factor
-    if "rotary_dim" in config:
-        default = number_of(config, "rotary_dim") / head_dim
-    angles = _angles(config, form)
-    if angles.get("rope_type") == SOME_TURN:
-        return head_dim  # pairs are those of a whole head, some with the angle 0
-    said: Any = angles.get("partial_rotary_factor", config.get("partial_rotary_factor", default))
-    turned = int(head_dim * float(said))
-    if not 0 < turned <= head_dim or turned % 2 or (form.partial_rotary_factor is None and turned < head_dim):
-        raise ValueError(f"its partial_rotary_factor is {said!r:.80}")
-    return turned
-
-
-def _angles(config: Config, form: ArchitectureSpec, layers: str = "full_attention") -> dict[str, Any]:
-    if form.nope is all_layers:
-        return {"rope_type": "default", "rope_theta": 1e4}  # no layer uses these parameters
-    if form.window_angles:
-        return _angles_by_type(config, form.window_angles, layers)
-    said = config.get("rope_scaling") or config.get("rope_parameters") or {"rope_type": "default"}
-    return {"rope_theta": config["rope_theta"]} | said if "rope_theta" in config else dict(said)
-
-
-def _angles_by_type(config: Config, own: WindowAngles, layers: str) -> dict[str, Any]:
-    """Read the rotary parameters of one type of layers.
-
-    A common `rope_scaling` does not apply to layers with windows.
-    """
-    parameters = config.get("rope_parameters") or {}
-    if isinstance(parameters.get(layers), dict):
-        words: dict[str, Any] = parameters[layers]
-        return {"rope_theta": own.theta(layers)} | words
-    if parameters:
-        raise ValueError("its rope_parameters do not tell of each type of layers")
-    if layers == WINDOWED:
-        return {"rope_type": "default", "rope_theta": config.get(own.windowed_key or "", own.windowed)}
-    said: dict[str, Any] = config.get("rope_scaling") or {"rope_type": "default"}
-    return {"rope_theta": config.get("rope_theta", own.full)} | said
-
-
-def _other_rotary(config: Config, form: ArchitectureSpec, head_dim: int) -> Rotary | None:
-    """Return the rotation of layers whose rotation is not the model's, or None if there are no such layers."""
-    if form.thetas_key is not None and (bases := _thetas_of(config, form.thetas_key)[1:]):
-        said = _angles(config, form) | {"rope_theta": bases[0]}
-    elif form.window_angles is not None:
-        said = _angles(config, form, WINDOWED)
-    else:
-        return None
-    return replace(rotary_of(said, head_dim, is_strict=True), is_rounded=form.rounds_angles)
-
-
-def _other_layers(config: Config, form: ArchitectureSpec, windows: Windows) -> frozenset[int]:
-    """Return the layers that use `other_rotary`, including layers whose window is longer than any text."""
-    if form.thetas_key is None:
-        return frozenset(number for number, size in enumerate(windows) if size is not None)
-    thetas, bases = config[form.thetas_key] or [], _thetas_of(config, form.thetas_key)[1:]
-    return frozenset(number for number, theta in enumerate(thetas) if theta in bases)
-
-
-def _thetas_of(config: Config, key: str) -> list[float]:
-    """Return the distinct rotary bases (theta) of layers, except 0.
-
-    Raises ValueError for more than two different ones.
-    """
-    found = list(dict.fromkeys(theta for theta in config[key] or [] if theta))
-    if len(found) > 2:
-        raise ValueError(f"its {key} has {len(found)} bases")
-    return found
-
-
-def _own_rotary(config: Config, form: ArchitectureSpec, head_dim: int, num_rotary_dims: int) -> Rotary:
-    """Return the model's rotation. Raises KeyError, TypeError or ValueError for unsupported parameters."""
-    beside = {form.growth_key, "max_position_embeddings" if form.growth_key else None}
-    said = {name: value for name, value in _angles(config, form).items() if name not in beside}
-    if said.get("rope_type") != SOME_TURN:
-        said.pop("partial_rotary_factor", None)
-    if form.thetas_key is not None and (bases := _thetas_of(config, form.thetas_key)):
-        said["rope_theta"] = bases[0]
-    kinds = (said.get("rope_type"), said.get("type"))
-    if "longrope" in kinds:
-        said = _long_angles(said, config, form)
-    if "dynamic" in kinds and form.has_fixed_alpha:
-        base = number_of(said, "rope_theta") * number_of(said, "alpha") ** (head_dim / (head_dim - 2))
-        said = {"rope_type": "default", "rope_theta": base}
-    rotary = rotary_of(said, num_rotary_dims, is_strict=True)
-    rotary = replace(rotary, is_rounded=form.rounds_angles, growth=_growth(config, form))
-    return rotary if num_rotary_dims == head_dim else rotary.beside_still(head_dim // 2)
-
-
-def _growth(config: Config, form: ArchitectureSpec) -> QueryGrowth | None:
-    if form.growth_key is None:
-        return None
-    said = _angles(config, form)
-    length = number_of(said, "original_max_position_embeddings")
-    if not length.is_integer():
-        raise ValueError(f"its original_max_position_embeddings is {length}")
-    return QueryGrowth(number_of(said, form.growth_key), int(length))
-
-
-def _long_angles(said: dict[str, Any], config: Config, form: ArchitectureSpec) -> dict[str, Any]:
-    """Read longrope's parameters, which may be within the rotary parameters or beside them in the config."""
-    if not form.has_long_angles:
-        raise ValueError("its kind was not tried with longrope")
-    most, original = (number_of(config, f"{which}max_position_embeddings") for which in ("", "original_"))
-    said = {"factor": most / original} | {name: value for name, value in said.items() if name != "type"}
-    if form.scales_long_angles:
-        scale, of_long_texts = (number_of(said, f"{which}_mscale") for which in ("short", "long"))
-        if scale != of_long_texts:
-            raise ValueError(f"its short_mscale and long_mscale are {scale} and {of_long_texts}")
-        said = {name: value for name, value in said.items() if not name.endswith("_mscale")}
-        said |= {"attention_factor": scale}
-    # a value in the config itself overrides the same key within the rotary parameters
-    return said | {"rope_type": "longrope", "original_max_position_embeddings": original}

@@ -25,7 +25,7 @@ from swiftbatch.worker.kernels.quantized_weights import (
 from swiftbatch.worker.model.architectures.attention_layers import INDEX_LINEARS, INDEX_NORM, UP, MLAConfig
 from swiftbatch.worker.model.architectures.moe_layers import ROLES, SHARED_NORM, FusedNames, MoEConfig
 from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentConfig
-from swiftbatch.worker.model.architectures.spec import ATTENTION
+from swiftbatch.worker.model.architectures.spec import ATTENTION, PLE_LINEARS, PLE_OF_ALL, PLE_OUTPUT_NORM, PLE_TABLE
 from swiftbatch.worker.model.decoder_config import (
     DecoderConfig,
     OtherDecoderError,
@@ -229,7 +229,10 @@ def indexer_weights(tensors: Mapping[str, Weight], prefix: str, latent: MLAConfi
 # Dense decoders straight from their files, without `transformers`, whose import takes seconds: see `decoder_config`.
 
 CPU = torch.device("cpu")
-SCALES_WITHIN = ("attention_in_scale", "key_scale", "attention_out_scale", "gate_scale", "down_scale")  # a layer
+SCALES_WITHIN = (  # a layer
+    *("attention_in_scale", "key_scale", "value_scale", "attention_out_scale"),
+    *("gate_scale", "down_scale"),
+)
 
 
 def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = CPU) -> DecoderWeights | None:
@@ -263,7 +266,10 @@ def decoder_of(tensors: Mapping[str, Weight], dense: DecoderConfig, dtype: torch
     head_bias = plain(tensors[HEAD_BIAS]) if dense.has_head_bias else None
     head = linear_from(tensors[EMBEDDING if dense.is_tied else HEAD], head_bias)
     final_norm = _norm(tensors, dense.form.final_norm, dense)
-    return DecoderWeights(_sizes(dense, dtype), tensors[EMBEDDING], layers, final_norm, head, dense.rotary)
+    table = _ple_table(tensors[PLE_TABLE], dtype) if dense.ple_dim else None
+    return DecoderWeights(
+        _sizes(dense, dtype, table), tensors[EMBEDDING], layers, final_norm, head, dense.rotary, table
+    )
 
 
 def layer_alone(
@@ -275,7 +281,7 @@ def layer_alone(
     return _sizes(dense, dtype), _layer(placed, 0, dense, dtype)
 
 
-def _sizes(dense: DecoderConfig, dtype: torch.dtype) -> DecoderSizes:
+def _sizes(dense: DecoderConfig, dtype: torch.dtype, ple_table: Weight | None = None) -> DecoderSizes:
     return DecoderSizes(
         num_layers=dense.num_layers,
         hidden=dense.hidden,
@@ -302,6 +308,8 @@ def _sizes(dense: DecoderConfig, dtype: torch.dtype) -> DecoderSizes:
         score_softcap=dense.caps.get("scores", 0.0),
         logit_softcap=dense.caps.get("logits", 0.0),
         latent=None if dense.latent is None else dense.latent.sizes,
+        value_dim=dense.value_dim,
+        **({} if ple_table is None else _ple_sizes(dense, dtype, ple_table)),
         **{name: dense.scales[name] for name in SCALES_WITHIN if name in dense.scales},
     )
 
@@ -314,8 +322,16 @@ def _placed(weight: Weight, device: torch.device, dtype: torch.dtype) -> Weight:
 
 def _embedding_scale(dense: DecoderConfig, dtype: torch.dtype) -> float:
     if dense.form.scales_by_width:
-        return float(torch.tensor(dense.hidden**0.5).to(dtype))
+        return _rounded(dense.hidden**0.5, dtype)
     return dense.scales.get("embedding", 1.0)
+
+
+def _ple_sizes(dense: DecoderConfig, dtype: torch.dtype, table: Weight) -> dict[str, Any]:
+    return {"ple_dim": dense.ple_dim, "ple_scale": _rounded(dense.ple_dim**0.5, dtype), "ple_dtype": table.dtype}
+
+
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(number).to(dtype))
 
 
 def stored_names(files: ModelFiles, config: dict[str, Any]) -> set[str]:
@@ -325,13 +341,14 @@ def stored_names(files: ModelFiles, config: dict[str, Any]) -> set[str]:
 
 
 def _floats_of(dense: DecoderConfig) -> frozenset[str]:
-    """Return the tensors that stay float32, whatever the model's dtype."""
+    """Return the tensors that stay as they are stored, whatever the model's dtype."""
+    table = frozenset({PLE_TABLE} if dense.ple_dim else ())  # large, so no wider than it is stored
     if dense.experts is None:
-        return frozenset()
+        return table
     experts = dense.experts.names
     names = (experts.router, experts.router_bias, experts.choice_bias, dense.form.sinks)
     layers = range(dense.num_layers)
-    return frozenset(f"model.layers.{number}.{name}" for number in layers for name in names if name is not None)
+    return table | {f"model.layers.{number}.{name}" for number in layers for name in names if name is not None}
 
 
 def _layer(tensors: Mapping[str, Weight], number: int, dense: DecoderConfig, dtype: torch.dtype) -> LayerWeights:
@@ -343,20 +360,22 @@ def _layer(tensors: Mapping[str, Weight], number: int, dense: DecoderConfig, dty
         linears["value"] = linears["key"]
     norms: dict[str, Any] = {role: _norm(tensors, prefix + part, dense) for role, part in dense.norms(number).items()}
     if number in dense.attending:
-        norms |= {role: _qk_norm(tensors, prefix + part, dense) for role, part in dense.qk_norms.items()}
+        norms |= {role: _qk_norm(tensors, prefix + part, dense) for role, part in dense.head_norms(number).items()}
         linears = (
             latent_linears(linears, dense.latent) if dense.latent is not None else linears | _heads(linears, dense)
         )
     if dense.latent is not None and number in dense.latent.indexed_layers:
         linears |= indexer_weights(tensors, prefix, dense.latent)
     view: dict[str, Any] = {"is_nope": number in dense.nope_layers, "window": dense.windows[number]}
-    view["heads"] = dense.heads(number)
+    view |= {"heads": dense.heads(number), "shared_keys": dense.shared_keys.get(number)}
+    if dense.ple_dim:
+        view |= _ple(tensors, number, dense)
     view["rotary"] = dense.other_rotary if number in dense.other_layers else None
     view["curve"] = _curve([plain(tensors[prefix + part]) for part in dense.form.curve])
     if dense.form.layer_scale is not None:
         view["layer_scale"] = plain(tensors[prefix + dense.form.layer_scale]).float()
-    if dense.form.sinks is not None:
-        view["sinks"] = plain(tensors[prefix + dense.form.sinks]).float()
+    if (sinks := dense.sinks(number)) is not None:
+        view["sinks"] = plain(tensors[prefix + sinks]).float()
     if dense.experts is not None and number in dense.experts.layers:
         view["experts"] = expert_weights(tensors, prefix, dense.experts, dtype)
         if (shared_norm := dense.experts.names.norms.get(SHARED_NORM)) is not None:
@@ -369,14 +388,33 @@ def _layer(tensors: Mapping[str, Weight], number: int, dense: DecoderConfig, dty
 
 def _heads(linears: Mapping[str, AnyLinear], dense: DecoderConfig) -> dict[str, AnyLinear]:
     """Arrange queries and keys in the kernels' order, and split gates from queries."""
-    found = {role: linears[role] for role in ("query", "key")}
+    found = {role: linears[role] for role in ("query", "key") if role in linears}
     if dense.form.gates_heads:
         dim, query = dense.head_dim, found["query"]
         found["query"] = _of_heads(query, list(range(dim)), 2 * dim)
         found["head_gate"] = _of_heads(query, list(range(dim, 2 * dim)), 2 * dim)
     if (order := dense.head_order) is not None:
-        found |= {role: _of_heads(found[role], order, dense.head_dim) for role in ("query", "key")}
+        found |= {role: _of_heads(each, order, dense.head_dim) for role, each in found.items() if role != "head_gate"}
     return found
+
+
+def _ple_table(stored: Weight, dtype: torch.dtype) -> Weight:
+    """Return the table of per-layer embeddings: bf16 numbers stay bf16, because models in float32 read the same."""
+    return stored if isinstance(stored, PackedMatrix) or stored.dtype == torch.bfloat16 else stored.to(dtype)
+
+
+def _ple(tensors: Mapping[str, Weight], number: int, dense: DecoderConfig) -> dict[str, Any]:
+    """Return a layer's part of per-layer embeddings. Raises ValueError for rows that are not those of all layers."""
+    prefix, first = f"model.layers.{number}.", number * dense.ple_dim
+    linears = {role: tensors[f"{prefix}{name}.weight"] for role, name in PLE_LINEARS.items()}
+    projection = tensors[f"{PLE_OF_ALL['ple_projection']}.weight"]
+    if projection.shape[0] != (expected := dense.num_layers * dense.ple_dim):
+        raise ValueError(f"found {projection.shape[0]} rows of {PLE_OF_ALL['ple_projection']}, expected {expected}")
+    linears["ple_projection"] = of_rows(projection, list(range(first, first + dense.ple_dim)))
+    return {role: linear_from(weight) for role, weight in linears.items()} | {
+        "ple_norm": _norm(tensors, PLE_OF_ALL["ple_norm"], dense),
+        "ple_output_norm": _norm(tensors, prefix + PLE_OUTPUT_NORM, dense),
+    }
 
 
 def _norm(tensors: Mapping[str, Weight], part: str, dense: DecoderConfig) -> Tensor:

@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 from swiftbatch.worker.model.architectures.catalogue import ALIASES, NESTED, architecture_of
+from swiftbatch.worker.model.architectures.spec import OF_KEYS
 from swiftbatch.worker.model.config_values import Config
 
 OF_THE_WHOLE = ("quantization_config", "compression_config", "eos_token_id", "tie_word_embeddings")
@@ -50,7 +51,9 @@ def is_another(config: Config) -> bool:
 
 
 def text_name(name: str, config: Config) -> str | None:
-    """Return a stored tensor's name in the text model, or None if it does not affect text (MTP, towers, old constants).
+    """Return a stored tensor's name in the text model, or None if it does not affect text.
+
+    These are MTP layers, towers, old constants, and the keys of layers that read those of others.
 
     Layers after the last one are ignored only if the config counts them as MTP layers.
     """
@@ -64,8 +67,17 @@ def text_name(name: str, config: Config) -> str | None:
     if number := LAYER.match(name):
         num_layers = config.get("num_hidden_layers") or 0
         num_predictors = config.get("num_nextn_predict_layers") or 0
+        if _is_of_shared_keys(name, int(number[1]), config):
+            return None
         return None if num_layers <= int(number[1]) < num_layers + num_predictors else name
     return name
+
+
+def _is_of_shared_keys(name: str, number: int, config: Config) -> bool:
+    form = architecture_of(config)
+    num_shared = config.get(form.shared_keys_key) if form is not None and form.shared_keys_key else 0
+    first = (config.get("num_hidden_layers") or 0) - (num_shared or 0)
+    return number >= first and name.removeprefix(f"model.layers.{number}.").startswith(OF_KEYS)
 
 
 def class_name(name: str, config: Config) -> str:

@@ -17,7 +17,7 @@ from swiftbatch.worker.model.model_files import locate_model
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
 from tests.worker.model.kind_parts import (
     EACH_KIND,
-    WITH_INDEXERS,
+    OURS_ALONE,
     target_that_drops,
     tiny_config,
     tiny_model,
@@ -39,7 +39,7 @@ def num_in_kernels(target: TargetModel) -> int:
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize("kind", [each for each in EACH_KIND if each not in WITH_INDEXERS])
+@pytest.mark.parametrize("kind", [each for each in EACH_KIND if each not in OURS_ALONE])
 def test_every_kind_says_what_transformers_says_with_kernels_in_all_layers_without_chunks(kind: str) -> None:
     target = tiny_target(kind, window=40, variant=VARIANT)
     assert num_in_kernels(target) == sum(span.kind != "chunk" for span in target.transformers.spans)

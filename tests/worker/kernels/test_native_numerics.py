@@ -19,9 +19,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from swiftbatch.worker.kernels.decoder_weights import decoder_weights
 from swiftbatch.worker.kernels.native_decoder import NativeDecoder, native_attention
 from swiftbatch.worker.kernels.native_library import Team, load_library
+from swiftbatch.worker.kernels.transformers_weights import decoder_weights
 from swiftbatch.worker.kv.cache_rows import CacheShape
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from tests.worker.kernels.kernel_parts import (

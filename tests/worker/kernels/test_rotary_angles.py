@@ -12,9 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from swiftbatch.worker.forward.native_forwards import NativeForwards
-from swiftbatch.worker.kernels.decoder_weights import decoder_weights
 from swiftbatch.worker.kernels.native_library import chosen_variant
 from swiftbatch.worker.kernels.rope_scaling import default_frequencies, rotary_of
+from swiftbatch.worker.kernels.transformers_weights import decoder_weights
 
 LLAMA31: dict[str, Any] = {
     "rope_type": "llama3",

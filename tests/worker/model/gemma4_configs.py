@@ -1,6 +1,6 @@
 """Published config.json files of Gemma 4, cut down, and models that they describe.
 
-Windows are shorter than texts, and layers without one take fewer heads of a cache.
+Windows are shorter than texts, and layers without one take other heads of a cache.
 """
 
 from __future__ import annotations
@@ -57,7 +57,29 @@ GEMMA4: dict[str, dict[str, Any]] = {
     | {"enable_moe_block": True, "moe_intermediate_size": 48, "num_experts": 8, "top_k_experts": 3},
     "Gemma 4 whose values have a projection": EVERYWHERE | {"attention_k_eq_v": False, "num_key_value_heads": 2},
 }
-STRIPES = dict.fromkeys(GEMMA4, (4, 2, 4, 2)) | {"Gemma 4 whose values have a projection": (2, 4, 2, 4)}
+OF_E_MODELS: dict[str, Any] = EVERYWHERE | {
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 32,
+    "layer_types": ["sliding_attention", "full_attention"] * 4,
+    "num_global_key_value_heads": None,
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 1,
+    "num_kv_shared_layers": 4,
+}
+GEMMA4 |= {
+    "Gemma 4 E2B": OF_E_MODELS | {"use_double_wide_mlp": True},
+    "Gemma 4 E4B": OF_E_MODELS | {"num_key_value_heads": 2},
+}
+GEMMA4["Gemma 4 12B"] = {
+    key: value
+    for key, value in EVERYWHERE.items()
+    if key not in ("enable_moe_block", "hidden_size_per_layer_input", "vocab_size_per_layer_input")
+} | {"model_type": "gemma4_unified_text"}
+STRIPES = dict.fromkeys(GEMMA4, (4, 2, 4, 2)) | {
+    "Gemma 4 whose values have a projection": (2, 4, 2, 4),
+    "Gemma 4 E2B": (1, 2, 1, 2),
+    "Gemma 4 E4B": (2, 4, 2, 4),
+}
 
 
 def write_gemma4(name: str, folder: Path) -> None:
@@ -72,6 +94,11 @@ def write_gemma4(name: str, folder: Path) -> None:
     stored = load_file(folder / "model.safetensors")
     tensors = {f"model.language_model.{part.removeprefix('model.')}": each for part, each in stored.items()}
     tensors["model.embed_vision.embedding_projection.weight"] = torch.ones(8, 8)
+    for number in range(text["num_hidden_layers"] - text["num_kv_shared_layers"], text["num_hidden_layers"]):
+        of_keys = f"model.language_model.layers.{number}.self_attn."  # published, though nothing reads them
+        tensors |= {f"{of_keys}{part}.weight": torch.ones(64, 128) for part in ("k_proj", "v_proj")}
+        tensors[f"{of_keys}k_norm.weight"] = torch.ones(64)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    whole = {"model_type": "gemma4", "text_config": text, "eos_token_id": [1, 106], "tie_word_embeddings": True}
+    kind = text["model_type"].removesuffix("_text")
+    whole = {"model_type": kind, "text_config": text, "eos_token_id": [1, 106], "tie_word_embeddings": True}
     (folder / "config.json").write_text(json.dumps(whole))

@@ -28,7 +28,8 @@ from swiftbatch.worker.model.text_config import text_view
 
 WITH_STATES = {kind: spec.mixer.words for kind, spec in ARCHITECTURES.items() if spec.mixer}
 WITH_INDEXERS = tuple(kind for kind in ARCHITECTURES if needs_indexers({"model_type": kind}))
-"""Only our kernels run them."""
+OURS_ALONE = (*WITH_INDEXERS, "mimo_v2_flash")
+"""Kinds that only our kernels run."""
 VOCAB_SIZE = 97
 NUM_POSITIONS = 1024
 LATER = (  # kinds whose parts others also have; slow tests cover them
@@ -101,6 +102,9 @@ CONVOLUTIONS = {  # by number of layers
 }
 LAST_WINDOWED = {"use_sliding_window": True, "max_window_layers": 1, "layer_types": None}
 WINDOWS = ["sliding_attention", "full_attention"]
+HALF_TURNED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+ONE_WINDOWED = {"layer_types": WINDOWS, "attention_chunk_size": None}
+OF_GEMMA4 = ONE_WINDOWED | {"attention_k_eq_v": True, "final_logit_softcapping": 30.0}
 OWN_THETAS = FOUR | {
     "layer_types": ["full_attention", "sliding_attention"] * 2,
     "layer_rope_theta": [10000.0, 0.0, 5e5, 1e4],
@@ -148,15 +152,8 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         },
     },
     "dots1": {"n_group": 1, "topk_group": 1, "n_shared_experts": 1},
-    "gemma4_text": {
-        "layer_types": WINDOWS,
-        "top_k_experts": 2,
-        "attention_chunk_size": None,
-        "enable_moe_block": True,
-        "attention_k_eq_v": True,
-        "hidden_size_per_layer_input": 0,
-        "final_logit_softcapping": 30.0,
-    },
+    "gemma4_text": OF_GEMMA4 | {"enable_moe_block": True, "hidden_size_per_layer_input": 0, "top_k_experts": 2},
+    "gemma4_unified_text": OF_GEMMA4,
     "granite": {"attention_multiplier": 0.125},  # at 1 a score's last bit decides what a row sees
     "granite_swa": OWN_THETAS,
     "granitemoe_swa": {**OWN_THETAS, "shared_intermediate_size": 48},
@@ -169,6 +166,8 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 48,
     },
     "mellum": {"layer_types": WINDOWS},
+    "mimo_v2_flash": FOUR
+    | {"layer_types": WINDOWS * 2, "v_head_dim": 48, "rope_parameters": dict.fromkeys(WINDOWS, HALF_TURNED)},
     "helium": {"head_dim": 16},  # its heads together are as wide as a row
     "olmoe": {"hidden_size": 128},  # its norms span all heads
     "smollm3": FOUR | {"sliding_window": None},
@@ -207,7 +206,8 @@ def tiny_config(kind: str, window: int = 100, has_wide_heads: bool = False) -> P
     sizes = {**SIZES, "sliding_window": window, "attention_chunk_size": window, **OWN_SIZES.get(kind, {})}
     if has_wide_heads:
         sizes |= {"qk_nope_head_dim": 48} if "qk_nope_head_dim" in sizes else {"head_dim": 64, "hidden_size": 256}
-    sizes |= {"global_head_dim": sizes["head_dim"]} if kind == "gemma4_text" else {}  # transformers' layers take one
+    if kind.startswith("gemma4_"):
+        sizes["global_head_dim"] = sizes["head_dim"]  # transformers' layers take one
     return AutoConfig.for_model(kind, **sizes)
 
 
@@ -225,7 +225,7 @@ def tiny_target(
     kind: str, dtype: torch.dtype = torch.float32, window: int = 100, variant: str | None = None
 ) -> TargetModel:
     """With `variant`, plain layers use its kernels."""
-    if kind in WITH_INDEXERS:
+    if kind in OURS_ALONE:
         return _from_files(kind, dtype)
     model = tiny_model(tiny_config(kind, window, variant is not None), dtype)
     files = ModelFiles(kind, Path(kind), Digests({}, {}), NUM_POSITIONS, VOCAB_SIZE)
@@ -265,12 +265,14 @@ def native_target(kind: str, folder: Path, dtype: str = "float32") -> TargetMode
 def asks_for(target: TargetModel) -> str:
     """Name what a kind's attention needs besides keys and values."""
     config = target.model.config
-    spans = [] if config.model_type in WITH_INDEXERS else target.transformers.spans
+    spans = [] if config.model_type in OURS_ALONE else target.transformers.spans
     words = sorted({"full": "", "window": "sliding window", "chunk": "chunks"}[span.kind] for span in spans)
     if getattr(config, "attn_logit_softcapping", None):
         words.append("soft cap")
     if config.model_type == "gpt_oss":
         words.append("sinks")
+    if config.model_type == "mimo_v2_flash":
+        words += ["sliding window", "sinks", "narrow values"]
     if hasattr(config, "qk_nope_head_dim"):
         words.append("latent keys and values")
     if config.model_type in WITH_INDEXERS:
@@ -374,9 +376,22 @@ earlier position is chosen. Layers that GLM 5.2 calls `shared` take the choice o
 
 ## Heads of two widths
 
-Gemma 4 (31B and 26B-A4B) runs in our kernels on CPUs, and on no GPU yet; its smaller models, with inputs for each
-layer, do not run. Caches and checkpoints hold what each layer has, 901 KB per position of 31B, and behind the newest
-positions only the 82 KB of layers without a window. Engines with trained parts and `--kv-offload` are refused.
+Gemma 4 (31B, 26B-A4B, 12B) runs in our kernels on CPUs, and on no GPU yet. Caches and checkpoints hold what each layer
+has, 901 KB per position of 31B, and behind the newest positions only the 82 KB of layers without a window. Engines with
+trained parts and `--kv-offload` are refused.
+
+## Layers that share keys
+
+In Gemma 4 E2B and E4B the last layers read keys and values of an earlier layer, so caches and checkpoints have none for
+them: 18 KB per position of E2B, and 6 KB behind the newest positions. Each layer also adds an embedding of
+its own for a token (per-layer embeddings). Their table has half of the weights: it stays in bf16 in a run in float32,
+and a row reads one line of it per layer. These models run on CPUs alone.
+
+## Values narrower than keys
+
+MiMo-V2-Flash has heads of 192 with values of 128, and layers with windows have twice the heads of keys of others, and
+sinks. A cache's rows are as wide as keys, so a sixth of it holds zeros: 267 KB per position, and 28 KB behind the
+newest positions. It runs on CPUs alone.
 
 ## Layers with states
 

@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, decoder_weights
+from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.quantized_weights import Linear
+from swiftbatch.worker.kernels.transformers_weights import decoder_weights
 from swiftbatch.worker.model import weight_files
 from swiftbatch.worker.model.causal_lm import load_causal_lm
 from swiftbatch.worker.model.decoder_loading import dense_weights

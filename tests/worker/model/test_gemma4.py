@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from swiftbatch.jobs.errors import ModelError
@@ -22,8 +22,12 @@ from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.kv.kv_capacity import FORGETS_EVERY, NUM_ASKED, NUM_UNWRITTEN, bytes_per_position, held_of
 from swiftbatch.worker.model.causal_lm import load_causal_lm
+from swiftbatch.worker.model.compute_path import path_on
+from swiftbatch.worker.model.decoder_config import read_decoder_config
+from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.digests import Digests
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model, read_config
+from swiftbatch.worker.model.text_config import text_view
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE
 from swiftbatch.worker.training.train_griffin import train_griffin
@@ -42,7 +46,7 @@ from tests.worker.model.kind_promises import (
 
 pytestmark = [pytest.mark.long, needs_kernels]
 
-DENSE, WITH_EXPERTS = "Gemma 4 31B", "Gemma 4 26B A4B"
+DENSE, WITH_EXPERTS, SMALLEST = "Gemma 4 31B", "Gemma 4 26B A4B", "Gemma 4 E2B"
 ENGINES = ("auto", "token-recycling", "prompt-lookup", "suffix")
 
 
@@ -73,7 +77,7 @@ def test_bf16_is_as_near_to_float32_as_in_transformers(name: str, folders: dict[
 
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8", "fp8"])
-@pytest.mark.parametrize("name", [DENSE, WITH_EXPERTS])
+@pytest.mark.parametrize("name", [DENSE, WITH_EXPERTS, SMALLEST])
 def test_thousands_of_rows_of_trees_are_exact(name: str, kv_dtype: KVDtype | None, folders: dict[str, Path]) -> None:
     target = TargetModel.load(locate_model(str(folders[name])), "bfloat16", "cpu", kv_dtype=kv_dtype)
     num_rows = 2000 if kv_dtype is None else 500
@@ -88,7 +92,7 @@ def test_codes_of_8_bits_shift_logits_little(kv_dtype: KVDtype, folders: dict[st
     assert 0 < found.kept.shift < 0.5
 
 
-@pytest.mark.parametrize("name", [DENSE, WITH_EXPERTS])
+@pytest.mark.parametrize("name", [DENSE, WITH_EXPERTS, SMALLEST])
 def test_every_engine_gives_plain_decoding_s_tokens_beside_a_resumed_job(name: str, folders: dict[str, Path]) -> None:
     target = loaded(folders[name], "bfloat16")
     plain = [decode(target, "autoregressive", [text])[0] for text in sequences(target)]
@@ -112,6 +116,19 @@ def test_what_a_checkpoint_holds_gives_the_same_bits(name: str, folders: dict[st
     tree = DraftTree.chain(token_ids[:3])
     ours, theirs = (target.verify([tree_rows(cache, 7, tree)])[0].logits for cache in (first, second))
     assert torch.equal(ours, theirs)
+
+
+def test_calls_over_some_layers_give_the_bits_of_one_call(folders: dict[str, Path]) -> None:
+    """Later calls read keys of layers before them, and embed the tokens again."""
+    target, text = loaded(folders[SMALLEST], "bfloat16"), [11 * each % 200 for each in range(100)]
+    found = []
+    for layers in ((), (0, 2, 5)):
+        cache = target.new_cache(200)
+        while cache.length < len(text):
+            target.read(cache, text[cache.length :], layers)
+        [outputs] = target.verify([tree_rows(cache, 5, DraftTree.chain([6, 7]))], layers)
+        found.append(outputs.logits)
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("name", GEMMA4)
@@ -151,7 +168,7 @@ def test_caches_take_what_each_layer_has_and_plans_count_it(name: str, folders: 
     assert measure_step_costs(target) is not None
 
 
-@pytest.mark.parametrize("name", [DENSE, WITH_EXPERTS])
+@pytest.mark.parametrize("name", [DENSE, WITH_EXPERTS, SMALLEST])
 def test_packed_weights_give_the_bits_of_their_dequantized_twin(
     name: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -164,6 +181,33 @@ def test_packed_weights_give_the_bits_of_their_dequantized_twin(
     assert (found.refusal, found.quantization) == (None, "NVFP4 (e2m1, a scale for 16)")
     ours, theirs = (logits_of(loaded(folder, "bfloat16")) for folder in (packed, dense))
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("part", ["embed_tokens_per_layer", "per_layer_model_projection", "layers.6.self_attn.q_proj"])
+def test_each_part_of_a_small_model_changes_logits(part: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    """So tests of logits would notice its absence."""
+    tensors = load_file(folders[SMALLEST] / "model.safetensors")
+    name = f"model.language_model.{part}.weight"
+    tensors[name] = tensors[name].flip(0)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folders[SMALLEST] / "config.json").read_text())
+    ours, theirs = (logits_of(loaded(folder, "float32")) for folder in (tmp_path, folders[SMALLEST]))
+    assert not torch.allclose(ours, theirs, atol=1e-2)
+
+
+def test_small_models_name_what_gpus_do_not_know() -> None:
+    words = {name: read_decoder_config(text_view(config)).on_cpu_alone for name, config in GEMMA4.items()}
+    assert {name for name, each in words.items() if each} == {SMALLEST, "Gemma 4 E4B"}
+    assert words[SMALLEST] == "embeddings of their own and keys of earlier layers"
+    assert path_on("cuda", text_view(GEMMA4[SMALLEST])).name == "none"
+
+
+def test_the_table_of_a_model_in_float32_stays_as_it_is_stored(folders: dict[str, Path]) -> None:
+    """It has most of the weights of a small model."""
+    dense = dense_weights(locate_model(str(folders[SMALLEST])), torch.float32)
+    assert dense is not None
+    assert isinstance(dense.ple_table, torch.Tensor)
+    assert (dense.ple_table.dtype, dense.embedding.dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_a_gpu_refuses_it_before_anything_is_loaded(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -196,8 +240,19 @@ def test_what_reads_a_part_of_a_cache_is_refused(folders: dict[str, Path], tmp_p
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        ({"hidden_size_per_layer_input": 256}, "its hidden_size_per_layer_input is 256"),
-        ({"num_kv_shared_layers": 2}, "its num_kv_shared_layers is 2"),
+        ({"hidden_size_per_layer_input": 40}, "its hidden_size_per_layer_input is 40, no multiple of 16"),
+        (
+            {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 100},
+            "its vocab_size_per_layer_input is 100",
+        ),
+        ({"num_kv_shared_layers": 3}, "its num_kv_shared_layers is 3, and no layer before these has their keys"),
+        ({"num_kv_shared_layers": 9}, "its num_kv_shared_layers is 9, and no layer"),
+        ({"num_kv_shared_layers": None}, "expected an integer from 0"),
+        ({"num_kv_shared_layers": 2, "global_head_dim": 64, "num_global_key_value_heads": 4}, "heads of one size"),
+        (
+            {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "enable_moe_block": True},
+            "its use_double_wide_mlp stands beside enable_moe_block",
+        ),
         ({"use_bidirectional_attention": "all"}, "its use_bidirectional_attention is 'all'"),
         ({"global_head_dim": 96}, "found heads of 96 beside 64"),
         ({"num_global_key_value_heads": 3}, "found 4 heads for 3 of keys"),

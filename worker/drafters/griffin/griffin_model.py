@@ -33,10 +33,11 @@ from swiftbatch.worker.drafters.griffin.published_layers import (
     TwoOutputs,
 )
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, LayerWeights, layer_weights, linear_of
+from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, LayerWeights
 from swiftbatch.worker.kernels.kernel_sizes import HEAD_BLOCKS, NUM_ROWS, num_splits
 from swiftbatch.worker.kernels.quantized_weights import Linear
 from swiftbatch.worker.kernels.rope_scaling import Rotary, default_frequencies
+from swiftbatch.worker.kernels.transformers_weights import layer_weights, linear_of
 from swiftbatch.worker.kv.gpu_memory_plan import NO_DRAFTS, DraftMemory, slot_capacity
 from swiftbatch.worker.kv.model_sizes import ModelSizes, num_parameters
 from swiftbatch.worker.model.model_files import ModelFiles, let_others_read

@@ -200,16 +200,21 @@ typedef struct {
     // Latent attention: see latent.h. `latent_rank` is 0 without it; else a cache's head holds `head_dim` numbers: the
     // latent vector, then the rotated part of the key.
     int32_t latent_rank, query_rank;  // size of latent vectors; of the queries' (0: none)
-    int32_t still_dim, value_dim;     // of a head: the unrotated part of its query; its value
+    int32_t still_dim, value_dim;     // of a head: the unrotated part of its query; its value, also without latent
+                                      // vectors if it is narrower than the key (0: as wide)
     // Indexers: see indexer.h. `index_heads` is 0 without them; else a cache's row ends with an indexer's key.
     int32_t index_heads, index_dim;  // heads of an indexer's query; their width, and the key's
     int32_t num_chosen_keys;         // that a row attends to
+    // Per-layer embeddings: see PLE_TABLE. `ple_dim` is 0 without them.
+    int32_t ple_dim, ple_element;  // width; element of the table, unless that is packed
     float epsilon, scale;  // of the norms; of the scores
     float embedding_scale, residual_scale, logit_scale;  // of embeddings, of what layers add, of logits; mostly 1
     float score_cap, logit_cap;  // as `attention_view.softcap`, for all layers; of scaled logits
     float attention_in_scale, key_scale, attention_out_scale;  // of attention's input, of keys before rotation,
                                                                // and of attention's output; mostly 1
     float gate_scale, down_scale;  // of gates before their activation, and of the products' output; mostly 1
+    float value_scale;             // of values; mostly 1
+    float ple_scale;               // of the rows of PLE_TABLE
 } decoder_sizes;
 
 typedef enum {
@@ -251,7 +256,13 @@ typedef enum {
     HEADS,  // two int32, before all others: the layer's own heads of keys, and their size, a multiple of `head_dim`. A
             // cache then has as many neighbouring heads of `head_dim` for each, and a `layer_stride` is one of them.
     SHARED_NORM,  // of the products' output, before that of experts is added
-    LAYER_SCALE   // a float: of the layer's output
+    LAYER_SCALE,  // a float: of the layer's output
+    SHARED_KEYS,  // an int32, before all others: an earlier layer whose keys and values the layer reads. It has none.
+    // Per-layer embeddings. A layer's embedding of a token is (norm(scaled embedding times PLE_PROJECTION / sqrt(hidden))
+    // + the token's scaled row of the table) / sqrt(2). The layer adds norm((activated(state times PLE_GATE) * embedding)
+    // times PLE_OUTPUT) to its state.
+    PLE_TABLE,  // of the model: [vocab, num_layers, ple_dim]
+    PLE_PROJECTION, PLE_NORM, PLE_GATE, PLE_OUTPUT, PLE_OUTPUT_NORM
 } weight_role;
 
 typedef enum {
@@ -264,7 +275,7 @@ typedef enum {
 
 typedef struct decoder decoder;
 EXPORT decoder *decoder_new(const decoder_sizes *sizes);
-// Loads a weight (NULL for roles without one). All are copied except the embedding, packed or not.
+// Loads a weight (NULL for roles without one). All are copied except the embedding and PLE_TABLE, packed or not.
 EXPORT void decoder_load(decoder *decoder, int layer, int role, const given_weight *given);
 // Gives a layer experts. Its gates, ups and downs, if any, are then the expert that all rows use.
 EXPORT void decoder_experts(decoder *decoder, int layer, const expert_sizes *sizes);
@@ -276,13 +287,14 @@ EXPORT void decoder_load_mixer(decoder *decoder, int layer, int role, const give
 EXPORT void decoder_free(decoder *decoder);
 
 typedef struct {
-    const int32_t *token_ids, *positions;  // [num_rows]; token_ids NULL if the call starts after the embedding
+    const int32_t *token_ids, *positions;  // [num_rows]
     const float *angles;                   // [positions, head_dim] cosines of the first half, then sines
     const float *other_angles;             // as `angles`, for layers with OTHER_ANGLES, or NULL
     const float *query_scales;             // [positions] factors of rotated queries, or NULL
     const row_group *groups;
     const sequence_steps *sequences;       // the same rows for layers with a mixer; NULL without any
     int32_t num_rows, num_groups, num_sequences, first_layer, end_layer;
+    int32_t embeds;  // `state` starts as the tokens' embeddings
     float *state;   // [num_rows, hidden] passed between layers, for calls over some of the layers
     void *hidden;   // [num_rows, hidden] after the final norm, or NULL
     float *logits;  // [num_rows, vocab], or NULL; only with `hidden`

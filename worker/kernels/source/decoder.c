@@ -7,6 +7,7 @@
 
 #include "elementary.h"
 #include "elementwise.h"
+#include "embedding.h"
 #include "heads.h"
 #include "indexer.h"
 
@@ -17,6 +18,7 @@ typedef struct {
     attention *attention, *wide_attention;  // the latter for layers with heads of their own, or NULL
     float *normed, *wide, *mixed;  // [num_rows, hidden], [num_rows, widest matrix], [num_rows, largest depth]
     float *beside;                 // [num_rows, hidden] output of a mixer added to attention; else NULL
+    float *embedded, *ple;         // [num_rows, hidden], [num_rows, ple_dim] for per-layer embeddings; else NULL
     expert_room *experts_room;
     mixer_room mixers_room;
     latent_room latents_room;
@@ -115,7 +117,7 @@ static const float *norm_of_head(const decoder_sizes *sizes, const float *norms,
 }
 
 static attention *attention_of(const pass *pass, const layer_weights *weights) {
-    return weights->head_dim == pass->decoder->sizes.head_dim ? pass->attention : pass->wide_attention;
+    return weights->has_own_heads ? pass->wide_attention : pass->attention;
 }
 
 // Stores a row's keys and values in the cache, and passes its queries to attention and to `call->queries`.
@@ -124,8 +126,9 @@ static void keep_row(const pass *pass, int layer, int place, int group, int row,
     const layer_weights *weights = &pass->decoder->layers[layer];
     int num_heads = sizes->num_heads, num_kv_heads = weights->num_kv_heads, head_dim = weights->head_dim;
     attention *attention = attention_of(pass, weights);
-    int element_bytes = sizes->element == BF16 ? 2 : 4;
-    for (int head = 0; head < num_heads + 2 * num_kv_heads; head++, qkv += head_dim) {
+    int element_bytes = sizes->element == BF16 ? 2 : 4, value_dim = width_of_values(sizes, head_dim);
+    int end = num_heads + (weights->shares_keys ? 0 : 2 * num_kv_heads);
+    for (int head = 0; head < end; head++, qkv += head_dim) {
         float places[2][MOST_HEAD_DIM + LANES];
         const float *from = qkv;
         int kv_head = (head - num_heads) % num_kv_heads;
@@ -141,6 +144,11 @@ static void keep_row(const pass *pass, int layer, int place, int group, int row,
         if (is_value && sizes->norms_values) {
             norm(sizes, qkv, NULL, head_dim, places[0]);
             from = places[0];
+        }
+        if (is_value && value_dim < head_dim) {
+            memset(places[0], 0, sizeof(float) * (size_t)head_dim);
+            from = memcpy(places[0], qkv, sizeof(float) * (size_t)value_dim);
+            qkv -= head_dim - value_dim;
         }
         attention_keep(attention, place, group, row, kv_head, is_value, from);
     }
@@ -193,7 +201,7 @@ static void feed_forward(const pass *pass, const layer_weights *weights) {
 // Multiplies attention's output by the sigmoids of gates, which follow the values.
 static void gate_heads(const pass *pass, const layer_weights *weights) {
     const decoder_sizes *sizes = &pass->decoder->sizes;
-    int columns = sizes->num_heads * weights->head_dim, before = columns + 2 * weights->num_kv_heads * weights->head_dim;
+    int columns = sizes->num_heads * weights->head_dim, before = weights->qkv.columns - columns;
     for (long row = 0; row < pass->call->num_rows; row++) {
         const float *gates = pass->wide + row * weights->qkv.columns + before;
         float *found = pass->mixed + row * columns;
@@ -211,6 +219,22 @@ static void scale_keys(const pass *pass, const layer_weights *weights) {
         scale_numbers(keys + row * weights->qkv.columns, weights->num_kv_heads * weights->head_dim, sizes->key_scale, pass->rounds);
 }
 
+static void scale_values(const pass *pass, const layer_weights *weights) {
+    const decoder_sizes *sizes = &pass->decoder->sizes;
+    int count = weights->num_kv_heads * width_of_values(sizes, weights->head_dim);
+    float *values = pass->wide + (sizes->num_heads + weights->num_kv_heads) * weights->head_dim;
+    for (long row = 0; row < pass->call->num_rows; row++)
+        scale_numbers(values + row * weights->qkv.columns, count, sizes->value_scale, pass->rounds);
+}
+
+// Takes the zeros out of attention's output that make narrow values as wide as keys.
+static void narrow_rows(const pass *pass, const layer_weights *weights) {
+    int head_dim = weights->head_dim, value_dim = width_of_values(&pass->decoder->sizes, head_dim);
+    long num_heads = (long)pass->call->num_rows * pass->decoder->sizes.num_heads;
+    for (long head = 1; head < num_heads; head++)
+        memmove(pass->mixed + head * value_dim, pass->mixed + head * head_dim, sizeof(float) * (size_t)value_dim);
+}
+
 static void attend_rows(const pass *pass, int layer, int place) {
     const decoder_sizes *sizes = &pass->decoder->sizes;
     const layer_weights *weights = &pass->decoder->layers[layer];
@@ -224,8 +248,10 @@ static void attend_rows(const pass *pass, int layer, int place) {
     else {
         linear(pass->frame, &weights->qkv, num_rows, pass->normed, pass->wide, weights->qkv.columns, pass->rounds);
         if (sizes->key_scale != 1.0f) scale_keys(pass, weights);
+        if (sizes->value_scale != 1.0f) scale_values(pass, weights);
         keep_rows(pass, layer, place);
         attention_run(attention_of(pass, weights), pass->frame, place, &weights->view, pass->mixed);
+        if (sizes->value_dim) narrow_rows(pass, weights);
     }
     if (sizes->gates_heads) gate_heads(pass, weights);
     linear(pass->frame, &weights->output, num_rows, found, pass->wide, sizes->hidden, pass->rounds);
@@ -242,6 +268,18 @@ static void mix_rows(const pass *pass, int layer, layer_place place) {
     if (weights->mixer) add(pass->wide, pass->beside, (long)pass->call->num_rows * pass->decoder->sizes.hidden, pass->rounds);
 }
 
+static void add_ple(const pass *pass, int layer) {
+    const decoder_sizes *sizes = &pass->decoder->sizes;
+    const layer_weights *weights = &pass->decoder->layers[layer];
+    int width = sizes->ple_dim, num_rows = pass->call->num_rows;
+    ple_read(pass->frame, pass->decoder, pass->call, layer, pass->embedded, pass->mixed, pass->ple);
+    front_rows(pass, NULL);
+    linear(pass->frame, &weights->ple.gate, num_rows, pass->normed, pass->mixed, width, pass->rounds);
+    activate(sizes, weights->curve, pass->mixed, pass->ple, num_rows * width, pass->rounds, pass->mixed);
+    linear(pass->frame, &weights->ple.output, num_rows, pass->mixed, pass->wide, sizes->hidden, pass->rounds);
+    add_part(pass, weights->ple.output_norm, (long)num_rows * sizes->hidden);
+}
+
 static void run_layer(const pass *pass, int layer, layer_place place) {
     const decoder_sizes *sizes = &pass->decoder->sizes;
     const layer_weights *weights = &pass->decoder->layers[layer];
@@ -255,6 +293,7 @@ static void run_layer(const pass *pass, int layer, layer_place place) {
     if (!sizes->is_parallel) front_rows(pass, weights->mlp_norm);
     feed_forward(pass, weights);
     add_part(pass, weights->down_norm, count);
+    if (sizes->ple_dim) add_ple(pass, layer);
     if (weights->scale != 1.0f) scale_numbers(pass->call->state, count, weights->scale, pass->rounds);
 }
 
@@ -263,34 +302,44 @@ static int cache_strides(const decoder *decoder, const layer_weights *weights) {
     return decoder->wide.head_dim ? weights->num_kv_heads * weights->head_dim / decoder->sizes.head_dim : 1;
 }
 
+// Returns the strides that a layer takes in the caches.
+static int own_strides(const decoder *decoder, const layer_weights *weights) {
+    return weights->does_not_attend || weights->shares_keys ? 0 : cache_strides(decoder, weights);
+}
+
+// Returns the strides in front of a layer; for layers that share keys, caches begin with those of the first layer.
+static int strides_before(const decoder *decoder, int layer) {
+    int found = 0;
+    for (int i = 0; i < layer; i++) found += own_strides(decoder, &decoder->layers[i]);
+    return found;
+}
+
 static void run_layers(const pass *pass) {
-    layer_place place = {0, 0};
+    const decoder *decoder = pass->decoder;
+    layer_place place = {decoder->shares_keys ? strides_before(decoder, pass->call->first_layer) : 0, 0};
     for (int layer = pass->call->first_layer; layer < pass->call->end_layer; layer++) {
-        const layer_weights *weights = &pass->decoder->layers[layer];
-        run_layer(pass, layer, place);
+        const layer_weights *weights = &decoder->layers[layer];
+        layer_place at = {weights->shares_keys ? strides_before(decoder, weights->source) : place.attending, place.mixing};
+        run_layer(pass, layer, at);
         if (weights->mixer) place.mixing++;
-        if (!weights->does_not_attend) place.attending += cache_strides(pass->decoder, weights);
+        place.attending += own_strides(decoder, weights);
     }
 }
 
 // ---- a call
 
-static void embed(const pass *pass) {
+// Embeds tokens for the state, for per-layer embeddings, or for both.
+static void begin(pass *pass) {
     const decoder_sizes *sizes = &pass->decoder->sizes;
-    for (long row = 0; row < pass->call->num_rows; row++) {
-        long first = (long)pass->call->token_ids[row] * sizes->hidden;
-        if (!pass->decoder->embedding) {
-            quantized_read(&pass->decoder->packed_embedding, first, sizes->hidden, pass->rounds, pass->call->state + row * sizes->hidden);
-            continue;
-        }
-        for (int i = 0; i < sizes->hidden; i += LANES) {
-            vec a = pass->rounds ? vec_load_bf16((const bf16 *)pass->decoder->embedding + first + i)
-                                 : vec_load((const float *)pass->decoder->embedding + first + i);
-            vec_store(pass->call->state + row * sizes->hidden + i, a);
-        }
+    size_t rows = (size_t)pass->call->num_rows * sizeof(float), bytes = rows * (size_t)sizes->hidden;
+    if (!sizes->ple_dim) {
+        if (pass->call->embeds) embed(pass->decoder, pass->call, pass->call->state);
+        return;
     }
-    if (sizes->embedding_scale != 1.0f)
-        scale_numbers(pass->call->state, (long)pass->call->num_rows * sizes->hidden, sizes->embedding_scale, pass->rounds);
+    pass->embedded = frame_take(pass->frame, bytes);
+    pass->ple = frame_take(pass->frame, rows * (size_t)sizes->ple_dim);
+    embed(pass->decoder, pass->call, pass->embedded);
+    if (pass->call->embeds) memcpy(pass->call->state, pass->embedded, bytes);
 }
 
 // The last block's padded columns go through a buffer.
@@ -382,7 +431,7 @@ void decoder_forward(decoder *decoder, team *team, const forward_call *call) {
     int num_kv_heads = sizes->latent_rank ? latent_groups(sizes, rows_of_a_group) : sizes->num_kv_heads;
     attention_sizes heads = {sizes->element, sizes->num_heads, num_kv_heads, sizes->head_dim, sizes->scale};
     size_t rows = (size_t)call->num_rows * sizeof(float);
-    int intermediate = most_intermediate(decoder);
+    int intermediate = most(most_intermediate(decoder), sizes->ple_dim);
     int widest = most(most(most_heads(decoder, true), 2 * intermediate), sizes->hidden);
     const mixer *mixer = mixer_of(decoder);
     int key_dim = sizes->latent_rank ? latent_key_dim(sizes) : sizes->head_dim;
@@ -404,7 +453,7 @@ void decoder_forward(decoder *decoder, team *team, const forward_call *call) {
     if (mixer) pass.mixers_room = mixer_room_new(frame, mixer, call->num_rows, call->num_sequences);
     if (mixes_beside_attention(decoder)) pass.beside = frame_take(frame, rows * (size_t)sizes->hidden);
     if (sizes->index_heads) begin_index(&pass);
-    if (call->token_ids) embed(&pass);
+    begin(&pass);
     run_layers(&pass);
     if (sizes->index_heads) end_index(&pass, decoder);
     if (call->hidden) {

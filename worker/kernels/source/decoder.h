@@ -7,6 +7,12 @@
 #include "mixers.h"
 #include "quantized.h"
 
+// A layer's part of per-layer embeddings.
+typedef struct {
+    matrix projection, gate, output;
+    float *norm, *output_norm;
+} ple_weights;
+
 typedef struct {
     matrix qkv, output, gate_up, down;  // gates and ups alternate; or ups only
     float *input_norm, *output_norm, *mlp_norm, *down_norm, *query_norm, *key_norm;  // or NULL
@@ -19,11 +25,18 @@ typedef struct {
     int intermediate;  // columns of gates and ups, or of the expert that all rows use; 0: none
     int num_kv_heads, head_dim;
     float scale;  // of the output; mostly 1
-    bool does_not_attend;
+    ple_weights ple;
+    int source;  // the layer whose keys it reads, with `shares_keys`
+    bool does_not_attend, has_own_heads, shares_keys;
     bool is_still;  // its heads are not rotated
     bool has_other_angles;
     attention_view view;
 } layer_weights;
+
+// Returns the width of a head's values in a layer without latent vectors. A cache's row is as wide as a key.
+static inline int width_of_values(const decoder_sizes *sizes, int head_dim) {
+    return sizes->value_dim && !sizes->latent_rank ? sizes->value_dim : head_dim;
+}
 
 struct decoder {
     decoder_sizes sizes;
@@ -32,7 +45,10 @@ struct decoder {
     float *final_norm;
     matrix head;
     layer_weights *layers;
+    const void *ple_table;            // [vocab, num_layers, ple_dim], or
+    quantized_rows packed_ple_table;
     attention_sizes wide;  // of layers with heads of their own; `head_dim` is 0 without any
+    bool shares_keys;
     int64_t num_experts_met;
     void *choice;  // of indexers in the last call, for later layers of the same rows
 };

@@ -3,17 +3,20 @@
 
 #include <stdlib.h>
 
+#include "embedding.h"
 #include "heads.h"
 #include "indexer.h"
 
 // Makes the matrices around a layer's attention.
 static void set_heads(const decoder_sizes *sizes, layer_weights *layer, int num_kv_heads, int head_dim) {
     int query_columns = sizes->num_heads * head_dim, gate_columns = sizes->gates_heads ? query_columns : 0;
-    int found_columns = sizes->num_heads * (sizes->latent_rank ? sizes->value_dim : head_dim);
+    int value_dim = width_of_values(sizes, head_dim);
+    int key_columns = layer->shares_keys ? 0 : num_kv_heads * (head_dim + value_dim);
+    int found_columns = sizes->num_heads * (sizes->latent_rank ? sizes->value_dim : value_dim);
     layer->num_kv_heads = num_kv_heads, layer->head_dim = head_dim;
     matrix_free(&layer->qkv);
     matrix_free(&layer->output);
-    layer->qkv = matrix_new((element)sizes->element, sizes->hidden, query_columns + 2 * num_kv_heads * head_dim + gate_columns);
+    layer->qkv = matrix_new((element)sizes->element, sizes->hidden, query_columns + key_columns + gate_columns);
     layer->output = matrix_new((element)sizes->element, found_columns, sizes->hidden);
 }
 
@@ -36,6 +39,7 @@ decoder *decoder_new(const decoder_sizes *sizes) {
         set_heads(sizes, layer, sizes->num_kv_heads, sizes->head_dim);
         if (sizes->latent_rank) layer->latent = latent_new(sizes);
         products_new(sizes, layer, sizes->intermediate);
+        if (sizes->ple_dim) layer->ple = ple_new(sizes);
         layer->view.softcap = sizes->score_cap;
     }
     return fresh;
@@ -60,6 +64,7 @@ void decoder_free(decoder *decoder) {
         mixer_free(layer->mixer);
         latent_free(&layer->latent);
         free(layer->curve);
+        ple_free(&layer->ple);
     }
     matrix_free(&decoder->head);
     free(decoder->final_norm);
@@ -80,6 +85,8 @@ static columns_of_role role_columns(decoder *decoder, int layer, weight_role rol
     const decoder_sizes *sizes = &decoder->sizes;
     layer_weights *to = &decoder->layers[layer];
     int query = sizes->num_heads * to->head_dim, key = to->num_kv_heads * to->head_dim;
+    int value = to->num_kv_heads * width_of_values(sizes, to->head_dim);
+    int keys_and_values = to->shares_keys ? 0 : key + value;
     int hidden = sizes->hidden, mlp = to->intermediate, gates = sizes->has_gates, columns;
     matrix *of_latents = sizes->latent_rank ? latent_matrix(&to->latent, role, &columns) : NULL;
     if (of_latents) return (columns_of_role){of_latents, 0, ALONE, columns};
@@ -90,12 +97,15 @@ static columns_of_role role_columns(decoder *decoder, int layer, weight_role rol
             return (columns_of_role){&decoder->head, 0, ALONE, sizes->vocab};
         case QUERY: return (columns_of_role){&to->qkv, 0, ALONE, query};
         case KEY: return (columns_of_role){&to->qkv, query / LANES, ALONE, key};
-        case VALUE: return (columns_of_role){&to->qkv, (query + key) / LANES, ALONE, key};
-        case HEAD_GATE: return (columns_of_role){&to->qkv, (query + 2 * key) / LANES, ALONE, query};
+        case VALUE: return (columns_of_role){&to->qkv, (query + key) / LANES, ALONE, value};
+        case HEAD_GATE: return (columns_of_role){&to->qkv, (query + keys_and_values) / LANES, ALONE, query};
         case OUTPUT: return (columns_of_role){&to->output, 0, ALONE, hidden};
         case GATE: return (columns_of_role){&to->gate_up, 0, FIRST_IN_TURN, mlp};
         case UP: return (columns_of_role){&to->gate_up, 0, gates ? SECOND_IN_TURN : ALONE, mlp};
         case DOWN: return (columns_of_role){&to->down, 0, ALONE, hidden};
+        case PLE_PROJECTION: return (columns_of_role){&to->ple.projection, 0, ALONE, sizes->ple_dim};
+        case PLE_GATE: return (columns_of_role){&to->ple.gate, 0, ALONE, sizes->ple_dim};
+        case PLE_OUTPUT: return (columns_of_role){&to->ple.output, 0, ALONE, hidden};
         default: return (columns_of_role){NULL, 0, ALONE, 0};
     }
 }
@@ -138,9 +148,21 @@ void decoder_load(decoder *decoder, int layer, int role, const given_weight *giv
         case WINDOW: to->view.window = *(const int32_t *)weight; break;
         case LAYER_SCALE: to->scale = *(const float *)weight; break;
         case HEADS:
+            to->has_own_heads = true;
             set_heads(sizes, to, ((const int32_t *)weight)[0], ((const int32_t *)weight)[1]);
             decoder->wide = (attention_sizes){sizes->element, sizes->num_heads, to->num_kv_heads, to->head_dim, sizes->scale};
             break;
+        case SHARED_KEYS:
+            decoder->shares_keys = to->shares_keys = true;
+            to->source = *(const int32_t *)weight;
+            set_heads(sizes, to, to->num_kv_heads, to->head_dim);
+            break;
+        case PLE_TABLE:
+            decoder->ple_table = weight;
+            if (given->quantized) decoder->packed_ple_table = *given->quantized;
+            break;
+        case PLE_NORM: norm_load(sizes, &to->ple.norm, sizes->ple_dim, weight); break;
+        case PLE_OUTPUT_NORM: norm_load(sizes, &to->ple.output_norm, hidden, weight); break;
         case CURVE: to->curve = memcpy(realloc(to->curve, 4 * sizeof(float)), weight, 4 * sizeof(float)); break;
         default: break;
     }

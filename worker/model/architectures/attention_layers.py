@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swiftbatch.worker.kernels.kernel_sizes import IndexerSizes, LayerHeads, MLASizes
-from swiftbatch.worker.model.config_values import SIZE, SWITCH, Config, KeyRule, list_of_layers
+from swiftbatch.worker.model.config_values import COUNT, SIZE, SWITCH, Config, KeyRule, list_of_layers
 
 Windows = tuple[int | None, ...]
 """For each layer the positions that a row sees, the last of them its own; None for all."""
@@ -100,8 +100,49 @@ class OwnHeads:
         num_kv_heads = SIZE.of(config, self.num_kv_heads if has_count else "num_key_value_heads")
         return LayerHeads(num_kv_heads, SIZE.of(config, self.head_dim)), are_values
 
+    def layers(self, config: Config, windows: Windows) -> frozenset[int]:
+        return without_windows(config, windows)
+
     def rules(self) -> dict[str, KeyRule | None]:
         return {self.head_dim: SIZE, self.num_kv_heads: SIZE.or_null(), self.keys_are_values: SWITCH}
+
+
+@dataclass(frozen=True)
+class HeadsInWindows:
+    """Heads of keys in layers with a window: a fixed multiple of other layers', which `num_kv_heads` may repeat.
+
+    Keys with the prefix `swa_` repeat those of `same` sizes, or are absent.
+    """
+
+    num_kv_heads: str
+    multiple: int
+    same: tuple[str, ...]
+
+    def read(self, config: Config) -> tuple[LayerHeads, bool]:
+        """Return the heads, and whether keys are values. Raises KeyError or ValueError."""
+        heads = LayerHeads(self.multiple * SIZE.of(config, "num_key_value_heads"), SIZE.of(config, "head_dim"))
+        expected = {self.num_kv_heads: heads.num_kv_heads} | {f"swa_{key}": config[key] for key in self.same}
+        if others := [key for key, size in expected.items() if config.get(key, size) != size]:
+            raise ValueError(f"its {others[0]} is {config[others[0]]!r:.80}, and {expected[others[0]]} is expected")
+        return heads, False
+
+    def layers(self, config: Config, windows: Windows) -> frozenset[int]:
+        return frozenset(range(len(windows))) - without_windows(config, windows)
+
+    def rules(self) -> dict[str, KeyRule | None]:
+        return {self.num_kv_heads: SIZE}
+
+
+def layers_of_keys(config: Config, windows: Windows, key: str | None) -> dict[int, int]:
+    """Return, for each of the last layers that share keys and values, the earlier layer that has them.
+
+    `key` names their number. Raises KeyError or ValueError.
+    """
+    first = len(windows) - (0 if key is None else COUNT.of(config, key))
+    last = {size is None: number for number, size in enumerate(windows[: max(first, 0)])}
+    if any((size is None) not in last for size in windows[max(first, 0) :]):
+        raise ValueError(f"its {key} is {config[key or '']}, and no layer before these has their keys")
+    return {number: last[windows[number] is None] for number in range(first, len(windows))}
 
 
 def all_layers(config: Config, windows: Windows) -> frozenset[int]:

@@ -33,13 +33,14 @@ GGUF_KINDS = {spec.gguf.name: kind for kind, spec in ARCHITECTURES.items() if sp
 """The architectures by their names in GGUF files."""
 
 COMPRESSED = f"compressed keys and values, {CHOOSES}, and hyper-connections"
+BLOCKS = "attention to blocks of keys that an indexer chooses for each head of keys"
 HEADS_BY_LAYER = "more heads of queries in layers with windows than in others, and a gate for each head"
 REFUSED = {  # `model_type` -> what it needs that is missing here; only models that users may ask for
     "bloom": "position biases (ALiBi)",
     "deepseek_ref": COMPRESSED,
     "deepseek_v4": COMPRESSED,
-    "mimo_v2_flash": "values narrower than keys, and sinks in windows alone",
-    "minimax_m3": "attention to blocks of keys that an indexer chooses",
+    "minimax_m3": BLOCKS,
+    "minimax_m3_vl_text": BLOCKS,
     "mpt": "position biases (ALiBi)",
     "gpt2": "learned positions",
     "opt": "learned positions",

@@ -34,6 +34,17 @@ def up_to_the_last(config: Config) -> Windows:
     return windows
 
 
+def mlp_widths(config: Config) -> list[int]:
+    """Return the width of each layer's MLP. Raises KeyError or ValueError."""
+    width, num_layers, num_shared = (
+        int(config[key]) for key in ("intermediate_size", "num_hidden_layers", "num_kv_shared_layers")
+    )
+    is_doubled = SWITCH.of({"use_double_wide_mlp": False} | dict(config), "use_double_wide_mlp")
+    if is_doubled and num_shared and config.get("enable_moe_block"):
+        raise ValueError("its use_double_wide_mlp stands beside enable_moe_block")
+    return [width * (2 if is_doubled and number >= num_layers - num_shared else 1) for number in range(num_layers)]
+
+
 def as_published(config: Config) -> dict[str, Any]:
     """Return the config with the keys of `OWN_HEADS` in place of those that newer versions of transformers write.
 
@@ -88,15 +99,19 @@ GEMMA4 = replace(
     caps={"logits": SOFTCAPS["logits"]},
     windows=up_to_the_last,
     own_heads=OWN_HEADS,
+    shared_keys_key="num_kv_shared_layers",
+    ple_key="hidden_size_per_layer_input",
+    width=lambda config: max(mlp_widths(config)),
+    widths=mlp_widths,
     window_angles=WindowAngles(1e6, 1e4),
     experts=EXPERTS,
     one_meaning={
-        "hidden_size_per_layer_input": (0,),
-        "num_kv_shared_layers": (0,),
         "use_bidirectional_attention": (None, "vision"),  # images see each other, texts never look ahead
     },
     known_keys=("vocab_size_per_layer_input",),
     rules={
+        "use_double_wide_mlp": SWITCH,
+        "vocab_size_per_layer_input": SIZE,
         **dict.fromkeys(("moe_intermediate_size", "num_experts", "top_k_experts"), SIZE.or_null()),
         "rope_parameters": KeyRule("an object", lambda value: isinstance(value, dict)),
         "use_bidirectional_attention": WORD.or_null(),
@@ -105,4 +120,11 @@ GEMMA4 = replace(
     view=as_published,
     nested_in=("gemma4",),
     on_cpu_alone="heads of two widths, and norms of values",
+)
+GEMMA4_UNIFIED = replace(  # its class passes over the keys of per-layer embeddings and experts
+    GEMMA4,
+    experts=None,
+    ple_key=None,
+    known_keys=("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
+    nested_in=("gemma4_unified",),
 )

@@ -16,10 +16,10 @@ from swiftbatch.worker.model.architectures.moe import (
     GRANITE_EXPERTS,
     GRANITE_MOE,
     GRANITE_SHARED,
-    SCORED_BY_SIGMOID,
     SPARSE_KEYS,
 )
 from swiftbatch.worker.model.architectures.moe_layers import (
+    SCORED_BY_SIGMOID,
     FusedNames,
     MoESpec,
     MoETensorNames,

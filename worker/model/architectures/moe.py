@@ -20,10 +20,13 @@ from swiftbatch.worker.model.architectures.attention_layers import (
     without_windows,
     without_windows_if_said,
 )
-from swiftbatch.worker.model.architectures.gemma4 import GEMMA4
+from swiftbatch.worker.model.architectures.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from swiftbatch.worker.model.architectures.llama_like import BIASED, COHERE, GRANITE, HUNYUAN, OLMO2, QK_NORMED, TIED
+from swiftbatch.worker.model.architectures.mimo import MIMO_V2_FLASH
 from swiftbatch.worker.model.architectures.moe_layers import (
     ROLES,
+    SCORED_BY_SIGMOID,
+    SHARED,
     FusedNames,
     MoESpec,
     MoETensorNames,
@@ -51,21 +54,6 @@ from swiftbatch.worker.model.config_values import (
     Config,
 )
 
-SHARED = mlp_linears("mlp.shared_experts")
-SCORED_BY_SIGMOID = MoESpec(
-    Score.SIGMOID,
-    behind_the_first,
-    names=MoETensorNames(choice_bias="mlp.gate.e_score_correction_bias", shared=SHARED),
-    normalises="norm_topk_prob",
-    least_sum=1e-20,
-    scale="routed_scaling_factor",
-    groups=("n_group", "topk_group"),
-    rounds_logits=False,
-    rounds_weights=False,
-    num_shared="n_shared_experts",
-    keys={"first_k_dense_replace": SOME_LAYERS},
-    one_meaning={"moe_layer_freq": (1,), "ep_size": (1,)},
-)
 WITHOUT_BIASES = SCORED_BY_SIGMOID.one_meaning | {"attention_bias": (False,), "mlp_bias": (False,)}
 DEEPSEEK_V3 = ArchitectureSpec(
     latent=MLASpec("rope_interleave"),
@@ -241,6 +229,7 @@ MIXTURES: dict[str, ArchitectureSpec] = {
     ),
     "flex_olmo": replace(OLMO2, experts=replace(PLAIN, normalises="norm_topk_prob")),
     "gemma4_text": GEMMA4,
+    "gemma4_unified_text": GEMMA4_UNIFIED,
     "glm4_moe": ArchitectureSpec(
         "attention_bias", qk_norms_key="use_qk_norm", partial_rotary_factor=0.5, experts=SCORED_BY_SIGMOID
     ),
@@ -329,6 +318,7 @@ MIXTURES: dict[str, ArchitectureSpec] = {
         window_angles=WindowAngles(5e5, 1e4),
         experts=MoESpec(Score.SOFTMAX, SparseOr(experts_in_all_layers), normalises="norm_topk_prob"),
     ),
+    "mimo_v2_flash": MIMO_V2_FLASH,
     "minimax_m2": ArchitectureSpec(
         has_qk_norms=True,
         joins_heads=True,

@@ -13,6 +13,7 @@ from swiftbatch.worker.model.config_values import (
     NOT_NEGATIVE,
     POSITIVE,
     SIZE,
+    SOME_LAYERS,
     SWITCH,
     Config,
     KeyRule,
@@ -129,6 +130,23 @@ class SparseOr:
             return self.otherwise(config)
         types = list_of_layers(config, "mlp_layer_types", ("dense", "sparse"))
         return frozenset(number for number, each in enumerate(types) if each == "sparse")
+
+
+SHARED = mlp_linears("mlp.shared_experts")
+SCORED_BY_SIGMOID = MoESpec(
+    Score.SIGMOID,
+    behind_the_first,
+    names=MoETensorNames(choice_bias="mlp.gate.e_score_correction_bias", shared=SHARED),
+    normalises="norm_topk_prob",
+    least_sum=1e-20,
+    scale="routed_scaling_factor",
+    groups=("n_group", "topk_group"),
+    rounds_logits=False,
+    rounds_weights=False,
+    num_shared="n_shared_experts",
+    keys={"first_k_dense_replace": SOME_LAYERS},
+    one_meaning={"moe_layer_freq": (1,), "ep_size": (1,)},
+)
 
 
 @dataclass(frozen=True)

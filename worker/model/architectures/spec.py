@@ -7,10 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swiftbatch.worker.kernels.layer_specs import Activation, NormForm
-from swiftbatch.worker.model.architectures.attention_layers import IS_WINDOWED, MLASpec, NoPESpec, OwnHeads, WindowSpec
+from swiftbatch.worker.model.architectures.attention_layers import (
+    IS_WINDOWED,
+    HeadsInWindows,
+    MLASpec,
+    NoPESpec,
+    OwnHeads,
+    WindowSpec,
+)
 from swiftbatch.worker.model.architectures.moe_layers import MoESpec
 from swiftbatch.worker.model.architectures.recurrent_layers import MixerSpec
-from swiftbatch.worker.model.config_values import ACTIVATION, POSITIVE, SIZE, SWITCH, Config, KeyRule
+from swiftbatch.worker.model.config_values import ACTIVATION, COUNT, POSITIVE, SIZE, SWITCH, Config, KeyRule
 
 ALWAYS = "always"  # the bias always exists, without a config key
 ATTENTION = ("query", "key", "value", "output")
@@ -23,6 +30,11 @@ LINEARS = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
+PLE_TABLE = "model.embed_tokens_per_layer.weight"  # per-layer embeddings
+PLE_OF_ALL = {"ple_projection": "model.per_layer_model_projection", "ple_norm": "model.per_layer_projection_norm"}
+PLE_LINEARS = {"ple_gate": "per_layer_input_gate", "ple_output": "per_layer_projection"}
+PLE_OUTPUT_NORM = "post_per_layer_input_norm"
+OF_KEYS = tuple(f"self_attn.{part}." for part in ("k_proj", "v_proj", "k_norm", "v_norm"))
 QK_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
 IN_FRONT = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 BEHIND = {"output_norm": "post_attention_layernorm", "down_norm": "post_feedforward_layernorm"}
@@ -82,6 +94,7 @@ class ArchitectureSpec:
     final_norm: str = "model.norm"
     curve: tuple[str, ...] = ()  # tensors of XIELU in the order of `LayerWeights.curve`; the first two as trained
     sinks: str | None = None
+    sinks_in_windows: bool = False  # layers without a window have no sinks
     head_bias: str | None = None  # key that says whether the head has a bias
     own_decoder: str = "model."  # prefix of published tensor names
     own_embedding: str | None = None  # the embedding's published name, if it has another prefix
@@ -127,7 +140,10 @@ class ArchitectureSpec:
 
     # other layers
     windows: WindowSpec | None = None  # None if all layers see all positions
-    own_heads: OwnHeads | None = None  # of layers without a window
+    own_heads: OwnHeads | HeadsInWindows | None = None  # of layers without a window, or with one
+    value_dim_key: str | None = None  # key of the width of a head's values, if these may be narrower than keys
+    shared_keys_key: str | None = None  # key of how many of the last layers read the keys of an earlier one
+    ple_key: str | None = None  # key of the width of per-layer embeddings; 0 for none
     experts: MoESpec | None = None
     mixer: MixerSpec | None = None  # layers with a mixer instead of attention or beside it
     latent: MLASpec | None = None  # heads share one latent vector per position
@@ -190,6 +206,7 @@ class ArchitectureSpec:
         """Return the rules for all config keys that this spec names."""
         windowed = self.window_angles.windowed_key if self.window_angles else None
         rules: dict[Any, KeyRule | None] = {self.intermediate_key: SIZE, self.activation_key: ACTIVATION.or_null()}
+        rules |= dict.fromkeys((self.shared_keys_key, self.ple_key), COUNT) | {self.value_dim_key: SIZE}
         biases = (self.query_key_value_bias, self.output_bias, self.mlp_bias, self.head_bias, self.qk_norms_key)
         rules |= dict.fromkeys(biases, SWITCH)
         rules |= dict.fromkeys((self.epsilon_key, *self.scales.values(), windowed), POSITIVE)
