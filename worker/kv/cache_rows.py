@@ -138,6 +138,19 @@ class CacheShape:
         first = sum(self.stripes[:layer])
         return 0, slice(first, first + self.stripes[layer])
 
+    def of_layers(self, layers: Sequence[int]) -> CacheShape:
+        """Return the shape of caches of some layers."""
+        stripes = tuple(self.stripes[each] for each in layers) if self.stripes else ()
+        return replace(self, num_layers=len(layers), stripes=stripes)
+
+    def rows_of(self, layers: Sequence[int]) -> NDArray[np.int64]:
+        """Return which rows of a result of `FullKVCache.kv` are those of layers, in the order of their own buffer."""
+        numbers = np.arange(math.prod(self.rows_size)).reshape(self.rows_size)
+        if not self.stripes:
+            return numbers[list(layers)].reshape(-1)
+        heads = [numbers[index, :, heads] for index, heads in map(self.place, layers)]
+        return np.concatenate(heads, axis=1).reshape(-1)
+
     @property
     def row_dtype(self) -> torch.dtype:
         return self.dtype if self.kv_dtype is None else CODES[self.kv_dtype]

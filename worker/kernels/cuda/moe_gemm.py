@@ -170,8 +170,10 @@ class CudaExperts:
         return other
 
     def run(self, rows: Tensor, experts: StackedExperts, normed: Tensor, out: Tensor, has_shared: bool) -> None:
-        """Write `out [num_rows, hidden]` for rows `normed`; with `has_shared`, it has the shared expert's result."""
-        self._choose(rows, experts, normed)
+        """Write `out [num_rows, hidden]` for rows `normed`; with `has_shared`, it has the shared expert's result.
+
+        The rows have chosen their experts.
+        """
         if experts.latent is None:
             self._sum(rows, experts, normed, out, has_shared)
             return
@@ -193,7 +195,8 @@ class CudaExperts:
             COLUMNS=SUMMED_COLUMNS, HAS_SHARED=has_shared, HAS_SHARE=has_shared and experts.has_share,
         )  # fmt: skip
 
-    def _choose(self, rows: Tensor, experts: StackedExperts, normed: Tensor) -> None:
+    def choose(self, rows: Tensor, experts: StackedExperts, normed: Tensor) -> None:
+        """Choose experts by what the router reads of each row, `normed [num_rows, hidden]`."""
         routing, num_columns, num_rows = experts.routing, len(experts.router), self._num_rows
         grid = (triton.cdiv(num_columns, ROUTER_COLUMNS), num_parts(self._hidden), num_rows // ROUTER_ROWS)
         multiply_router[grid](
@@ -201,7 +204,8 @@ class CudaExperts:
         )
         has_biases = experts.router_bias is not None, experts.choice_bias is not None
         choose_row[(num_rows,)](
-            rows, self._parts, experts.router_bias, experts.choice_bias, self._marks, self._weights, self._shares,
+            rows, self._parts, experts.router_bias, experts.choice_bias, experts.choice_scales, self._marks,
+            self._weights, self._shares,
             **choice_constants(routing, self._hidden, self._dtype, *has_biases, experts.has_share, num_rows),
         )  # fmt: skip
         sort_choices[(1,)](
