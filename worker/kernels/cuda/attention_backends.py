@@ -285,9 +285,7 @@ def shape_of(sizes: DecoderSizes, num_rows: int) -> AttentionShape | MLAShape:
     return AttentionShape(*heads, sizes.dtype, num_rows)
 
 
-def wide_attention(
-    sizes: DecoderSizes, heads: LayerHeads, layout: TableLayout, device: torch.device
-) -> WideAttention:
+def wide_attention(sizes: DecoderSizes, heads: LayerHeads, layout: TableLayout, device: torch.device) -> WideAttention:
     """Return the attention of layers with wide heads. Raises ValueError if it does not support the sizes."""
     if fault := heads.gpu_fault(sizes.head_dim):
         raise ValueError(fault)

@@ -206,8 +206,8 @@ class LayerLaunches:
             yield partial(launches.run, table, experts, rows, out, has_shared)
             return
         yield partial(launches.run, table, experts, rows, buffers.beside, False)
-        given = (out, buffers.beside, None, sizes.epsilon, out)
-        yield partial(add_norm, table, *given, behind=experts.behind_norm, form=sizes.norm_form)
+        sums = (out, buffers.beside, None, sizes.epsilon, out)
+        yield partial(add_norm, table, *sums, behind=experts.behind_norm, form=sizes.norm_form)
 
     def _norm_beside(self, rows: Tensor, norm: Tensor | None, out: Tensor) -> Iterator[Launch]:
         """Norm rows, if there is a norm."""

@@ -169,6 +169,18 @@ def take_best(scores, is_left, experts, LAST: tl.constexpr):
 
 
 @triton.jit
+def scaled_choices(weights, choice_scales_ptr, experts, marks, ranks, NUM_CHOSEN: tl.constexpr):
+    """Return weights `[1, ranks]` times the scales of their experts, if these have some."""
+    if choice_scales_ptr is None:
+        return weights
+    scales = tl.load(choice_scales_ptr + experts, mask=marks > 0, other=0.0)
+    for rank in range(NUM_CHOSEN):
+        scale = whole_sum(tl.where(marks == rank + 1, scales, 0.0))
+        weights = tl.where(ranks == rank, weights * scale, weights)
+    return weights
+
+
+@triton.jit
 def choose_row(
     rows_ptr, parts_ptr, router_bias_ptr, choice_bias_ptr, choice_scales_ptr, marks_ptr, choice_weights_ptr,
     shares_ptr,
@@ -209,21 +221,16 @@ def choose_row(
 
     ranks = tl.arange(0, RANKS)[None, :]
     weights = tl.zeros([1, RANKS], tl.float32)
-    scales = tl.full([1, RANKS], 1.0, tl.float32)
     for rank in range(NUM_CHOSEN):
         is_best = is_real & (experts == take_best(shifted, is_left, experts, NUM_EXPERTS))
         weight = whole_sum(tl.where(is_best, scores, 0.0))
         if SCORE == SPARSE_MIXER:
             weight = sparse_share(logits, is_left, weight, JITTER)
         weights = tl.where(ranks == rank, weight, weights)
-        if choice_scales_ptr is not None:
-            own = tl.load(choice_scales_ptr + experts, mask=is_best, other=0.0)
-            scales = tl.where(ranks == rank, whole_sum(own), scales)
         marks = tl.where(is_best, rank + 1, marks)
         is_left &= ~is_best
     weights = weighed(weights, ranks, NUM_CHOSEN, SCORE, IS_NORMALISED, LEAST_SUM, SCALE)
-    if choice_scales_ptr is not None:
-        weights *= scales
+    weights = scaled_choices(weights, choice_scales_ptr, experts, marks, ranks, NUM_CHOSEN)
     if ROUNDS_WEIGHTS:
         weights = rounded(weights, tl.bfloat16)
     is_damaged = whole_max((logits != logits).to(tl.int32)) > 0  # comparisons skip NaN, but results must show it

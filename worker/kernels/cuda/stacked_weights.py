@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -207,7 +208,8 @@ class StackedLayer:
     """One layer; `query_key_value` and `gate_up` are stacked in this order, with gates of heads after values.
 
     Without projections of values, values are keys before their norm and rotation. `heads`, `shared_norm` and
-    `layer_scale` are as in `LayerWeights`. In latent attention, `query_key_value` computes the queries or their latent vector, and the latent vector to store.
+    `layer_scale` are as in `LayerWeights`. In latent attention, `query_key_value` computes the queries or their latent
+    vector, and the latent vector to store.
     """
 
     query_key_value: AnyLinear | None
@@ -327,12 +329,13 @@ def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool =
     qk_norms = () if latent is not None else (layer.query_norm, layer.key_norm)
     norms = [_moved(norm, device) for norm in qk_norms if norm is not None]
     whole = ("input_norm", "output_norm", "mlp_norm", "down_norm", "shared_norm", "curve", "sinks")
+    moved: dict[str, Any] = {name: _moved_if_any(getattr(layer, name), device) for name in whole}
+    moved |= _attention(layer, device)
     gate_up = [each for each in (layer.gate, layer.up) if each is not None]
     return StackedLayer(
-        **_attention(layer, device),
         gate_up=_stacked(gate_up, device) if gate_up else None,
         down=None if layer.down is None else _stacked([layer.down], device),
-        **{name: _moved_if_any(getattr(layer, name), device) for name in whole},
+        **moved,
         qk_norms=(norms[0], norms[1]) if norms and not joins_heads else None,
         joint_norms=torch.cat(norms) if joins_heads else None,
         is_nope=layer.is_nope,

@@ -195,10 +195,14 @@ class WideShape:
         if self.heads_per_kv > TAIL_TILE_ROWS:
             raise ValueError(f"found {self.heads_per_kv} query heads a KV head, expected at most {TAIL_TILE_ROWS}")
 
-    def prefix_constants(self) -> dict[str, Any]:
-        """Return constants, warps and stages of `wide_prefix_split`."""
+    def prefix_constants(self, kept: torch.dtype) -> dict[str, Any]:
+        """Return constants, warps and stages of `wide_prefix_split` for caches of a dtype.
+
+        Decoded keys need registers, so there a tile has half as many rows.
+        """
         is_bf16 = self.dtype == torch.bfloat16
-        own = {"TILE_ROWS": 64 if is_bf16 else 16, "KEYS": 32 if is_bf16 else 16}
+        tile_rows = 16 if not is_bf16 else 64 if kept == self.dtype else 32
+        own = {"TILE_ROWS": tile_rows, "KEYS": 32 if is_bf16 else 16}
         return self._sizes() | own | {"num_warps": 8, "num_stages": 2}
 
     def tail_constants(self) -> dict[str, Any]:
@@ -232,7 +236,7 @@ def attend_wide(
     wide_prefix_split[(resident_programs(query.device, 1),)](  # shared memory allows no second
         query, kept.keys, kept.values, pages, scratch.output, scratch.lse, table.groups,
         len(table.groups), scale_log2, *strides, stride_pages,
-        PAGE=kept.prefix_constants()["PAGE"], **shape.prefix_constants(),
+        PAGE=kept.prefix_constants()["PAGE"], **shape.prefix_constants(kept.keys.dtype),
     )  # fmt: skip
     wide_tail_merge[(shape.num_rows, shape.num_kv_heads, WIDE_STRIPES)](
         query, kept.keys, kept.values, scratch.output, scratch.lse, mixed, table.rows, table.tail_slots, scale_log2,

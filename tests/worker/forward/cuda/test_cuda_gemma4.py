@@ -54,3 +54,110 @@ def test_choices_are_those_of_transformers(name: str, num_rows: int, tmp_path: P
     found = compare(cuda_target(files_of(name, tmp_path), torch.float32, 1, 250, "cublas"), num_rows)
     assert found.agrees, found
     assert found.num_same_choices == found.num_rows == num_rows
+
+
+@EACH
+def test_each_layer_s_output_is_that_of_a_cpu(name: str, tmp_path: Path) -> None:
+    """Layers are scaled at their ends."""
+    files = files_of(name, tmp_path)
+    targets = cuda_target(files, torch.float32, 1, linear="cublas"), TargetModel.load(files, "float32", "cpu")
+    found, expected = (
+        target.forwards.run([chain_rows(target.new_cache(100), TEXT[:5])], (0, 1, 2, 3))[0] for target in targets
+    )
+    assert found.shape == expected.shape == (5, 4 * 128)
+    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", [DENSE, WITH_EXPERTS])
+def test_rows_of_two_trees_have_the_bits_of_plain_decoding(name: str, tmp_path: Path) -> None:
+    check_rows_of_two_trees(cuda_target(files_of(name, tmp_path), torch.bfloat16), 4, TEXT[:64], TEXT[64:70])
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [
+        (WITH_EXPERTS, None),
+        (DENSE, "int8"),
+        pytest.param(DENSE, "fp8", marks=pytest.mark.slow),
+        pytest.param(DENSE, None, marks=pytest.mark.slow),
+    ],
+)
+def test_rows_have_the_bits_of_caches_that_forget_nothing(name: str, kv_dtype: KVDtype | None, tmp_path: Path) -> None:
+    """Both pools count heads of their own layers."""
+    files, windows = files_of(name, tmp_path), WindowPages(14, HeldPositions(240, 0.0))
+    kept: dict[str, Any] = {"longest_job": 300, "linear": "cublas", "kv_dtype": kv_dtype}
+    plain = cuda_target(files, torch.float32, **kept)
+    target = cuda_target(files, torch.float32, windows=windows, **kept)
+    theirs, ours = plain.new_cache(300), target.new_cache(300)
+    for end in (170, 232):
+        for each, cache in ((plain, theirs), (target, ours)):
+            read_to(each, cache, end)
+        expected, found = (
+            each.verify([tree_rows(cache, 7, TREE)])[0] for each, cache in ((plain, theirs), (target, ours))
+        )
+        assert found.logits.isfinite().all()
+        assert found.logits.equal(expected.logits)
+        for cache in (ours, theirs):
+            cache.commit([0, 2])
+            cache.roll_back(end)
+    assert (ours.kv(3 * PAGE, ours.length) == theirs.kv(3 * PAGE, ours.length)).all()
+
+
+@pytest.mark.parametrize("has_windows", [False, True])
+def test_a_checkpoint_is_that_of_a_cpu_and_gives_the_same_bits(has_windows: bool, tmp_path: Path) -> None:
+    files = files_of(DENSE, tmp_path)
+    windows = WindowPages(14, HeldPositions(240, 0.0)) if has_windows else None
+    target, native = cuda_target(files, torch.bfloat16, windows=windows), TargetModel.load(files, "bfloat16", "cpu")
+    first, second, third = target.new_cache(200), target.new_cache(200), native.new_cache(200)
+    first.retain(0)
+    for each, cache in ((target, first), (native, third)):
+        read_to(each, cache, 130)
+    kv, expected = (cache.kv(0, 130) for cache in (first, third))
+    assert kv.shape == expected.shape
+    assert kv.dtype == expected.dtype
+    found, wanted = (torch.from_numpy(each.view("int16")).view(torch.bfloat16).float() for each in (kv, expected))
+    far = (found - wanted).square().mean((1, 2)) / wanted.square().mean((1, 2))
+    assert far.max() < 1e-2, "each row of the checkpoint is the same layer's and head's"
+    second.load(kv)
+    ours, loaded = (target.verify([tree_rows(cache, 7, TREE)])[0].logits.clone() for cache in (first, second))
+    assert torch.equal(ours, loaded)
+
+
+@pytest.mark.slow  # rows of trees have those bits, as a test above shows
+def test_drafts_beside_a_resumed_job_give_plain_decoding_s_tokens(tmp_path: Path) -> None:
+    check_drafts_beside_a_resumed_job(cuda_target(files_of(WITH_EXPERTS, tmp_path), torch.bfloat16), 4)
+
+
+@pytest.mark.parametrize("name", [DENSE, pytest.param(WITH_EXPERTS, marks=pytest.mark.slow)])
+def test_a_row_has_the_same_bits_in_forwards_of_every_number_of_rows(name: str, tmp_path: Path) -> None:
+    files = files_of(name, tmp_path)
+    targets = [cuda_target(files, torch.bfloat16, num_rows=num_rows) for num_rows in (64, 128)]
+    assert targets[1].forwards.narrow_rows == (64,)
+    logits = []
+    for target, num_nodes in ((targets[0], 20), (targets[1], 90), (targets[1], 20)):
+        cache = target.new_cache(200)
+        read_to(target, cache, 70)
+        tree = DraftTree([each % 200 for each in range(num_nodes)], [each // 4 - 1 for each in range(num_nodes)])
+        logits.append(target.verify([tree_rows(cache, 7, tree)])[0].logits[:21].clone())
+    assert all(torch.equal(each, logits[0]) for each in logits)
+
+
+@pytest.mark.parametrize("name", [DENSE, WITH_EXPERTS])
+def test_packed_weights_give_their_twins_logits_and_take_what_a_plan_counts(name: str, tmp_path: Path) -> None:
+    write_gemma4(name, tmp_path / "plain")
+    inner = "model.language_model."
+    stored = load_file(tmp_path / "plain" / "model.safetensors").items()
+    tensors = {part.replace(inner, "model."): each for part, each in stored if part.startswith(inner)}
+    logits = []
+    for folder in make_twins(EXAMPLES["ModelOpt NVFP4"], tmp_path, GEMMA4[name], tensors):
+        files = locate_model(str(folder))
+        target = cuda_target(files, torch.bfloat16, num_slots=1)
+        logits.append(target.logits(target.read(target.new_cache(100), TEXT[:7])))
+        weights, sizes = dense_weights(files, torch.bfloat16), read_sizes(files, "bfloat16")
+        assert weights is not None
+        assert sizes is not None
+        stacked = stacked_weights(weights, torch.device("cpu"))
+        assert stacked.is_packed == (len(logits) == 1)
+        scales_of_layers = 2 * len(weights.layers)  # these are no tensors on a GPU
+        assert sizes.weight_bytes == loaded_bytes(stacked) + scales_of_layers
+    assert torch.equal(*logits)

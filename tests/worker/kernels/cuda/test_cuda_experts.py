@@ -62,8 +62,9 @@ def run(weights: ExpertWeights, rows: Tensor, places: list[int], shared: Tensor 
     normed[places] = rows
     if shared is not None:
         out[places] = shared
-    made = kernels_of(weights, rows.dtype, hidden)
-    made.run(table_of(places), stacked_experts(weights, CPU), normed, out, shared is not None)
+    made, stacked = kernels_of(weights, rows.dtype, hidden), stacked_experts(weights, CPU)
+    made.choose(table_of(places), stacked, normed)
+    made.run(table_of(places), stacked, normed, out, shared is not None)
     assert out.isnan().all(dim=1).sum() == NUM_ROWS - num_rows, "padding stays as it is"
     return out[places]
 
@@ -256,6 +257,7 @@ def test_experts_are_six_launches_of_one_grid_whatever_rows_choose(monkeypatch: 
         table = table_of(real)
 
         def forward(table: Tensor = table) -> None:
+            made.choose(table, experts, rows)
             made.run(table, experts, rows, out, has_shared=False)
 
         assert launched(monkeypatch, forward) == names
