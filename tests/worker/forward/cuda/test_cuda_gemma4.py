@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ from safetensors.torch import load_file
 
 from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.exactness.forward_comparisons import compare
+from swiftbatch.worker.forward.cuda.cuda_loading import arena_of, cuda_cache_shape
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import chain_rows, tree_rows
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
-from swiftbatch.worker.kv.kv_capacity import HeldPositions, WindowPages
+from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, plan_pages
+from swiftbatch.worker.kv.kv_capacity import HeldPositions, WindowPages, held_in_windows
 from swiftbatch.worker.kv.model_sizes import read_sizes
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
@@ -28,7 +31,7 @@ from tests.worker.forward.cuda.cuda_parts import (
 from tests.worker.kv.memory.test_packed_sizes import loaded_bytes
 from tests.worker.model.formats.examples import EXAMPLES
 from tests.worker.model.formats.twins import make_twins
-from tests.worker.model.gemma4_configs import GEMMA4, write_gemma4
+from tests.worker.model.gemma4_configs import GEMMA4, STRIPES, write_gemma4
 
 pytestmark = pytest.mark.long
 
@@ -161,3 +164,26 @@ def test_packed_weights_give_their_twins_logits_and_take_what_a_plan_counts(name
         scales_of_layers = 2 * len(weights.layers)  # these are no tensors on a GPU
         assert sizes.weight_bytes == loaded_bytes(stacked) + scales_of_layers
     assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@EACH
+def test_pools_and_partial_sums_take_what_a_plan_counts(name: str, kv_dtype: KVDtype | None, tmp_path: Path) -> None:
+    files, longest_job = files_of(name, tmp_path), 3000
+    weights, sizes = dense_weights(files, torch.bfloat16), read_sizes(files, "bfloat16")
+    assert weights is not None
+    assert sizes is not None
+    sizes = replace(sizes, kv_dtype=kv_dtype, held=held_in_windows(sizes.windows, 100))
+    plan = plan_pages(sizes, GPUMemory(10**9), longest_job, 2)
+    arena = arena_of(cuda_cache_shape(weights, torch.device("cpu"), kv_dtype, True), plan, None)
+    assert plan.windows is not None
+    assert arena.windowed is not None
+    assert arena.buffer.nbytes == plan.num_pages * plan.page_bytes > 0
+    assert arena.windowed.buffer.nbytes == plan.windows.num_pages * plan.window_page_bytes > 0
+    shares = arena.buffer.nbytes // plan.num_pages, arena.windowed.buffer.nbytes // plan.windows.num_pages
+    assert shares[0] * sum(STRIPES[name][::2]) == shares[1] * sum(STRIPES[name][1::2])
+    layers = cuda_target(files, torch.bfloat16, 1, longest_job).forwards._decoder._layers
+    assert layers.wide is not None
+    needed = GPUMemory(0).sum_bytes(sizes, arena.capacity).once
+    assert layers.wide.scratch.output.nbytes + layers.wide.scratch.lse.nbytes == needed
+    assert layers.attention.scratch.output.data_ptr() == layers.wide.scratch.output.data_ptr(), "layers run in turn"
