@@ -171,12 +171,11 @@ def take_best(scores, is_left, experts, LAST: tl.constexpr):
 @triton.jit
 def scaled_choices(weights, choice_scales_ptr, experts, marks, ranks, NUM_CHOSEN: tl.constexpr):
     """Return weights `[1, ranks]` times the scales of their experts, if these have some."""
-    if choice_scales_ptr is None:
-        return weights
-    scales = tl.load(choice_scales_ptr + experts, mask=marks > 0, other=0.0)
-    for rank in range(NUM_CHOSEN):
-        scale = whole_sum(tl.where(marks == rank + 1, scales, 0.0))
-        weights = tl.where(ranks == rank, weights * scale, weights)
+    if choice_scales_ptr is not None:
+        scales = tl.load(choice_scales_ptr + experts, mask=marks > 0, other=0.0)
+        for rank in range(NUM_CHOSEN):
+            scale = whole_sum(tl.where(marks == rank + 1, scales, 0.0))
+            weights = tl.where(ranks == rank, weights * scale, weights)
     return weights
 
 

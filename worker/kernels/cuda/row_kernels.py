@@ -185,11 +185,15 @@ def normed(
         first = tl.where(mask, first - mean, 0.0)
         second = tl.where(mask, second - mean, 0.0)
     scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / HEAD_DIM + epsilon)[:, None]
-    if norm_ptr is None:
-        return rounded(first * scale, dtype), rounded(second * scale, dtype)
-    first_weight = tl.load(norm_ptr, mask=mask, other=0.0)
-    second_weight = tl.load(norm_ptr + HEAD_DIM // 2, mask=mask, other=0.0)
-    return weighted(first * scale, first_weight, FORM, dtype), weighted(second * scale, second_weight, FORM, dtype)
+    first *= scale
+    second *= scale
+    if norm_ptr is not None:
+        first = weighted(first, tl.load(norm_ptr, mask=mask, other=0.0), FORM, dtype)
+        second = weighted(second, tl.load(norm_ptr + HEAD_DIM // 2, mask=mask, other=0.0), FORM, dtype)
+    else:
+        first = rounded(first, dtype)
+        second = rounded(second, dtype)
+    return first, second
 
 
 @triton.jit
