@@ -122,7 +122,8 @@ class CacheShape:
         forgets = any(windows) and states is None and device.type == "cpu"
         num_parts = 2 if sizes.latent is None else 1
         shape = cls(*counts, sizes.dtype, device, states, length, kv_dtype, num_parts=num_parts)
-        return replace(shape, windows=windows if forgets else (), stripes=stripes_of(sizes, weights.layers))
+        stripes = stripes_of(sizes, [layer.heads for layer in weights.layers if layer.attends])
+        return replace(shape, windows=windows if forgets else (), stripes=stripes)
 
     @property
     def rows_size(self) -> tuple[int, int, int]:

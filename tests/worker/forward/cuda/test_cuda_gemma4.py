@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.exactness.forward_comparisons import compare
+from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
 from swiftbatch.worker.forward.cuda.cuda_loading import arena_of, cuda_cache_shape
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import chain_rows, tree_rows
@@ -57,6 +58,14 @@ def test_choices_are_those_of_transformers(name: str, num_rows: int, tmp_path: P
     found = compare(cuda_target(files_of(name, tmp_path), torch.float32, 1, 250, "cublas"), num_rows)
     assert found.agrees, found
     assert found.num_same_choices == found.num_rows == num_rows
+
+
+def test_the_doctor_s_model_gives_the_same_choices(tmp_path: Path) -> None:
+    parts = Parts.of(files_of(DENSE, tmp_path), "float32", torch.device("cpu"))
+    assert parts.loaded is not None
+    target = parts.target(1, 250)
+    assert target.cache_shape.stripes == STRIPES[DENSE]
+    assert compare(target, 20).agrees
 
 
 @EACH
