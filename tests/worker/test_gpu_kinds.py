@@ -17,7 +17,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from swiftbatch.worker.exactness.forward_comparisons import MAX_LENGTH, NUM_CACHES, compare, probe_rows
 from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
 from swiftbatch.worker.model.architectures.catalogue import ARCHITECTURES
+from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.model.text_config import text_view
+from tests.worker.model.gemma4_configs import GEMMA4, write_gemma4
 from tests.worker.model.kind_parts import OURS_ALONE, save_tiny, tiny_config
 
 pytestmark = [
@@ -36,11 +39,19 @@ SINCE = {"bamba": "5.23", "cohere2_moe": "5.23"}  # transformers 5.17 has anothe
 def test_a_kind_says_what_transformers_says_and_its_rows_are_exact_on_cuda(kind: str, tmp_path: Path) -> None:
     if kind not in CONFIG_MAPPING or Version(transformers.__version__) < Version(SINCE.get(kind, "5")):
         pytest.skip(f"transformers {transformers.__version__} has no such kind, or another forward")
-    check_kind(kind, tmp_path, torch.device("cuda"))
+    save_tiny(tiny_config(kind, has_wide_heads=True), tmp_path)
+    check_model(tmp_path, torch.device("cuda"))
 
 
-def check_kind(kind: str, folder: Path, device: torch.device, num_compared: int = NUM_COMPARED) -> None:
-    save_tiny(tiny_config(kind, has_wide_heads=True), folder)
+@pytest.mark.parametrize(
+    "name", [name for name, config in GEMMA4.items() if path_on("cuda", text_view(config)).name == "kernels"]
+)
+def test_heads_of_two_widths_do_so_on_cuda(name: str, tmp_path: Path) -> None:
+    write_gemma4(name, tmp_path)
+    check_model(tmp_path, torch.device("cuda"))
+
+
+def check_model(folder: Path, device: torch.device, num_compared: int = NUM_COMPARED) -> None:
     parts = Parts.of(locate_model(str(folder)), "float32", device)
     assert parts.loaded is not None
     target = parts.target(NUM_CACHES, MAX_LENGTH)

@@ -136,7 +136,7 @@ def _refuse_what_kernels_alone_do(files: ModelFiles, fault: str | None = None) -
 
 def _what_kernels_alone_have(files: ModelFiles) -> str | None:
     form = architecture_of(read_config(files.name, files.path))
-    return None if form is None else form.on_cpu_alone
+    return None if form is None else form.needs_kernels
 
 
 def _native(
@@ -239,7 +239,7 @@ class TargetModel:
     def model(self) -> Any:
         """Return `transformers`' own model, for comparisons and trainings."""
         native = self.forwards if isinstance(self.forwards, NativeForwards) else None
-        if native is None or (native.sizes.indexer is None and not self.cache_shape.stripes):
+        if not self.cache_shape.stripes and (native is None or native.sizes.indexer is None):
             return self.transformers.model
         from swiftbatch.worker.model.causal_lm import load_causal_lm
 

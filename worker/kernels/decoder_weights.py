@@ -285,11 +285,10 @@ def other_rotary(layers: Iterable[Any]) -> Rotary | None:
     return next(iter(found.values()), None)
 
 
-def stripes_of(sizes: DecoderSizes, layers: Iterable[LayerWeights]) -> tuple[int, ...]:
-    """Return the heads of a cache that each layer with keys takes, or () if all take the decoder's."""
-    own = LayerHeads(sizes.num_kv_heads, sizes.head_dim)
-    found = [layer.heads for layer in layers if layer.keeps_keys]
-    return tuple((heads or own).num_stripes(sizes.head_dim) for heads in found) if any(found) else ()
+def stripes_of(sizes: DecoderSizes, heads: Sequence[LayerHeads | None]) -> tuple[int, ...]:
+    """Return the heads of a cache that each attending layer takes, or () if all take the decoder's."""
+    usual = LayerHeads(sizes.num_kv_heads, sizes.head_dim)
+    return tuple((own or usual).num_stripes(sizes.head_dim) for own in heads) if any(heads) else ()
 
 
 def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weight | None, tuple[int, ...]]]:

@@ -21,6 +21,7 @@ KV_SCALE_BYTES = 4  # a scale follows the codes of an 8-bit key or value
 CUDA_SCALE_BYTES = 16  # the scale and its padding, which aligns a GPU's rows to 16 bytes
 HEAD_DIMS = range(64, 257, LANES)
 MOST_HEAD_DIM = 512  # of layers with heads of their own, as in source/api.h
+WIDE_STRIPES = 2  # heads of a cache that a layer's own head takes on a GPU
 COUNTS = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "intermediate", "vocab")  # of a decoder
 MOST_LATENT, MOST_LATENT_HEADS = 16384, 1024  # largest size of a latent vector, and most heads that share it
 MOST_CHOSEN_KEYS = 1 << 20  # keys that an indexer chooses for a row
@@ -52,6 +53,12 @@ class LayerHeads:
             return f"found heads of {self.head_dim} beside {head_dim}, expected a multiple of it up to {MOST_HEAD_DIM}"
         if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
             return f"found {num_heads} heads for {self.num_kv_heads} of keys"
+        return None
+
+    def gpu_fault(self, head_dim: int) -> str | None:
+        """Return why the kernels for GPUs do not support them beside heads of `head_dim`, or None if they do."""
+        if self.head_dim != WIDE_STRIPES * head_dim or head_dim & (head_dim - 1):
+            return f"found heads of {self.head_dim} beside {head_dim}, expected twice as many dimensions, a power of 2"
         return None
 
 

@@ -127,7 +127,7 @@ class NativeLayers:
         self.team = team
         self._library = team.library
         self._shape = LayerCacheShape(sizes.num_kv_heads, sizes.head_dim, sizes.dtype)
-        self._stripes = stripes_of(sizes, layers)
+        self._stripes = stripes_of(sizes, [layer.heads for layer in layers if layer.keeps_keys])
         self._angles = AngleTable(rotary, sizes.dtype)
         other = other_rotary(layers)
         self._other_angles = None if other is None else AngleTable(other, sizes.dtype)

@@ -122,7 +122,8 @@ class CacheShape:
         forgets = any(windows) and states is None and device.type == "cpu"
         num_parts = 2 if sizes.latent is None else 1
         shape = cls(*counts, sizes.dtype, device, states, length, kv_dtype, num_parts=num_parts)
-        return replace(shape, windows=windows if forgets else (), stripes=stripes_of(sizes, weights.layers))
+        stripes = stripes_of(sizes, [layer.heads for layer in weights.layers if layer.keeps_keys])
+        return replace(shape, windows=windows if forgets else (), stripes=stripes)
 
     @property
     def rows_size(self) -> tuple[int, int, int]:
@@ -137,6 +138,19 @@ class CacheShape:
             return layer, slice(None)
         first = sum(self.stripes[:layer])
         return 0, slice(first, first + self.stripes[layer])
+
+    def of_layers(self, layers: Sequence[int]) -> CacheShape:
+        """Return the shape of caches of some layers."""
+        stripes = tuple(self.stripes[each] for each in layers) if self.stripes else ()
+        return replace(self, num_layers=len(layers), stripes=stripes)
+
+    def rows_of(self, layers: Sequence[int]) -> NDArray[np.int64]:
+        """Return which rows of a result of `FullKVCache.kv` are those of layers, in the order of their own buffer."""
+        numbers = np.arange(math.prod(self.rows_size)).reshape(self.rows_size)
+        if not self.stripes:
+            return numbers[list(layers)].reshape(-1)
+        heads = [numbers[index, :, heads] for index, heads in map(self.place, layers)]
+        return np.concatenate(heads, axis=1).reshape(-1)
 
     @property
     def row_dtype(self) -> torch.dtype:

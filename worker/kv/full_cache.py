@@ -194,11 +194,10 @@ class FullKVCache:
         found = [store.rows.kv(start, end) for store in self.stores]
         if len(found) == 1:
             return found[0]
-        num_layers, num_parts, num_heads = self.shape.rows_size
-        kv = np.empty((num_layers, num_parts * num_heads, *found[0].shape[1:]), dtype=found[0].dtype)
+        kv = np.empty((math.prod(self.shape.rows_size), *found[0].shape[1:]), dtype=found[0].dtype)
         for store, part in zip(self.stores, found, strict=True):
-            kv[list(store.layers)] = part.reshape(len(store.layers), *kv.shape[1:])
-        return kv.reshape(len(kv) * kv.shape[1], *kv.shape[2:])
+            kv[self.shape.rows_of(store.layers)] = part
+        return kv
 
     def load(self, kv: NDArray[Any]) -> None:
         """Commit positions after `length` from a result of `kv`. Raises ValueError for another shape or dtype."""
@@ -210,15 +209,14 @@ class FullKVCache:
                 f"found keys and values of {kv.dtype} {list(kv.shape)}, expected {expected} [{num_rows}, at most "
                 f"{most - self.length}, {shape.row_width}]"
             )
-        by_layer = kv.reshape(shape.rows_size[0], num_rows // shape.rows_size[0], *kv.shape[1:])
         step = self.stores[-1].rows.page or max(1, kv.shape[1])
         for start in range(0, kv.shape[1], step):
-            part = by_layer[:, :, start : start + step]
-            end = self.length + part.shape[2]
+            part = kv[:, start : start + step]
+            end = self.length + part.shape[1]
             self.reserve(end)
             for store in self.stores:
-                own = part if len(self.stores) == 1 else part[list(store.layers)]
-                store.rows.load(self.length, own.reshape(-1, *own.shape[2:]))
+                own = part if len(self.stores) == 1 else part[shape.rows_of(store.layers)]
+                store.rows.load(self.length, own)
             self._grow(end)
 
     def num_readable(self, most: int) -> int:

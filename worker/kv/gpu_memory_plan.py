@@ -184,7 +184,9 @@ def decoder_memory(sizes: ModelSizes, gpu: GPUMemory, length: int) -> DraftMemor
 
 def _row_bytes(sizes: ModelSizes, num_rows: int, logit_bytes: int = LOGIT_BYTES) -> int:
     """Return the bytes of a forward's static buffers."""
-    query, key = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    query, key = sizes.num_heads * sizes.widest_dim, sizes.num_kv_heads * sizes.head_dim
+    if sizes.own_heads is not None:
+        key = max(key, sizes.own_heads.num_kv_heads * sizes.own_heads.head_dim)
     heads = (query + 2 * key) + 2 * query
     if (latent := sizes.latent) is not None:
         given = sizes.num_heads * latent.query_dim

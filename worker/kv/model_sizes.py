@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftbatch.jobs.run.run_records import KVDtype
-from swiftbatch.worker.kernels.kernel_sizes import BLOCK_DEPTH, CUDA_SCALE_BYTES, MLASizes, fills_blocks
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK_DEPTH, CUDA_SCALE_BYTES, LayerHeads, MLASizes, fills_blocks
 from swiftbatch.worker.kernels.layer_specs import slot_bytes
 from swiftbatch.worker.kernels.rank_shares import Rank, columns_of
 from swiftbatch.worker.kv.kv_capacity import ITEM_SIZES, MAX_TREE_NODES, HeldPositions, bytes_per_position
@@ -68,10 +68,9 @@ def packed_parts(
     named = [] if experts is None else list(_products_of(experts))
     named += [] if mixer is None else list(_products_of_mixer(mixer))
     for name, head in heads.items():
-        for pattern, product in named:
-            if (layer := pattern.match(name)) is not None:
-                products[f"{layer[1]}{product}"].append(head)
-        if (found := PRODUCT.match(name)) is not None and found[2] != OF_HEADS:
+        if of_experts := [f"{layer[1]}{product}" for each, product in named if (layer := each.match(name)) is not None]:
+            products[of_experts[0]].append(head)
+        elif (found := PRODUCT.match(name)) is not None and found[2] != OF_HEADS:
             products[f"{found[1]}{STACKED.get(found[2], found[2])}"].append(head)
         elif name == last:
             products[name].append(head)
@@ -100,9 +99,9 @@ def _in_a_layer(name: str) -> re.Pattern[str]:
 
 
 def num_floats(heads: Mapping[str, StoredTensor], experts: MoEConfig, sinks: str | None) -> int:
-    """Count the elements of routers and sinks, which are float32 in every dtype."""
+    """Count the elements of routers, their scales and sinks, which are float32 in every dtype."""
     own = experts.names
-    names = (own.router, own.router_bias, own.choice_bias, own.shared_gate, sinks)
+    names = (own.router, own.router_bias, own.choice_bias, own.shared_gate, *own.scales.values(), sinks)
     patterns = [_in_a_layer(name) for name in names if name is not None]
     return sum(head.num_numbers for name, head in heads.items() if any(each.match(name) for each in patterns))
 
@@ -165,10 +164,16 @@ class ModelSizes:
     held: HeldPositions | None = None  # None: a GPU's caches keep all positions
     num_on_every_gpu: int = 0  # parameters that GPUs do not share
     num_ranks: int = 1  # GPUs that share the rest
+    stripes: tuple[int, ...] = ()  # heads of a cache that each layer takes; () if all take `num_kv_heads`
+    own_heads: LayerHeads | None = None  # of some layers, wider than others'; None if all have the same
 
     @property
     def value_dim(self) -> int:
-        return self.head_dim if self.latent is None else self.latent.rank
+        return self.widest_dim if self.latent is None else self.latent.rank
+
+    @property
+    def widest_dim(self) -> int:
+        return self.head_dim if self.own_heads is None else self.own_heads.head_dim
 
     @property
     def num_parts(self) -> int:
@@ -192,8 +197,9 @@ class ModelSizes:
         """Return the bytes per position of layers with a window, if these layers forget positions."""
         if self.held is None:
             return 0
-        num_windowed = sum(size is not None for size in self.windows)
-        return self.kept_bytes_per_position // len(self.windows) * num_windowed
+        counts = self.stripes or (1,) * len(self.windows)
+        num_windowed = sum(count for count, size in zip(counts, self.windows, strict=True) if size is not None)
+        return self.kept_bytes_per_position // sum(counts) * num_windowed
 
     def kept_bytes(self, num_positions: int) -> int:
         """Return the bytes of `num_positions`, without forgotten positions."""
@@ -276,6 +282,8 @@ def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[Pack
         recurrent=recurrent_shape(config),
         latent=latent,
         windows=() if dense is None or dense.mixer is not None or latent is not None else dense.kept_windows,
+        stripes=() if dense is None else dense.stripes,
+        own_heads=None if dense is None else dense.own_heads,
     )
 
 

@@ -128,7 +128,7 @@ class SlotBuffer:
     """Rows of some layers of all slots: `buffer [num_layers, num_parts, num_slots, num_kv_heads, capacity, row_width]`.
 
     It never moves or grows, because graphs keep its address. With a `pool`, slots share `[num_layers, num_parts, 1,
-    num_kv_heads, num_pages * page, row_width]`.
+    num_kv_heads, num_pages * page, row_width]`. The first sizes are those of `CacheShape.rows_size`.
     """
 
     pool: PagePool
@@ -148,6 +148,7 @@ class SlotBuffer:
     ) -> None:
         """Take `staging` for checkpoints, None on a CPU."""
         self.shape, self.layers, self.staging = shape, layers, staging
+        self.own_shape = shape.of_layers(layers)
         self.num_slots, self.capacity = num_slots, capacity
         self.pages: PageTable | None = None  # None without a pool
         self.move_rows: MoveRows | None = None  # None: the tensors' own copies move rows
@@ -176,7 +177,8 @@ class SlotBuffer:
     def _allocate(self) -> torch.Tensor:
         shape = self.shape
         num_slots, capacity = (self.num_slots, self.capacity) if self.pages is None else (1, self.num_pages * self.page)
-        size = (len(self.layers), shape.num_parts, num_slots, shape.num_kv_heads, capacity, shape.row_width)
+        num_layers, num_parts, num_heads = self.own_shape.rows_size
+        size = (num_layers, num_parts, num_slots, num_heads, capacity, shape.row_width)
         return torch.empty(size, dtype=shape.row_dtype, device=shape.device)
 
 
@@ -186,7 +188,7 @@ class SlotRows(CacheRows):
     holds_all = True
 
     def __init__(self, slots: SlotBuffer, lease: SlotLease, buffer: torch.Tensor) -> None:
-        super().__init__(slots.shape, buffer)
+        super().__init__(slots.own_shape, buffer)
         self._slots, self._lease, self.slot = slots, lease, lease.slot
 
     def move(self, root: int, path: list[int]) -> None:
@@ -265,7 +267,8 @@ class PagedRows(SlotRows):
         return self.stored_between(index, slice(0, min(self.capacity, len(self.pages) * self.page)), length)
 
     def stored_between(self, index: int, positions: slice, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        parts = self._joined(self.buffer[index], positions)
+        number, heads = self.shape.place(index)
+        parts = self._joined(self.buffer[number][:, heads], positions)
         return parts[0], parts[-1]
 
     def between(self, positions: slice) -> torch.Tensor:
@@ -475,7 +478,7 @@ class KVArena(SlotBuffer):
     @property
     def on_device(self) -> DeviceCaches:
         windowed = None if self.windowed is None else self.windowed.place
-        return DeviceCaches(self.buffer, self.capacity, self.pages, windowed, self.states)
+        return DeviceCaches(self.buffer, self.capacity, self.pages, windowed, self.states, self.shape.stripes)
 
     @contextlib.contextmanager
     def moving_together(self) -> Iterator[None]:
@@ -510,7 +513,8 @@ class KVArena(SlotBuffer):
             widest = max(size or 0 for size in self.shape.windows)
             # kernels read the window of a block's first row
             pages = slots.rows(lease, max_length)
-            window = Window(widest + BLOCK, len(slots.layers) / self.shape.num_layers, pages)
+            share = slots.own_shape.bytes_per_position() / self.shape.bytes_per_position()
+            window = Window(widest + BLOCK, share, pages)
             stores.append(LayerStore(pages, slots.layers, window))
         states = None if self._states is None else self._states.of(rows)
         return FullKVCache(self.whole_shape, max_length, stores=stores, states=states)

@@ -282,6 +282,7 @@ def layer_alone(
 
 
 def _sizes(dense: DecoderConfig, dtype: torch.dtype, ple_table: Weight | None = None) -> DecoderSizes:
+    scales: dict[str, Any] = {name: dense.scales[name] for name in SCALES_WITHIN if name in dense.scales}
     return DecoderSizes(
         num_layers=dense.num_layers,
         hidden=dense.hidden,
@@ -310,7 +311,7 @@ def _sizes(dense: DecoderConfig, dtype: torch.dtype, ple_table: Weight | None = 
         latent=None if dense.latent is None else dense.latent.sizes,
         value_dim=dense.value_dim,
         **({} if ple_table is None else _ple_sizes(dense, dtype, ple_table)),
-        **{name: dense.scales[name] for name in SCALES_WITHIN if name in dense.scales},
+        **scales,
     )
 
 

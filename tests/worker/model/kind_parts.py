@@ -376,9 +376,10 @@ earlier position is chosen. Layers that GLM 5.2 calls `shared` take the choice o
 
 ## Heads of two widths
 
-Gemma 4 (31B, 26B-A4B, 12B) runs in our kernels on CPUs, and on no GPU yet. Caches and checkpoints hold what each layer
-has, 901 KB per position of 31B, and behind the newest positions only the 82 KB of layers without a window. Engines with
-trained parts and `--kv-offload` are refused.
+Gemma 4 (31B, 26B-A4B, 12B) runs in our kernels, also on GPUs. Caches and checkpoints hold what each layer has, 901 KB
+per position of 31B, and behind the newest positions only the 82 KB of layers without a window. Engines with trained
+parts and `--kv-offload` are refused, and on a GPU `--attention flash` and wide heads that are not twice as wide as the
+others. With `--kv-dtype`, both halves of a wide head have a scale.
 
 ## Layers that share keys
 

@@ -210,15 +210,20 @@ def test_the_table_of_a_model_in_float32_stays_as_it_is_stored(folders: dict[str
     assert (dense.ple_table.dtype, dense.embedding.dtype) == (torch.bfloat16, torch.float32)
 
 
-def test_a_gpu_refuses_it_before_anything_is_loaded(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_gpu_runs_it_and_refuses_heads_of_other_widths_before_anything_is_loaded(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     found = inspect_model(str(folders[DENSE]))
     assert found.cuda is not None
-    assert (found.cuda.name, found.slots) == ("none", {})
-    (tmp_path / "config.json").write_text(json.dumps(GEMMA4[DENSE]))
+    assert (found.cuda.name, bool(found.slots)) == ("kernels", True)
+    assert slow_on_gpu(str(folders[DENSE]), 1) is None
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA4[DENSE] | {"global_head_dim": 192}))
+    assert inspect_model(str(tmp_path)).refusal is None
     files = ModelFiles("some-model", tmp_path, Digests({}, {}), 1024, 200)
-    with pytest.raises(ModelError, match=r"\Amodel .*: it does not run on a GPU: its layers have heads of two widths"):
+    reason = r"it does not run on a GPU: .* found heads of 192 beside 64, expected twice as many"
+    with pytest.raises(ModelError, match=rf"\Amodel .*: {reason}"):
         load_forwards(files, torch.bfloat16, torch.device("cuda"))
-    with pytest.raises(ModelError, match=r"it does not run on a GPU"):
+    with pytest.raises(ModelError, match=reason):
         slow_on_gpu(str(tmp_path), 1)
 
 

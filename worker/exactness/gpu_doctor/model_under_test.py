@@ -17,7 +17,7 @@ from swiftbatch.worker.forward.step_costs import captured_seconds
 from swiftbatch.worker.forward.target_model import DTYPES, TargetModel
 from swiftbatch.worker.kernels.cuda.cuda_graph import Capture, Work, capture
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights, handed_over, stacked_weights
-from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
+from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, stripes_of
 from swiftbatch.worker.kernels.gpu_kernel_choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.kv.cache_rows import CacheShape, states_of
 from swiftbatch.worker.kv.full_cache import FullKVCache
@@ -76,7 +76,7 @@ class Parts:
         """Prepare the model without loading it. Raises ModelError if the kernels are missing or do not fit."""
         if (sizes := read_sizes(files, dtype)) is not None:
             kernels.refuse_absent()
-            kernels.refuse_unfit(dtype, sizes.head_dim)
+            kernels.refuse_unfit(dtype, sizes.widest_dim)
             if device.type == "cuda":
                 refuse_on_gpu(files.name, read_config(files.name, files.path))
                 hold_gemms_steady()
@@ -115,10 +115,12 @@ class Parts:
     def cache_shape(self, num_layers: int | None = None) -> CacheShape:
         """Return the shape of the model's caches, or of `num_layers` attending layers."""
         sizes, layers = self.sizes, self.weights.layers
-        num_attending = sum(layer.attention is not None for layer in layers) if num_layers is None else num_layers
+        own_heads = [layer.heads for layer in layers if layer.attention is not None and num_layers is None]
+        num_attending, stripes = len(own_heads) if num_layers is None else num_layers, stripes_of(sizes, own_heads)
         mixers = [layer.mixer.sizes for layer in layers if layer.mixer is not None and num_layers is None]
         heads, num_parts = (sizes.num_kv_heads, sizes.head_dim), 2 if sizes.latent is None else 1
-        return CacheShape(num_attending, *heads, sizes.dtype, self.device, states_of(mixers), num_parts=num_parts)
+        given = (num_attending, *heads, sizes.dtype, self.device, states_of(mixers))
+        return CacheShape(*given, num_parts=num_parts, stripes=stripes)
 
     def arena(self, num_slots: int, max_length: int, num_layers: int | None = None) -> KVArena:
         shape, staging = self.cache_shape(num_layers), self._staging()

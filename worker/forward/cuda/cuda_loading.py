@@ -78,7 +78,7 @@ def load_cuda_forwards(
     compiled_library()
     sizes = replace(sizes, kv_dtype=kv_dtype, held=_held(sizes, wanted))
     kernels.refuse_absent()
-    kernels.refuse_unfit(dtype_name, sizes.head_dim)
+    kernels.refuse_unfit(dtype_name, sizes.widest_dim)
     hold_gemms_steady()
     devices = [device]
     if num_ranks > 1:

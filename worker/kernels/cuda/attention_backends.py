@@ -25,12 +25,14 @@ from swiftbatch.worker.kernels.cuda.tree_attention import (
     Scratch,
     attend,
     attend_tail,
+    first_of,
     merge_part,
 )
 from swiftbatch.worker.kernels.cuda.triton_primitives import rounded
+from swiftbatch.worker.kernels.cuda.wide_attention import WideShape, attend_wide
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
 from swiftbatch.worker.kernels.gpu_kernel_choice import flash_version
-from swiftbatch.worker.kernels.kernel_sizes import HEAD_BLOCKS, LATENT_BLOCKS, num_splits
+from swiftbatch.worker.kernels.kernel_sizes import HEAD_BLOCKS, LATENT_BLOCKS, LayerHeads, num_splits
 from swiftbatch.worker.kernels.layer_specs import SEES_ALL
 
 
@@ -82,13 +84,24 @@ class RowsInOrder:
 class TritonAttention(RowsInOrder):
     """`Attention` in our own kernels."""
 
-    def __init__(self, shape: AttentionShape, layout: TableLayout, scale: float, device: torch.device) -> None:
-        num_heads = shape.num_kv_heads * shape.heads_per_kv
+    def __init__(
+        self,
+        shape: AttentionShape | WideShape,
+        layout: TableLayout,
+        scale: float,
+        device: torch.device,
+        memory: RowsInOrder | None = None,
+    ) -> None:
+        """Share the `memory` of wider heads, which other layers have, or allocate."""
+        num_rows, num_heads, head_dim = shape.num_rows, shape.num_kv_heads * shape.heads_per_kv, shape.head_dim
         self.shape, self.scale = shape, scale
-        self.scratch = Scratch.empty(
-            num_splits(layout.capacity, HEAD_BLOCKS), num_heads, shape.head_dim, device, shape.num_rows
-        )
-        self.query = torch.zeros(shape.num_rows, num_heads, shape.head_dim, dtype=shape.dtype, device=device)
+        if memory is None:
+            splits = num_splits(layout.capacity, HEAD_BLOCKS)
+            self.scratch = Scratch.empty(splits, num_heads, head_dim, device, num_rows)
+            self.query = torch.zeros(num_rows, num_heads, head_dim, dtype=shape.dtype, device=device)
+        else:
+            self.scratch = memory.scratch.narrowed(num_rows, head_dim)
+            self.query = first_of(memory.query, num_rows, num_heads, head_dim)
 
     @property
     def numerics(self) -> str:
@@ -100,6 +113,13 @@ class TritonAttention(RowsInOrder):
     def heads(self) -> Tensor:
         shape = self.shape
         return self.query.view(shape.num_rows, shape.num_kv_heads, shape.heads_per_kv, shape.head_dim)
+
+
+class WideAttention(TritonAttention):
+    """`Attention` of layers whose heads take two heads of a cache."""
+
+    def attend(self, layer: int, kept: KeptLayer, table: CudaRowTable[Tensor], mixed: Tensor) -> None:
+        attend_wide(self.shape, self.query, kept, table, self.scratch, mixed, self.scale)
 
 
 class MLAAttention(RowsInOrder):
@@ -265,14 +285,32 @@ def shape_of(sizes: DecoderSizes, num_rows: int) -> AttentionShape | MLAShape:
     return AttentionShape(*heads, sizes.dtype, num_rows)
 
 
+def wide_attention(sizes: DecoderSizes, heads: LayerHeads, layout: TableLayout, device: torch.device) -> WideAttention:
+    """Return the attention of layers with wide heads. Raises ValueError if it does not support the sizes."""
+    if fault := heads.gpu_fault(sizes.head_dim):
+        raise ValueError(fault)
+    if sizes.score_softcap:
+        raise ValueError("found a soft cap of scores beside wide heads")
+    counts = (heads.num_kv_heads, sizes.num_heads // heads.num_kv_heads, heads.head_dim)
+    return WideAttention(WideShape(*counts, sizes.dtype, layout.num_rows), layout, sizes.scale, device)
+
+
 def new_attention(
     kernel: AttentionKernel,
     shape: AttentionShape | MLAShape,
     layout: TableLayout,
     scale: float,
     device: torch.device,
+    wide: WideAttention | None = None,
 ) -> Attention:
-    """Return a decoder's attention by a kernel. Raises ValueError if it does not support the caches."""
+    """Return a decoder's attention by a kernel, beside that of wide heads.
+
+    Raises ValueError if it does not support the caches.
+    """
+    if wide is not None:
+        if kernel is not TritonAttention or isinstance(shape, MLAShape):
+            raise ValueError("found heads of two widths, which flash-attn does not take; attend with triton")
+        return TritonAttention(shape, layout, scale, device, wide)
     if not isinstance(shape, MLAShape):
         return kernel(shape, layout, scale, device)
     if kernel is not TritonAttention:

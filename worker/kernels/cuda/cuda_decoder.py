@@ -15,8 +15,10 @@ from swiftbatch.worker.kernels.cuda.attention_backends import (
     Attention,
     RowsInOrder,
     TritonAttention,
+    WideAttention,
     new_attention,
     shape_of,
+    wide_attention,
 )
 from swiftbatch.worker.kernels.cuda.cuda_recurrence import StateBuffers
 from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import CudaRecurrentLayers
@@ -62,10 +64,11 @@ class CudaDecoder:
         in_windows, kept = _kept_layers(weights, caches)
         if kernels.attention == "flash":
             _check_flash(caches.buffer.dtype, sizes.dtype, kept)
+        wide, kernel = self._wide_attention(device), ATTENTION_KERNELS[kernels.attention]
         self._layers = LayerLaunches(
             weights,
             linear,
-            new_attention(ATTENTION_KERNELS[kernels.attention], self._shape, self.layout, sizes.scale, device),
+            new_attention(kernel, self._shape, self.layout, sizes.scale, device, wide),
             kept,
             in_windows,
             DecoderBuffers.empty(weights, num_rows, self.has_parts and linear is triton_linear, device),
@@ -74,6 +77,7 @@ class CudaDecoder:
             None if sizes.latent is None else CudaMLA(sizes, sizes.latent, linear, device, num_rows),
             _experts_of(weights, linear, device, num_rows),
             self.mixers,
+            wide=wide,
         )
 
     def over(self, arena: Tensor, bias: Tensor) -> CudaDecoder:
@@ -81,6 +85,8 @@ class CudaDecoder:
 
         `bias [num_slots, capacity] float32` is added to scores of prefixes, which may end anywhere.
         """
+        if self._layers.wide is not None:
+            raise ValueError("found layers with heads of their own, which no part of a cache has")
         check_buffer(arena, self.sizes, len(self._layers.kept))
         if self.mixers is not None:
             raise ValueError("found layers with a state, whose rows no part of a cache would do for")
@@ -130,6 +136,7 @@ class CudaDecoder:
         narrowed = replace(
             layers,
             attention=layers.attention.narrowed(num_rows),
+            wide=None if layers.wide is None else layers.wide.narrowed(num_rows),
             buffers=layers.buffers.narrowed(num_rows),
             latents=None if layers.latents is None else layers.latents.narrowed(num_rows),
             experts=None if layers.experts is None else layers.experts.narrowed(num_rows),
@@ -209,6 +216,13 @@ class CudaDecoder:
         other.layout = layout
         other._layers = replace(layers, tables=other._new_tables(self.table_buffer.device))
         return other
+
+    def _wide_attention(self, device: torch.device) -> WideAttention | None:
+        """Return the attention of layers with heads of their own, or None. Raises ValueError if these differ."""
+        found = {layer.heads for layer in self._weights.layers if layer.heads is not None}
+        if len(found) > 1:
+            raise ValueError(f"found layers with {len(found)} forms of heads of their own, expected one at most")
+        return wide_attention(self.sizes, found.pop(), self.layout, device) if found else None
 
     def _layout_of(self, caches: DeviceCaches) -> TableLayout:
         num_angles = self._weights.rotary.num_rows(caches.num_positions)

@@ -26,11 +26,11 @@ class DecoderBuffers:
     state: Tensor
     normed: Tensor
     delta: Tensor  # a sublayer's result
-    beside: Tensor  # a mixer's result beside that of attention
+    beside: Tensor  # a mixer's result beside that of attention, or that of experts with a norm of their own
     scaled: Tensor  # attention's input, if that is scaled
-    qkv: Tensor
+    qkv: Tensor  # as wide as the widest layer's, like `mixed`, `gate_up` and `activated`
     mixed: Tensor  # [num_rows, num_heads, value_dim]
-    gate_up: Tensor  # as wide as the widest layer's, like `activated`
+    gate_up: Tensor
     activated: Tensor
     hidden: Tensor
     features: Tensor  # outputs of layers, side by side
@@ -45,7 +45,9 @@ class DecoderBuffers:
             return torch.zeros(num_rows, *shape, dtype=dtype, device=device)
 
         is_beside = any(layer.attention is not None and layer.mixer is not None for layer in layers)
-        num_heads = (1 + sizes.gates_heads) * sizes.num_heads + 2 * sizes.num_kv_heads
+        is_beside |= any(layer.experts is not None and layer.experts.behind_norm is not None for layer in layers)
+        attending = [layer.attention[0].weight.shape[0] for layer in layers if layer.attention is not None]
+        value_dim = max([sizes.head_dim, *(layer.heads.head_dim for layer in layers if layer.heads is not None)])
         width = max((layer.dense_mlp[1].weight.shape[1] for layer in layers if layer.dense_mlp), default=0)
         return cls(
             state=rows(sizes.hidden),
@@ -53,8 +55,8 @@ class DecoderBuffers:
             delta=rows(sizes.hidden),
             beside=rows(sizes.hidden if is_beside else 0),
             scaled=rows(sizes.hidden if sizes.attention_in_scale != 1.0 else 0),
-            qkv=rows(num_heads * sizes.head_dim if latent is None else 0),
-            mixed=rows(sizes.num_heads, sizes.head_dim if latent is None else latent.rank),
+            qkv=rows(max(attending, default=0) if latent is None else 0),
+            mixed=rows(sizes.num_heads, value_dim if latent is None else latent.rank),
             gate_up=rows((1 + sizes.has_gates) * width),
             activated=rows(width),
             hidden=rows(sizes.hidden),

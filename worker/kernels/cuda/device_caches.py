@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,8 @@ class DeviceCaches:
     """Buffers `[num_layers, num_parts, num_slots, num_kv_heads, capacity, row_width]` of attending layers, and states.
 
     A part has keys or values; latent attention has one part. With `pages`, the buffer is one pool of pages in place of
-    slots. `windowed` is the pool of layers with a window, which `buffer` then lacks.
+    slots. `windowed` is the pool of layers with a window, which `buffer` then lacks. With `stripes`, which are each
+    layer's heads, a buffer's layers lie side by side as heads of one.
     """
 
     buffer: Tensor
@@ -29,6 +30,7 @@ class DeviceCaches:
     pages: PageTable | None = None
     windowed: tuple[Tensor, PageTable] | None = None
     states: StateBuffers | None = None
+    stripes: tuple[int, ...] = ()
 
     @property
     def num_slots(self) -> int:
@@ -46,17 +48,24 @@ class DeviceCaches:
         pools = {False: (self.buffer, self.pages)} | ({} if self.windowed is None else {True: self.windowed})
         found = {}
         for in_window, (buffer, pages) in pools.items():
-            check_buffer(buffer, sizes, in_windows.count(in_window))
+            own = zip(in_windows, self.stripes, strict=True) if self.stripes else ()
+            stripes = [count for is_own, count in own if is_own == in_window]
+            check_buffer(buffer, sizes, in_windows.count(in_window), stripes)
             # slots that share pages need no copy: the stride is 0
             rows = buffer if pages is None else buffer.expand(-1, -1, self.num_slots, -1, -1, -1)
-            found[in_window] = iter(rows), pages
+            found[in_window] = _by_layer(rows, stripes), pages
         return [(next(found[in_window][0]), found[in_window][1]) for in_window in in_windows]
 
 
-def check_buffer(buffer: Tensor, sizes: DecoderSizes, num_layers: int) -> None:
+def _by_layer(rows: Tensor, stripes: Sequence[int]) -> Iterator[Tensor]:
+    return iter(rows[0].split(list(stripes), dim=2) if stripes else rows)
+
+
+def check_buffer(buffer: Tensor, sizes: DecoderSizes, num_layers: int, stripes: Sequence[int] = ()) -> None:
     """Raise ValueError for a buffer whose sizes are not those of `num_layers` attending layers."""
     width = cuda_row_width(buffer.dtype, sizes.dtype, sizes.head_dim)
     num_parts = 2 if sizes.latent is None else 1
-    expected = (num_layers, num_parts, buffer.shape[2], sizes.num_kv_heads, buffer.shape[4], width or sizes.head_dim)
+    num_layers, num_heads = (1, sum(stripes)) if stripes else (num_layers, sizes.num_kv_heads)
+    expected = (num_layers, num_parts, buffer.shape[2], num_heads, buffer.shape[4], width or sizes.head_dim)
     if buffer.shape != expected or width is None or buffer.stride(-1) != 1:
         raise ValueError(f"found an arena of {buffer.dtype} {list(buffer.shape)}, expected {sizes.dtype} {expected}")

@@ -140,29 +140,49 @@ def store_halves(pointers, first, second, mask, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def store_kept(rows, first, second, columns, mask, HEAD_DIM: tl.constexpr):
-    """Store heads, given as two float32 halves `[heads, columns]`, as rows that start at `rows [heads, 1]`.
+def size_bits(part):
+    return part.to(tl.int32, bitcast=True) & SIZE_BITS
 
-    Rows with non-finite numbers decode to non-finite numbers.
-    """
+
+@triton.jit
+def scales_of(most, mask, code: tl.constexpr):
+    """Return scales of rows by the bits of their largest sizes."""
+    largest = tl.max(tl.where(mask, most, 0), 1).to(tl.float32, bitcast=True)
+    return tl.math.div_rn(largest, tl.full(largest.shape, MOST_INT8 if code == tl.int8 else MOST_E4M3, tl.float32))
+
+
+@triton.jit
+def codes_of(part, scales, code: tl.constexpr):
+    """Return codes of rows; those with non-finite numbers decode to non-finite numbers."""
+    is_usable = (scales > 0.0) & (scales <= MOST_FLOAT)
+    divisors = tl.broadcast_to(tl.where(is_usable, scales, 1.0)[:, None], part.shape)
+    part = tl.math.div_rn(tl.where(is_usable[:, None], part, 0.0), divisors)
+    codes = int8_code(part) if code == tl.int8 else e4m3_code(part)
+    return codes.to(code)
+
+
+@triton.jit
+def store_kept(rows, first, second, columns, mask, HEAD_DIM: tl.constexpr):
+    """Store heads, given as two float32 halves `[heads, columns]`, as rows that start at `rows [heads, 1]`."""
     code: tl.constexpr = rows.dtype.element_ty
     if code == tl.int8 or code == tl.uint8:
-        most = tl.maximum(first.to(tl.int32, bitcast=True) & SIZE_BITS, second.to(tl.int32, bitcast=True) & SIZE_BITS)
-        largest = tl.max(tl.where(mask, most, 0), 1).to(tl.float32, bitcast=True)
-        scales = tl.math.div_rn(
-            largest, tl.full(largest.shape, MOST_INT8 if code == tl.int8 else MOST_E4M3, tl.float32)
-        )
-        is_usable = (scales > 0.0) & (scales <= MOST_FLOAT)
-        divisors = tl.broadcast_to(tl.where(is_usable, scales, 1.0)[:, None], first.shape)
-        first = tl.math.div_rn(tl.where(is_usable[:, None], first, 0.0), divisors)
-        second = tl.math.div_rn(tl.where(is_usable[:, None], second, 0.0), divisors)
-        if code == tl.int8:
-            store_halves(rows + columns, int8_code(first).to(code), int8_code(second).to(code), mask, HEAD_DIM)
-        else:
-            store_halves(rows + columns, e4m3_code(first).to(code), e4m3_code(second).to(code), mask, HEAD_DIM)
+        scales = scales_of(tl.maximum(size_bits(first), size_bits(second)), mask, code)
+        store_halves(rows + columns, codes_of(first, scales, code), codes_of(second, scales, code), mask, HEAD_DIM)
         tl.store(scale_pointers(rows, HEAD_DIM), scales[:, None], mask=tl.max(mask.to(tl.int32), 1)[:, None] > 0)
     else:
         store_halves(rows + columns, first, second, mask, HEAD_DIM)
+
+
+@triton.jit
+def store_stripe(rows, numbers, columns, mask, WIDTH: tl.constexpr):
+    """Store float32 `numbers [heads, columns]` as rows that start at `rows [heads, 1]`."""
+    code: tl.constexpr = rows.dtype.element_ty
+    if code == tl.int8 or code == tl.uint8:
+        scales = scales_of(size_bits(numbers), mask, code)
+        tl.store(rows + columns, codes_of(numbers, scales, code), mask=mask)
+        tl.store(scale_pointers(rows, WIDTH), scales[:, None], mask=tl.max(mask.to(tl.int32), 1)[:, None] > 0)
+    else:
+        tl.store(rows + columns, numbers, mask=mask)
 
 
 # Rows of keys and values that are moved or copied, in all layers at once.

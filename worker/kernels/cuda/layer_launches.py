@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.attention_backends import Attention
+from swiftbatch.worker.kernels.cuda.attention_backends import Attention, WideAttention
 from swiftbatch.worker.kernels.cuda.cuda_recurrence import StateTable
 from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import CudaRecurrentLayers
 from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable
@@ -20,9 +20,10 @@ from swiftbatch.worker.kernels.cuda.mla_kernels import CudaMLA
 from swiftbatch.worker.kernels.cuda.moe_gemm import CudaExperts
 from swiftbatch.worker.kernels.cuda.peers import Launch, Peers
 from swiftbatch.worker.kernels.cuda.row_kernels import activate, add_norm, gate_heads, norm_heads, rope_store
-from swiftbatch.worker.kernels.cuda.stacked_weights import StackedLayer, StackedWeights
-from swiftbatch.worker.kernels.cuda.tree_attention import KeptLayer
-from swiftbatch.worker.kernels.kernel_sizes import depth_of_part, parts_of_depth
+from swiftbatch.worker.kernels.cuda.stacked_weights import StackedExperts, StackedLayer, StackedWeights
+from swiftbatch.worker.kernels.cuda.tree_attention import KeptLayer, first_of
+from swiftbatch.worker.kernels.kernel_sizes import WIDE_STRIPES, depth_of_part, parts_of_depth
+from swiftbatch.worker.kernels.layer_specs import NormForm
 from swiftbatch.worker.kernels.quantized_weights import AnyLinear
 
 Tap = Callable[[int, Tensor], None]
@@ -37,10 +38,14 @@ class Tables(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """A sublayer's result, which the next norm adds to the state, after a norm of its own if it has one."""
+    """A sublayer's result, which the next norm adds to the state, after a norm of its own if it has one.
+
+    The state is then multiplied by `scale`.
+    """
 
     rows: Tensor | None = None  # [num_rows, hidden], or in parts
     norm: Tensor | None = None
+    scale: float | None = None
 
 
 Launches = Generator[Launch, None, Tensor]
@@ -64,6 +69,7 @@ class LayerLaunches:
     mixers: CudaRecurrentLayers | None
     feature_layers: tuple[int, ...] = ()
     peers: Peers | None = None  # of a decoder on several GPUs
+    wide: WideAttention | None = None  # of layers with wider heads
 
     def of_layers(self, tap: Tap | None) -> Generator[Launch, None, Delta]:
         """Yield the launches of all layers; return the last result, which is not added yet.
@@ -83,7 +89,7 @@ class LayerLaunches:
         if delta.rows is not None or front is not None:
             yield partial(
                 add_norm, self.tables.rows.rows, state, delta.rows, front, sizes.epsilon, normed,
-                sizes.residual_scale, delta.norm, sizes.norm_form, self.peers,
+                sizes.residual_scale, delta.norm, sizes.norm_form, delta.scale, self.peers,
             )  # fmt: skip
             yield from self.meet()
         return state if front is None else normed
@@ -111,13 +117,13 @@ class LayerLaunches:
             has_features = True
             delta = Delta((yield from self._mix(layer, attending, mixing, rows)), layer.output_norm)
         if tap is not None and layer.attention is not None:
-            yield partial(tap, attending, self.attention.heads())
+            yield partial(tap, attending, self._attention_of(layer).heads())
         if layer.dense_mlp is not None or layer.experts is not None:
             normed = yield from self.add(delta, layer.mlp_norm, buffers.normed)
             if not has_features:
                 yield from self.keep_features(number - 1)
             read = rows if self.weights.sizes.is_parallel else normed
-            return Delta((yield from self._of_mlp(layer, read)), layer.down_norm)
+            return Delta((yield from self._of_mlp(layer, read)), layer.down_norm, layer.layer_scale)
         if not has_features:  # the layer has nothing to add
             yield from self.add(delta, None, buffers.normed)
             yield from self.keep_features(number - 1)
@@ -141,19 +147,20 @@ class LayerLaunches:
     ) -> Launches:
         """Attend in the `number`-th attending layer."""
         buffers, sizes, kept = self.buffers, self.weights.sizes, self.kept[number]
+        attention = self._attention_of(layer)
         table = self.tables.windows if self.in_windows[number] else self.tables.rows
         if sizes.attention_in_scale != 1.0:
             yield partial(torch.mul, rows, sizes.attention_in_scale, out=buffers.scaled)
             rows = buffers.scaled
         if layer.latent is not None and self.latents is not None:
-            given = rows, table, self.angles.usual, kept.keys, self.attention.query
+            given = rows, table, self.angles.usual, kept.keys, attention.query
             yield partial(self.latents.keep, layer.latent, in_front, *given)
         else:
             yield from self._take_heads(layer, in_front, rows, kept, table)
-        yield partial(self.attention.attend, number, kept, table, buffers.mixed)
-        found = buffers.mixed.flatten(1)
+        yield partial(attention.attend, number, kept, table, buffers.mixed)
+        found = of_width(buffers.mixed, behind.weight.shape[1])
         if sizes.gates_heads:
-            yield partial(gate_heads, self.tables.rows.rows, buffers.qkv, buffers.mixed)
+            yield partial(gate_heads, self.tables.rows.rows, of_width(buffers.qkv, in_front.weight.shape[0]), found)
         if layer.latent is not None and self.latents is not None:
             yield partial(self.latents.find_values, layer.latent, buffers.mixed, self.tables.rows)
             found = self.latents.found
@@ -165,7 +172,8 @@ class LayerLaunches:
         self, layer: StackedLayer, in_front: AnyLinear, rows: Tensor, kept: KeptLayer, table: CudaRowTable[Tensor]
     ) -> Iterator[Launch]:
         """Find queries, keys and values; rotate and store them."""
-        qkv, attention, sizes = self.buffers.qkv, self.attention, self.weights.sizes
+        qkv, attention, sizes = self.buffers.qkv, self._attention_of(layer), self.weights.sizes
+        qkv, stripes = of_width(qkv, in_front.weight.shape[0]), WIDE_STRIPES if attention is self.wide else 1
         first, num_keys = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
         yield partial(self.linear, rows, in_front.weight, in_front.bias, qkv)
         yield from scaled(qkv[:, first : first + num_keys], sizes.key_scale)
@@ -174,7 +182,7 @@ class LayerLaunches:
         yield partial(
             rope_store, qkv, self.angles.of_layer(layer), layer.qk_norms, sizes.epsilon, table.rows, attention.query,
             kept.keys, kept.values, attention.places(table), sizes.norm_form, sizes.norms_after_rope,
-            self.angles.query_scales,
+            self.angles.query_scales, sizes.norms_values, 1 + layer.has_values, stripes,
         )  # fmt: skip
 
     def _of_mlp(self, layer: StackedLayer, rows: Tensor) -> Launches:
@@ -189,10 +197,37 @@ class LayerLaunches:
             if layer.shared is not None and layer.experts is None:
                 return (yield from self._multiply_together(activated, down, layer.shared.down))
             out = yield from self._multiply(activated, down, sizes.down_scale, layer.experts is None)
+        yield from self._norm_beside(out, layer.shared_norm, out)
         if layer.experts is not None and self.experts is not None:
-            has_shared = layer.dense_mlp is not None
-            yield from self.experts.launches(table.rows, layer.experts, rows, out, has_shared, self.peers)
+            yield from self._of_experts(self.experts, layer.experts, rows, out, layer.dense_mlp is not None)
         return out
+
+    def _of_experts(
+        self, launches: CudaExperts, experts: StackedExperts, rows: Tensor, out: Tensor, has_shared: bool
+    ) -> Iterator[Launch]:
+        """Write the experts' sum, or add it to the result of what all rows meet."""
+        buffers, table, sizes = self.buffers, self.tables.rows.rows, self.weights.sizes
+        if (scale := experts.router_scale) is not None:
+            rows, given = buffers.normed, (buffers.state, None, scale, sizes.epsilon, buffers.normed)
+            yield partial(add_norm, table, *given, form=NormForm.TWICE)
+            yield from scaled(rows, sizes.hidden**-0.5)
+        yield partial(launches.choose, table, experts, rows)
+        yield from self._norm_beside(buffers.state, experts.front_norm, buffers.normed)
+        if experts.behind_norm is None:
+            yield from launches.launches(table, experts, rows, out, has_shared, self.peers)
+            return
+        yield from launches.launches(table, experts, rows, buffers.beside, False, self.peers)
+        sums = (out, buffers.beside, None, sizes.epsilon, out)
+        yield partial(add_norm, table, *sums, behind=experts.behind_norm, form=sizes.norm_form)
+
+    def _norm_beside(self, rows: Tensor, norm: Tensor | None, out: Tensor) -> Iterator[Launch]:
+        """Norm rows, if there is a norm."""
+        sizes = self.weights.sizes
+        if norm is not None:
+            yield partial(add_norm, self.tables.rows.rows, rows, None, norm, sizes.epsilon, out, form=sizes.norm_form)
+
+    def _attention_of(self, layer: StackedLayer) -> Attention:
+        return self.attention if layer.heads is None or self.wide is None else self.wide
 
     def _multiply(self, rows: Tensor, product: AnyLinear, factor: float, is_alone: bool) -> Launches:
         """Multiply rows for the next norm. A result that nothing else changes may stay in parts of the depth."""
@@ -221,4 +256,4 @@ def scaled(rows: Tensor, factor: float) -> Iterator[Launch]:
 
 
 def of_width(buffer: Tensor, width: int) -> Tensor:
-    return buffer.flatten()[: len(buffer) * width].view(len(buffer), width)
+    return first_of(buffer, len(buffer), width)

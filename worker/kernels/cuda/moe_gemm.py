@@ -180,11 +180,10 @@ class CudaExperts:
     def launches(
         self, rows: Tensor, experts: StackedExperts, normed: Tensor, out: Tensor, has_shared: bool, peers: Peers | None
     ) -> Iterator[Launch]:
-        """Yield launches that write `out [num_rows, hidden]` for rows `normed`.
+        """Yield launches that write `out [num_rows, hidden]` for rows `normed`, which have chosen their experts.
 
         With `has_shared`, it has the shared expert's result. Of several GPUs, each sums its own rows.
         """
-        yield partial(self._choose, rows, experts, normed)
         if experts.latent is None:
             yield from self._of_rows(rows, experts, normed, out, has_shared, peers)
             return
@@ -220,7 +219,8 @@ class CudaExperts:
             RANK=0 if peers is None else peers.rank.number, NUM_RANKS=1 if peers is None else peers.rank.num_ranks,
         )  # fmt: skip
 
-    def _choose(self, rows: Tensor, experts: StackedExperts, normed: Tensor) -> None:
+    def choose(self, rows: Tensor, experts: StackedExperts, normed: Tensor) -> None:
+        """Choose experts by what the router reads of each row, `normed [num_rows, hidden]`."""
         routing, num_columns, num_rows = experts.routing, len(experts.router), self._num_rows
         grid = (triton.cdiv(num_columns, ROUTER_COLUMNS), num_parts(self._hidden), num_rows // ROUTER_ROWS)
         multiply_router[grid](
@@ -228,7 +228,8 @@ class CudaExperts:
         )
         has_biases = experts.router_bias is not None, experts.choice_bias is not None
         choose_row[(num_rows,)](
-            rows, self._parts, experts.router_bias, experts.choice_bias, self._marks, self._weights, self._shares,
+            rows, self._parts, experts.router_bias, experts.choice_bias, experts.choice_scales, self._marks,
+            self._weights, self._shares,
             **choice_constants(routing, self._hidden, self._dtype, *has_biases, experts.has_share, num_rows),
         )  # fmt: skip
         sort_choices[(1,)](

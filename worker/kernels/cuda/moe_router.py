@@ -169,8 +169,20 @@ def take_best(scores, is_left, experts, LAST: tl.constexpr):
 
 
 @triton.jit
+def scaled_choices(weights, choice_scales_ptr, experts, marks, ranks, NUM_CHOSEN: tl.constexpr):
+    """Return weights `[1, ranks]` times the scales of their experts, if these have some."""
+    if choice_scales_ptr is not None:
+        scales = tl.load(choice_scales_ptr + experts, mask=marks > 0, other=0.0)
+        for rank in range(NUM_CHOSEN):
+            scale = whole_sum(tl.where(marks == rank + 1, scales, 0.0))
+            weights = tl.where(ranks == rank, weights * scale, weights)
+    return weights
+
+
+@triton.jit
 def choose_row(
-    rows_ptr, parts_ptr, router_bias_ptr, choice_bias_ptr, marks_ptr, choice_weights_ptr, shares_ptr,
+    rows_ptr, parts_ptr, router_bias_ptr, choice_bias_ptr, choice_scales_ptr, marks_ptr, choice_weights_ptr,
+    shares_ptr,
     NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr, NUM_PARTS: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     NUM_CHOSEN: tl.constexpr, RANKS: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_CHOSEN_GROUPS: tl.constexpr,
     NUM_BEST: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, SCORE: tl.constexpr,
@@ -217,6 +229,7 @@ def choose_row(
         marks = tl.where(is_best, rank + 1, marks)
         is_left &= ~is_best
     weights = weighed(weights, ranks, NUM_CHOSEN, SCORE, IS_NORMALISED, LEAST_SUM, SCALE)
+    weights = scaled_choices(weights, choice_scales_ptr, experts, marks, ranks, NUM_CHOSEN)
     if ROUNDS_WEIGHTS:
         weights = rounded(weights, tl.bfloat16)
     is_damaged = whole_max((logits != logits).to(tl.int32)) > 0  # comparisons skip NaN, but results must show it

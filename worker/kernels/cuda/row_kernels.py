@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.kv_kernels import store_halves, store_kept
+from swiftbatch.worker.kernels.cuda.kv_kernels import store_halves, store_kept, store_stripe
 from swiftbatch.worker.kernels.cuda.peers import Peers
 from swiftbatch.worker.kernels.cuda.tree_attention import LOG2_E
 from swiftbatch.worker.kernels.cuda.triton_primitives import rounded
@@ -81,6 +81,7 @@ def normed_row(row, is_real, weight_ptr, columns, count, epsilon, FORM: tl.const
 @triton.jit
 def add_norm_row(
     rows_ptr, state_ptr, delta_ptr, behind_ptr, weight_ptr, normed_ptr, peer_states_ptr, peer_normed_ptr, epsilon,
+    state_scale,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_BEHIND: tl.constexpr,
     HAS_FRONT: tl.constexpr, DELTA_SCALE: tl.constexpr, FORM: tl.constexpr, NUM_PARTS: tl.constexpr,
     RANK: tl.constexpr, NUM_RANKS: tl.constexpr,
@@ -106,6 +107,8 @@ def add_norm_row(
         if DELTA_SCALE != 1.0:
             delta = rounded(delta * DELTA_SCALE, dtype)
         state = rounded(state + delta, dtype)
+        if state_scale is not None:
+            state = rounded(state * state_scale, dtype)
         store_on_all(state_ptr, peer_states_ptr, places, state, is_real, NUM_RANKS)
     if HAS_FRONT:
         front = normed_row(state, is_real, weight_ptr, columns, HIDDEN, epsilon, FORM, dtype)
@@ -160,18 +163,19 @@ def add_norm(
     delta_scale: float = 1.0,
     behind: Tensor | None = None,
     form: NormForm = NormForm.TWICE,
+    state_scale: float | None = None,
     peers: Peers | None = None,
 ) -> None:
     """Add scaled `delta [num_rows, hidden]` to `state`, and write the state's RMS norm times `front [hidden]`.
 
     With `behind [hidden]`, the RMS norm of `delta` is added instead of `delta` itself. A delta in parts, `[num_parts,
-    num_rows, hidden] float32`, is summed in their order and rounded to the state's dtype. With `peers`, only the GPU's
-    own rows are added, and written on all GPUs.
+    num_rows, hidden] float32`, is summed in their order and rounded to the state's dtype. `state_scale` multiplies the
+    sum. With `peers`, only the GPU's own rows are added, and written on all GPUs.
     """
     hidden = state.shape[1]
     distances = (None, None) if peers is None else (peers.of(state), peers.of(normed))
     add_norm_row[(len(rows),)](
-        rows, state, delta, behind, front, normed, *distances, epsilon,
+        rows, state, delta, behind, front, normed, *distances, epsilon, state_scale,
         HIDDEN=hidden, WIDTH=triton.next_power_of_2(hidden), HAS_DELTA=delta is not None,
         HAS_BEHIND=behind is not None, HAS_FRONT=front is not None, DELTA_SCALE=delta_scale, FORM=int(form),
         NUM_PARTS=len(delta) if delta is not None and delta.dim() == 3 else 1,
@@ -193,15 +197,21 @@ def norm_heads(
 def normed(
     first, second, norm_ptr, mask, epsilon, HEAD_DIM: tl.constexpr, FORM: tl.constexpr, dtype: tl.constexpr
 ):  # fmt: skip
-    """Return the RMS norm of halves of heads; each has its own weights at `norm_ptr`."""
+    """Return the RMS norm of halves of heads; each has its own weights at `norm_ptr`, or none."""
     if FORM == CENTRED:
         mean = ((tl.sum(first, 1) + tl.sum(second, 1)) / HEAD_DIM)[:, None]
         first = tl.where(mask, first - mean, 0.0)
         second = tl.where(mask, second - mean, 0.0)
     scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / HEAD_DIM + epsilon)[:, None]
-    first_weight = tl.load(norm_ptr, mask=mask, other=0.0)
-    second_weight = tl.load(norm_ptr + HEAD_DIM // 2, mask=mask, other=0.0)
-    return weighted(first * scale, first_weight, FORM, dtype), weighted(second * scale, second_weight, FORM, dtype)
+    first *= scale
+    second *= scale
+    if norm_ptr is not None:
+        first = weighted(first, tl.load(norm_ptr, mask=mask, other=0.0), FORM, dtype)
+        second = weighted(second, tl.load(norm_ptr + HEAD_DIM // 2, mask=mask, other=0.0), FORM, dtype)
+    else:
+        first = rounded(first, dtype)
+        second = rounded(second, dtype)
+    return first, second
 
 
 @triton.jit
@@ -217,8 +227,13 @@ def rope_store_heads(
     NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
     NORMS_TURNED: tl.constexpr, NORMS_DIFFER: tl.constexpr, FORM: tl.constexpr, IS_PACKED: tl.constexpr,
     HAS_SCALES: tl.constexpr, OTHER_HEADS: tl.constexpr, TILE_HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    NORMS_VALUES: tl.constexpr, NUM_STORED: tl.constexpr, STRIPES: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, KV head): rotates and stores its query heads and its key, and stores its value."""
+    """Program (row, KV head): rotates and stores its query heads and its key, and stores its value.
+
+    If only one of `NUM_STORED` heads is there for key and value, the value is the key before its norm and rotation. A
+    head takes `STRIPES` heads of the cache.
+    """
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     row_ptr = rows_ptr + row * 5
@@ -233,8 +248,9 @@ def rope_store_heads(
     is_column = columns < HEAD_DIM // 2
     is_real = (index < HEADS_PER_KV + 2)[:, None] & is_column
     query_head = kv_head * HEADS_PER_KV + index
-    head = tl.where(index < HEADS_PER_KV, query_head, num_heads + kv_head + (index - HEADS_PER_KV) * NUM_KV_HEADS)
-    qkv_ptr += (row * (num_heads + 2 * NUM_KV_HEADS + OTHER_HEADS) + head)[:, None] * HEAD_DIM + columns
+    after_queries = kv_head + (index - HEADS_PER_KV) * (NUM_STORED - 1) * NUM_KV_HEADS
+    head = tl.where(index < HEADS_PER_KV, query_head, num_heads + after_queries)
+    qkv_ptr += (row * (num_heads + NUM_STORED * NUM_KV_HEADS + OTHER_HEADS) + head)[:, None] * HEAD_DIM + columns
     given_first = tl.load(qkv_ptr, mask=is_real, other=0.0).to(tl.float32)
     given_second = tl.load(qkv_ptr + HEAD_DIM // 2, mask=is_real, other=0.0).to(tl.float32)
     first = given_first
@@ -245,6 +261,10 @@ def rope_store_heads(
     if HAS_NORM and not NORMS_TURNED:
         norm_ptr = tl.where(is_query, query_norm_ptr, key_norm_ptr) + own_norm + columns
         first, second = normed(first, second, norm_ptr, is_real, epsilon, HEAD_DIM, FORM, dtype)
+    if NORMS_VALUES:
+        given_first, given_second = normed(
+            given_first, given_second, None, is_real, epsilon, HEAD_DIM, FORM, dtype
+        )  # fmt: skip
     angles_ptr += tl.load(row_ptr + 3).to(tl.int64) * HEAD_DIM + columns
     cosines = tl.load(angles_ptr, mask=is_column, other=0.0).to(tl.float32)
     sines = tl.load(angles_ptr + HEAD_DIM // 2, mask=is_column, other=0.0).to(tl.float32)
@@ -265,38 +285,52 @@ def rope_store_heads(
         place = packed_head(packed_ptr, row, index, kv_head, NUM_KV_HEADS, HEADS_PER_KV)
     query_ptr += place[:, None] * HEAD_DIM + columns
     store_halves(query_ptr, rope_first, rope_second, is_query & is_real, HEAD_DIM)
-    place = tl.load(row_ptr).to(tl.int64) * stride_slot + kv_head.to(tl.int64) * stride_head
+    place = tl.load(row_ptr).to(tl.int64) * stride_slot + kv_head.to(tl.int64) * STRIPES * stride_head
     place += tl.load(row_ptr + 4).to(tl.int64) * stride_entry
     places = place + index[:, None] * 0
     is_key = (index == HEADS_PER_KV)[:, None]
-    store_kept(keys_ptr + places, rope_first, rope_second, columns, is_key & is_real, HEAD_DIM)
-    store_kept(values_ptr + places, rope_first, rope_second, columns, is_value & is_real, HEAD_DIM)
+    if STRIPES == 1:
+        store_kept(keys_ptr + places, rope_first, rope_second, columns, is_key & is_real, HEAD_DIM)
+        store_kept(values_ptr + places, rope_first, rope_second, columns, is_value & is_real, HEAD_DIM)
+    else:
+        second_places = places + stride_head
+        store_stripe(keys_ptr + places, rope_first, columns, is_key & is_real, HEAD_DIM // 2)
+        store_stripe(keys_ptr + second_places, rope_second, columns, is_key & is_real, HEAD_DIM // 2)
+        store_stripe(values_ptr + places, rope_first, columns, is_value & is_real, HEAD_DIM // 2)
+        store_stripe(values_ptr + second_places, rope_second, columns, is_value & is_real, HEAD_DIM // 2)
+
+
+WIDEST_FOR_TWO_WARPS = 256  # wider heads need more registers
 
 
 def rope_store(
-    qkv: Tensor,  # [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], or with more heads after these
+    qkv: Tensor,  # [num_rows, (num_heads + num_stored * num_kv_heads) * head_dim], or with more heads after these
     angles: Tensor,  # [num_angles, head_dim]: cosines of half a head's dimensions, then sines
     norms: tuple[Tensor, Tensor] | None,  # weights of queries and of keys, [head_dim] or per head
     epsilon: float,
     rows: Tensor,  # from a row table
     query: Tensor,  # [num_rows, num_heads, head_dim]; packed: [num_groups * rows_per_group, num_heads, head_dim]
-    keys: Tensor,  # [num_slots, num_kv_heads, capacity, row_width], one layer of the arena
+    keys: Tensor,  # [num_slots, stripes * num_kv_heads, capacity, row_width], one layer of the arena
     values: Tensor,  # as keys, with the same strides
     packed: Tensor | None = None,  # of a row table: places of queries, heads as in `packed_head`; None: in order
     form: NormForm = NormForm.TWICE,
     norms_after_rope: bool = False,  # norms are applied after the rotation
     query_scales: Tensor | None = None,  # [num_angles] float32, of rotated queries
+    norms_values: bool = False,  # values are normed, too, without weights
+    num_stored: int = 2,  # 1: values are keys before their norm and rotation
+    stripes: int = 1,  # heads of the arena that a head takes
 ) -> None:
     """Write rotated queries, and rotated keys and values to their rows' entries, except for padding rows."""
     _, num_heads, head_dim = query.shape
-    num_kv_heads = keys.shape[1]
+    num_kv_heads = keys.shape[1] // stripes
     query_norm, key_norm = (None, None) if norms is None else norms
     rope_store_heads[(len(rows), num_kv_heads)](
         qkv, angles, query_norm, key_norm, rows, packed, query, keys, values, query_scales, epsilon,
         *keys.stride()[:3], HAS_NORM=norms is not None, NORMS_TURNED=norms_after_rope,
         NORMS_DIFFER=query_norm is not None and len(query_norm) > head_dim, FORM=int(form),
         IS_PACKED=packed is not None, HAS_SCALES=query_scales is not None,
-        OTHER_HEADS=qkv.shape[1] // head_dim - num_heads - 2 * num_kv_heads,
+        OTHER_HEADS=qkv.shape[1] // head_dim - num_heads - num_stored * num_kv_heads,
+        NORMS_VALUES=norms_values, NUM_STORED=num_stored, STRIPES=stripes,
         **rope_constants(num_kv_heads, num_heads // num_kv_heads, head_dim),
     )  # fmt: skip
 
@@ -309,7 +343,7 @@ def rope_constants(num_kv_heads: int, heads_per_kv: int, head_dim: int) -> dict[
         "HEAD_DIM": head_dim,
         "TILE_HEADS": triton.next_power_of_2(heads_per_kv + 2),
         "WIDTH": triton.next_power_of_2(head_dim // 2),
-        "num_warps": 2,
+        "num_warps": 2 if head_dim <= WIDEST_FOR_TWO_WARPS else 8,
     }
 
 

@@ -17,6 +17,7 @@ from swiftbatch.worker.kernels.decoder_weights import (
     LayerWeights,
     MayBeLatent,
 )
+from swiftbatch.worker.kernels.kernel_sizes import LayerHeads
 from swiftbatch.worker.kernels.layer_specs import (
     RecurrentForm,
     RecurrentSizes,
@@ -40,7 +41,8 @@ from swiftbatch.worker.kernels.rope_scaling import Rotary
 class StackedExperts(MayBeLatent):
     """Experts of a layer; `gate_up` alternates rows of gate and up projections, or has only up projections.
 
-    `router [num_experts, hidden] float32` has an additional row for the gate of the shared expert.
+    `router [num_experts, hidden] float32` has an additional row for the gate of the shared expert. Norms and scales are
+    those of `ExpertWeights`.
     """
 
     routing: Routing
@@ -53,6 +55,10 @@ class StackedExperts(MayBeLatent):
     gate_slope: float = 0.0
     has_gates: bool = True
     latent: tuple[AnyLinear, AnyLinear] | None = None
+    router_scale: Tensor | None = None
+    choice_scales: Tensor | None = None
+    front_norm: Tensor | None = None
+    behind_norm: Tensor | None = None
     first: int = 0  # expert, of those that one of several GPUs has
     num_own: int = 0
 
@@ -68,8 +74,8 @@ class StackedExperts(MayBeLatent):
 def stacked_experts(experts: ExpertWeights, device: torch.device) -> StackedExperts:
     """Copy experts to the device. Raises ValueError if only some have a bias."""
     router = [each for each in (experts.router.weight, experts.shared_gate) if each is not None]
-    biases = (None if each is None else each.to(device) for each in (experts.router.bias, experts.choice_bias))
-    router_bias, choice_bias = biases
+    floats = (experts.router.bias, experts.choice_bias, experts.router_scale, experts.choice_scales)
+    router_bias, choice_bias, router_scale, choice_scales = (_moved_if_any(each, device) for each in floats)
     in_front = [part for part in (experts.gates, experts.ups) if part]
     latent = None if experts.latent is None else [_in_turns(([each],), device) for each in experts.latent]
     return StackedExperts(
@@ -83,6 +89,10 @@ def stacked_experts(experts: ExpertWeights, device: torch.device) -> StackedExpe
         experts.gate_slope,
         bool(experts.gates),
         None if latent is None else (latent[0], latent[1]),
+        router_scale,
+        choice_scales,
+        _moved_if_any(experts.front_norm, device),
+        _moved_if_any(experts.behind_norm, device),
         num_own=len(experts.ups),
     )
 
@@ -209,7 +219,9 @@ class SharedDepths:
 class StackedLayer:
     """One layer; `query_key_value` and `gate_up` are stacked in this order, with gates of heads after values.
 
-    In latent attention, `query_key_value` computes the queries or their latent vector, and the latent vector to store.
+    Without projections of values, values are keys before their norm and rotation. `heads`, `shared_norm` and
+    `layer_scale` are as in `LayerWeights`. In latent attention, `query_key_value` computes the queries or their latent
+    vector, and the latent vector to store.
     """
 
     query_key_value: AnyLinear | None
@@ -230,6 +242,10 @@ class StackedLayer:
     experts: StackedExperts | None = None
     latent: StackedMLA | None = None
     mixer: StackedRecurrentLayer | None = None
+    heads: LayerHeads | None = None
+    has_values: bool = True
+    shared_norm: Tensor | None = None
+    layer_scale: float | None = None
     shared: SharedDepths | None = None
 
     @property
@@ -309,7 +325,8 @@ def _attention(layer: LayerWeights, device: torch.device) -> dict[str, Any]:
     If queries have a latent vector, its projection replaces theirs.
     """
     query = layer.query if layer.query_down is None else layer.query_down
-    parts = [each for each in (query, layer.key, layer.value, layer.head_gate) if each is not None]
+    value = None if layer.value is layer.key else layer.value
+    parts = [each for each in (query, layer.key, value, layer.head_gate) if each is not None]
     return {
         "query_key_value": _stacked(parts, device) if parts else None,
         "output": None if layer.output is None else _stacked([layer.output], device),
@@ -325,27 +342,25 @@ def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool =
     latent = stacked_latent(layer, of_vectors, device)
     qk_norms = () if latent is not None else (layer.query_norm, layer.key_norm)
     norms = [_moved(norm, device) for norm in qk_norms if norm is not None]
-    whole = (layer.input_norm, layer.output_norm, layer.mlp_norm, layer.down_norm)
-    input_norm, output_norm, mlp_norm, down_norm = (None if norm is None else _moved(norm, device) for norm in whole)
+    whole = ("input_norm", "output_norm", "mlp_norm", "down_norm", "shared_norm", "curve", "sinks")
+    moved: dict[str, Any] = {name: _moved_if_any(getattr(layer, name), device) for name in whole}
+    moved |= _attention(layer, device)
     gate_up = [each for each in (layer.gate, layer.up) if each is not None]
     return StackedLayer(
-        **_attention(layer, device),
         gate_up=_stacked(gate_up, device) if gate_up else None,
         down=None if layer.down is None else _stacked([layer.down], device),
-        input_norm=input_norm,
-        output_norm=output_norm,
-        mlp_norm=mlp_norm,
-        down_norm=down_norm,
+        **moved,
         qk_norms=(norms[0], norms[1]) if norms and not joins_heads else None,
         joint_norms=torch.cat(norms) if joins_heads else None,
         is_nope=layer.is_nope,
         rotary=layer.rotary,
         window=layer.window,
-        curve=None if layer.curve is None else _moved(layer.curve, device),
-        sinks=None if layer.sinks is None else _moved(layer.sinks, device),
         experts=None if layer.experts is None else stacked_experts(layer.experts, device),
         mixer=None if layer.mixer is None else stacked_recurrent_layer(layer.mixer, device),
         latent=latent,
+        heads=layer.heads,
+        has_values=layer.value is not layer.key,
+        layer_scale=None if layer.layer_scale is None else float(layer.layer_scale),
     )
 
 
@@ -371,3 +386,7 @@ def _below_each_other(weights: Sequence[Weight], device: torch.device) -> Weight
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     """Return the tensor on the device, detached because products into given buffers refuse gradients."""
     return tensor.detach().to(device)
+
+
+def _moved_if_any(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else _moved(tensor, device)

@@ -337,13 +337,16 @@ class Scratch:
         size = (num_splits, num_rows, num_heads)
         return cls(torch.empty(*size, head_dim, device=device), torch.empty(size, device=device))
 
-    def narrowed(self, num_rows: int) -> Scratch:
-        """Return results of fewer rows in the same memory."""
-        shapes = ((len(each), num_rows, *each.shape[2:]) for each in (self.output, self.lse))
-        return Scratch(*(
-            each.flatten()[: math.prod(shape)].view(shape)
-            for each, shape in zip((self.output, self.lse), shapes, strict=True)
-        ))  # fmt: skip
+    def narrowed(self, num_rows: int, head_dim: int | None = None) -> Scratch:
+        """Return results of fewer rows, or of narrower heads, in the same memory."""
+        shape = (len(self.lse), num_rows, self.lse.shape[2])
+        output = (*shape, self.output.shape[3] if head_dim is None else head_dim)
+        return Scratch(first_of(self.output, *output), first_of(self.lse, *shape))
+
+
+def first_of(buffer: Tensor, *shape: int) -> Tensor:
+    """Return a view of a buffer's first numbers in another shape."""
+    return buffer.flatten()[: math.prod(shape)].view(shape)
 
 
 def resident_programs(device: torch.device, per_multiprocessor: int) -> int:

@@ -119,7 +119,7 @@ GEMMA4 = replace(
     defaults={"rope_parameters": ANGLES},
     view=as_published,
     nested_in=("gemma4",),
-    on_cpu_alone="heads of two widths, and norms of values",
+    kernels_alone="heads of two widths, and norms of values",
 )
 GEMMA4_UNIFIED = replace(  # its class passes over the keys of per-layer embeddings and experts
     GEMMA4,

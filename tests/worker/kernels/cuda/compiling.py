@@ -25,16 +25,8 @@ from tests.worker.sampling.cuda.compile_parts import compiled as compile_launch
 from tests.worker.sampling.cuda.compile_parts import drawing_launches
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-NUMBERS = {"scale_log2": "fp32", "epsilon": "fp32", "scale": "fp32"}
-INTEGERS = (
-    "flags_ptr",
-    "groups_ptr",
-    "rows_ptr",
-    "tail_slots_ptr",
-    "token_ids_ptr",
-    "packed_ptr",
-    "feature_places_ptr",
-)
+NUMBERS = {"scale_log2": "fp32", "epsilon": "fp32", "scale": "fp32", "state_scale": "fp32"}
+INTEGERS = ("groups_ptr", "rows_ptr", "tail_slots_ptr", "token_ids_ptr", "packed_ptr", "feature_places_ptr")
 INTEGERS += (
     "flags_ptr",
     "pages_ptr",
@@ -76,6 +68,7 @@ SUMS = (
     "offsets_ptr",
 )
 SUMS += ("router_ptr", "parts_ptr", "router_bias_ptr", "choice_bias_ptr", "choice_weights_ptr", "shares_ptr")
+SUMS += ("choice_scales_ptr",)
 SUMS += ("samples_ptr", "flat_deviations_ptr", "best_output_ptr", "best_lse_ptr")  # float32 with any model dtype
 OF_ROWS = ("wide_ptr", "narrow_ptr", "inputs_ptr", "mixed_ptr", "qkv_ptr")  # of a state's kernels: else float32
 

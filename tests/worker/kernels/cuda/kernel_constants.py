@@ -25,6 +25,7 @@ from swiftbatch.worker.kernels.cuda.attention_backends import packed_constants, 
 from swiftbatch.worker.kernels.cuda.cuda_recurrence import MOVE_WARPS, MOVED_WORDS, move_step_words
 from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import finish_constants, finish_group
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape
+from swiftbatch.worker.kernels.cuda.wide_attention import WideShape, wide_prefix_split, wide_tail_merge
 from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES, MLASizes
 from swiftbatch.worker.kernels.layer_specs import (
     Activation,
@@ -89,6 +90,7 @@ def kernels(dtype: str) -> dict[str, Made]:
         | state_kernels(dtype)
         | latent_kernels(dtype)
         | wide_kernels(dtype)
+        | striped_kernels(dtype)
     )
 
 
@@ -179,6 +181,25 @@ def coded_kernels(dtype: str) -> dict[str, Made]:
     return {f"{name} in {code}": made for name, made in plain.items() for code in KEPT}
 
 
+def striped_kernels(dtype: str) -> dict[str, Made]:
+    """Return kernels of Gemma 4 31B's layers without a window."""
+    shape = WideShape(4, 8, 512, DTYPES[dtype])
+    rope = layers.rope_constants(4, 8, 512) | {"FORM": int(NormForm.ONCE), "HAS_NORM": True, "NORMS_VALUES": True}
+    rope |= {"NORMS_TURNED": False, "NORMS_DIFFER": False, "OTHER_HEADS": 0, "NUM_STORED": 1, "STRIPES": 2}
+    rope |= without({}, "IS_PACKED", "packed_ptr") | without({}, "HAS_SCALES", "query_scales_ptr")
+    found: dict[str, Made] = {
+        "striped prefix": (wide_prefix_split, shape.prefix_constants(shape.dtype) | PAGES),
+        "striped tail": (wide_tail_merge, shape.tail_constants()),
+        "striped tail in e4m3": (wide_tail_merge, shape.tail_constants()),
+        "rope of striped heads": (layers.rope_store_heads, rope),
+        "rope of striped heads in int8": (layers.rope_store_heads, rope),
+    }
+    if dtype == "bf16":  # in float32, decoded keys do not fit into registers
+        coded = shape.prefix_constants(torch.int8) | PAGES
+        found |= {f"striped prefix in {code}": (wide_prefix_split, coded) for code in KEPT}
+    return found
+
+
 def wide_kernels(dtype: str) -> dict[str, Made]:
     attention = AttentionShape(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM, DTYPES[dtype], MOST_ROWS)
     paged = without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | PAGES
@@ -189,7 +210,10 @@ def wide_kernels(dtype: str) -> dict[str, Made]:
         "tail": (tail_attention.tail_merge, without(attention.tail_constants(), "HAS_SINKS", "sinks_ptr")),
         "linear": product(plain_zeros(dtype), num_tile_rows=tile),
         "experts' router": (moe_router.multiply_router, moe_router.router_constants(2880, 128, MOST_ROWS)),
-        "choice of Qwen3": (moe_router.choose_row, choice_of | dict.fromkeys(("router_bias_ptr", "choice_bias_ptr"))),
+        "choice of Qwen3": (
+            moe_router.choose_row,
+            choice_of | dict.fromkeys(("router_bias_ptr", "choice_bias_ptr", "choice_scales_ptr")),
+        ),
         "sort of choices": (moe_router.sort_choices, moe_router.sort_constants(QWEN3, MOST_ROWS)),
     }
     return {f"{name} of {MOST_ROWS} rows": made for name, made in found.items()}
@@ -201,6 +225,9 @@ def kernels_besides_attention() -> dict[str, Made]:
         "NORMS_TURNED": False,
         "NORMS_DIFFER": False,
         "OTHER_HEADS": 0,
+        "NORMS_VALUES": False,
+        "NUM_STORED": 2,
+        "STRIPES": 1,
     }
     grown = rope | without({}, "IS_PACKED", "packed_ptr") | {"HAS_SCALES": True}
     rope |= without({}, "HAS_SCALES", "query_scales_ptr")
@@ -216,6 +243,7 @@ def kernels_besides_attention() -> dict[str, Made]:
         "NUM_PARTS": 1,
         "RANK": 0,
         "NUM_RANKS": 1,
+        "state_scale": None,
     }
     of_ranks = norm | {"NUM_PARTS": 8, "RANK": 1, "NUM_RANKS": 8}
     norm |= {"peer_states_ptr": None, "peer_normed_ptr": None}
@@ -242,6 +270,10 @@ def kernels_besides_attention() -> dict[str, Made]:
         "meeting of 8 GPUs": (peers.meet, peers.meeting_constants(Rank(1, 8))),
         "add, scaled, and norm": (layers.add_norm_row, front | {"DELTA_SCALE": 0.22}),
         "norm, add and norm": (layers.add_norm_row, behind),
+        "norm, add, scale and norm": (
+            layers.add_norm_row,
+            {key: behind[key] for key in behind if key != "state_scale"},
+        ),
         "norm and add": (layers.add_norm_row, without(behind, "HAS_FRONT", "weight_ptr", "normed_ptr")),
         "norm of one more": (layers.add_norm_row, front | {"FORM": int(NormForm.ONE_MORE)}),
         "norm of distances from the mean": (layers.add_norm_row, front | {"FORM": int(NormForm.CENTRED)}),

@@ -74,6 +74,7 @@ QWEN3 = Routing(128, 8, Score.SOFTMAX)  # 30B A3B
 GPT_OSS = Routing(128, 4, Score.SOFTMAX_OF_CHOSEN, is_normalised=False)  # 120B
 MIXED = Routing(16, 2, Score.SPARSE_MIXER, is_normalised=False, jitter=0.01)
 DEEPSEEK = Routing(256, 8, Score.SIGMOID, True, 1e-20, 2.5, 8, 4, rounds_logits=False, rounds_weights=False)
+GEMMA4 = Routing(128, 8, Score.SOFTMAX, rounds_weights=False)  # 26B A4B
 
 
 def expert_kernels(dtype: str) -> dict[str, Made]:
@@ -86,6 +87,7 @@ def expert_kernels(dtype: str) -> dict[str, Made]:
         "choice of gpt-oss": chosen_by(GPT_OSS, 2880, number, True, False, False),
         "choice of Phi-3.5": chosen_by(MIXED, 4096, number, False, False, False),
         "choice of DeepSeek": chosen_by(DEEPSEEK, 7168, number, False, True, False),
+        "choice of Gemma 4": chosen_by(GEMMA4, 2816, number, False, False, False, has_scales=True),
         "sort of choices": (moe_router.sort_choices, moe_router.sort_constants(QWEN3)),
         "sort of choices among 512 experts": (
             moe_router.sort_choices,
@@ -112,10 +114,17 @@ def packed_experts() -> dict[str, Made]:
 
 
 def chosen_by(
-    routing: Routing, hidden: int, dtype: torch.dtype, has_bias: bool, has_choice_bias: bool, has_share: bool
+    routing: Routing,
+    hidden: int,
+    dtype: torch.dtype,
+    has_bias: bool,
+    has_choice_bias: bool,
+    has_share: bool,
+    has_scales: bool = False,
 ) -> Made:
     constants = moe_router.choice_constants(routing, hidden, dtype, has_bias, has_choice_bias, has_share)
     constants |= {} if has_bias else {"router_bias_ptr": None}
+    constants |= {} if has_scales else {"choice_scales_ptr": None}
     return moe_router.choose_row, constants | ({} if has_choice_bias else {"choice_bias_ptr": None})
 
 

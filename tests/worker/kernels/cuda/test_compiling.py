@@ -20,6 +20,7 @@ from tests.worker.kernels.cuda.kernel_constants import (
     kernels_besides_attention,
     latent_kernels,
     state_kernels,
+    striped_kernels,
     wide_kernels,
 )
 from tests.worker.kernels.cuda.product_constants import DTYPES, expert_kernels, linear_kernels, packed_kernels
@@ -77,6 +78,8 @@ IN_OTHER_FORMS = (  # their own form is compiled daily
     ),
     "norm, add and norm",
     *("latent prefix of many heads", "latent prefix with biases"),
+    *("striped prefix in e4m3", "striped tail in e4m3", "rope of striped heads", "norm, add, scale and norm"),
+    "choice of Gemma 4",
     *("prefix", "sort of choices among 512 experts", "rope, packed", "rope with scales", "norm with biases"),
     *(name for name in wide_kernels("bf16") if not name.startswith(("linear", "sort of choices"))),
 )
@@ -116,10 +119,12 @@ def compile_elsewhere(dtype: str, capabilities: tuple[int, ...], names: list[str
 
 
 FEW_BYTES = 32  # of the stack, outside of loops over keys: some loads for each split
+FEW_BYTES_OF_CODES = 72  # of wide heads in 8 bits
 
 
 def fits(report: Report) -> bool:
     most = FEW_BYTES if "prefix" in report["kernel"] else 0
+    most = FEW_BYTES_OF_CODES if report["kernel"].startswith("striped prefix in") else most
     spills = report["stack"] > most or report["spilled"] > 0
     return not spills and report["shared"] <= SHARED[report["capability"]]
 
@@ -154,6 +159,20 @@ def test_latent_attention_spills_nothing_and_fits_into_shared_memory(
     assert all(fits(report) for report in reports), reports
     if dtype == "bf16":
         for report in (each for each in reports if each["kernel"].startswith("latent prefix")):
+            assert report["ops"]["cp.async"] > 16, report
+            assert report["ops"]["wgmma.mma_async" if report["capability"] == 90 else "mma.sync"], report
+
+
+@KINDS
+def test_attention_of_wide_heads_spills_nothing_and_fits_into_shared_memory(
+    compiled: Callable[..., list[Report]], dtype: str, capabilities: tuple[int, ...]
+) -> None:
+    names = striped_kernels(dtype)
+    reports = compiled(dtype, capabilities, *names)
+    assert len(reports) == len(asked_for(capabilities, names)) * len(capabilities)
+    assert all(fits(report) for report in reports), reports
+    if dtype == "bf16":
+        for report in (each for each in reports if each["kernel"] == "striped prefix"):
             assert report["ops"]["cp.async"] > 16, report
             assert report["ops"]["wgmma.mma_async" if report["capability"] == 90 else "mma.sync"], report
 

@@ -62,8 +62,9 @@ def run(weights: ExpertWeights, rows: Tensor, places: list[int], shared: Tensor 
     normed[places] = rows
     if shared is not None:
         out[places] = shared
-    made = kernels_of(weights, rows.dtype, hidden)
-    for launch in made.launches(table_of(places), stacked_experts(weights, CPU), normed, out, shared is not None, None):
+    made, stacked = kernels_of(weights, rows.dtype, hidden), stacked_experts(weights, CPU)
+    made.choose(table_of(places), stacked, normed)
+    for launch in made.launches(table_of(places), stacked, normed, out, shared is not None, None):
         launch()
     assert out.isnan().all(dim=1).sum() == NUM_ROWS - num_rows, "padding stays as it is"
     return out[places]
@@ -89,22 +90,36 @@ def test_experts_add_what_the_reference_adds(name: str, dtype: torch.dtype) -> N
     assert dtype == FLOAT32 or (found.float() != expected).float().mean() < 0.02
 
 
-def told(routing: Routing, router: Tensor, choice_bias: Tensor | None, states: Tensor) -> Tensor:
+def told(
+    routing: Routing,
+    router: Tensor,
+    choice_bias: Tensor | None,
+    states: Tensor,
+    choice_scales: Tensor | None = None,
+) -> Tensor:
     """Return weights `[num_rows, num_experts]`."""
     dtype, hidden = states.dtype, states.shape[1]
     weights = weights_of(ExpertShape(routing, intermediate=16), dtype, hidden)
-    weights = dataclasses.replace(weights, router=Linear(router), choice_bias=choice_bias)
+    own = {"router": Linear(router), "choice_bias": choice_bias, "choice_scales": choice_scales}
+    weights = dataclasses.replace(weights, **own)  # type: ignore[arg-type]
     experts, made = stacked_experts(weights, CPU), kernels_of(weights, dtype, hidden)
     places = random.Random(2).sample(range(NUM_ROWS), len(states))
     normed = torch.full((NUM_ROWS, hidden), torch.nan, dtype=dtype)
     normed[places] = states
     with np.errstate(all="ignore"):  # a GPU reports no overflow
-        made._choose(table_of(places), experts, normed)
+        made.choose(table_of(places), experts, normed)
     marks = made._marks[: NUM_ROWS * routing.num_experts].view(NUM_ROWS, -1)
     assert not marks[[row for row in range(NUM_ROWS) if row not in places]].any()
     chosen = made._weights.view(NUM_ROWS, routing.num_chosen)[places]
     assert is_sorted(made, routing, marks)
     return torch.zeros(len(states), 1 + routing.num_experts).scatter(1, order_of(marks[places]), chosen)[:, 1:]
+
+
+def test_scales_of_experts_multiply_the_weights_of_those_that_a_row_chose() -> None:
+    routing = Routing(24, 5, Score.SOFTMAX, rounds_weights=False)
+    router, states = normal(24, HIDDEN, dtype=FLOAT32, seed=1), normal(12, HIDDEN, dtype=FLOAT32)
+    scales = 1 + normal(24, dtype=FLOAT32, seed=2).abs()
+    assert torch.equal(told(routing, router, None, states, scales), told(routing, router, None, states) * scales)
 
 
 def order_of(marks: Tensor) -> Tensor:
@@ -257,6 +272,7 @@ def test_experts_are_six_launches_of_one_grid_whatever_rows_choose(monkeypatch: 
         table = table_of(real)
 
         def forward(table: Tensor = table) -> None:
+            made.choose(table, experts, rows)
             for launch in made.launches(table, experts, rows, out, has_shared=False, peers=None):
                 launch()
 
