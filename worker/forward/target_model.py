@@ -135,7 +135,7 @@ def _refuse_what_kernels_alone_do(files: ModelFiles, fault: str | None = None) -
 
 def _what_kernels_alone_have(files: ModelFiles) -> str | None:
     form = architecture_of(read_config(files.name, files.path))
-    return None if form is None else form.on_cpu_alone
+    return None if form is None else form.kernels_alone
 
 
 def _native(
@@ -237,10 +237,11 @@ class TargetModel:
     @functools.cached_property
     def model(self) -> Any:
         """Return `transformers`' own model, for comparisons and trainings."""
-        native = self.forwards if isinstance(self.forwards, NativeForwards) else None
-        if native is None or (native.sizes.indexer is None and not self.cache_shape.stripes):
-            return self.transformers.model
+        from swiftbatch.worker.forward.transformers_forwards import TransformersForwards
         from swiftbatch.worker.model.causal_lm import load_causal_lm
+
+        if isinstance(self.forwards, TransformersForwards) or _what_kernels_alone_have(self.files) is None:
+            return self.transformers.model
 
         return load_causal_lm(self.files, self.dtype).to(self.device).eval().requires_grad_(False)
 

@@ -13,7 +13,7 @@ from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK_DEPTH, CUDA_SCALE_BYTES, MLASizes, fills_blocks
 from swiftbatch.worker.kernels.layer_specs import slot_bytes
 from swiftbatch.worker.kv.kv_capacity import ITEM_SIZES, MAX_TREE_NODES, HeldPositions, bytes_per_position
-from swiftbatch.worker.model.architectures.attention_layers import Windows
+from swiftbatch.worker.model.architectures.attention_layers import INDEX_LINEARS, Windows
 from swiftbatch.worker.model.architectures.catalogue import recurrent_shape
 from swiftbatch.worker.model.architectures.moe_layers import MoEConfig
 from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentConfig, RecurrentShape
@@ -65,6 +65,10 @@ def packed_parts(
     products = defaultdict[str, list[StoredTensor]](list)
     named = [] if experts is None else list(_products_of(experts))
     named += [] if mixer is None else list(_products_of_mixer(mixer))
+    named += [
+        (_in_a_layer(f"{name}.weight"), "index_query" if role == "index_query" else "index_narrow")
+        for role, name in INDEX_LINEARS.items()
+    ]
     for name, head in heads.items():
         for pattern, product in named:
             if (layer := pattern.match(name)) is not None:

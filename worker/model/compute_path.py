@@ -35,15 +35,15 @@ class ComputePath:
 def path_on(device: Literal["cpu", "cuda"], config: Config, stored: set[str] | None = None) -> ComputePath:
     """Return the path of a text model; `stored` are its tensors' names, where known."""
     form = architecture_of(config)
-    if device == "cuda" and form is not None and form.on_cpu_alone is not None:
-        return ComputePath("none", f"its layers have {form.on_cpu_alone}, which our kernels for CPUs know alone")
+    if device == "cuda" and form is not None and form.on_cpu_alone:
+        return ComputePath("none", f"its layers have {form.kernels_alone}, which our kernels for CPUs know alone")
     try:
         dense = read_decoder_config(config)
         if stored is not None:
             refuse_other_tensors(dense, stored)
         return ComputePath("kernels")
     except OtherDecoderError as error:
-        if form is not None and form.on_cpu_alone is not None:
+        if form is not None and form.kernels_alone is not None:
             return ComputePath("none", str(error))
         if device == "cpu" and _are_taken_over(config):
             return ComputePath("kernels")
@@ -85,15 +85,16 @@ def _head_dim(config: Config) -> int:
 
 
 def refuse_on_gpu(model: str, config: Config) -> None:
-    """Raise ModelError for a model that runs on CPUs alone."""
+    """Raise ModelError for a model that runs on CPUs alone, or nowhere."""
     if (path := path_on("cuda", config)).name == "none":
-        raise ModelError(f"model {model}: it does not run on a GPU: {path.reason}; use --device cpu")
+        hint = "" if path_on("cpu", config).name == "none" else "; use --device cpu"
+        raise ModelError(f"model {model}: it does not run on a GPU: {path.reason}{hint}")
 
 
 def without_kernels(config: Config) -> str | None:
     """Return why a model that only our kernels run does not run, or None if it does."""
     form = architecture_of(config)
-    if form is None or form.on_cpu_alone is None:
+    if form is None or form.kernels_alone is None:
         return None
     try:
         read_decoder_config(config)

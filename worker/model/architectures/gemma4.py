@@ -104,5 +104,6 @@ GEMMA4 = replace(
     defaults={"rope_parameters": ANGLES},
     view=as_published,
     nested_in=("gemma4",),
-    on_cpu_alone="heads of two widths, and norms of values",
+    kernels_alone="heads of two widths, and norms of values",
+    on_cpu_alone=True,
 )

@@ -1,0 +1,81 @@
+"""Models whose rows attend to keys that an indexer chooses, through GPU forwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from swiftbatch.worker.exactness.forward_comparisons import compare
+from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
+from swiftbatch.worker.kernels.quantized_weights import PackedMatrix
+from swiftbatch.worker.kv.model_sizes import read_sizes
+from swiftbatch.worker.model.decoder_loading import dense_weights
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
+from tests.worker.forward.cuda.cuda_parts import (
+    check_drafts_beside_a_resumed_job,
+    check_rows_of_two_trees,
+    cuda_target,
+)
+from tests.worker.forward.cuda.test_cuda_latents import CPU, TEXT, read
+from tests.worker.kv.memory.test_packed_sizes import loaded_bytes
+from tests.worker.model.expert_configs import write_experts
+from tests.worker.model.formats.examples import fp8
+from tests.worker.model.formats.test_native_experts import stored
+from tests.worker.model.formats.twins import make_twins
+from tests.worker.model.latent_configs import WITH_INDEXERS
+
+pytestmark = pytest.mark.long
+
+TRIED = "GLM 5.2"  # has layers that share the choice of others
+
+
+def files_of(name: str, folder: Path) -> ModelFiles:
+    """Their rows choose 20 keys."""
+    write_experts(WITH_INDEXERS[name], folder)
+    return locate_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "num_rows"), [(TRIED, 40), *(pytest.param(name, 200, marks=pytest.mark.slow) for name in WITH_INDEXERS)]
+)
+def test_choices_are_those_of_transformers(name: str, num_rows: int, tmp_path: Path) -> None:
+    target = cuda_target(files_of(name, tmp_path), torch.float32, 1, 250, "cublas")
+    found = compare(target, num_rows)
+    assert found.agrees, found
+    assert found.num_same_choices == found.num_rows == num_rows
+
+
+def test_a_text_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path: Path) -> None:
+    target = cuda_target(files_of(TRIED, tmp_path), torch.float32, 1, linear="cublas")
+    assert torch.equal(read(target, 66), read(target))
+    assert target.cache_shape.bytes_per_position() == 5 * (64 + 32 + 48) * 4
+
+
+@pytest.mark.parametrize("name", ["DeepSeek V3.2", pytest.param(TRIED, marks=pytest.mark.slow)])
+def test_rows_of_two_trees_have_the_bits_of_plain_decoding(name: str, tmp_path: Path) -> None:
+    check_rows_of_two_trees(cuda_target(files_of(name, tmp_path), torch.bfloat16), 4, TEXT[:64], TEXT[64:68])
+
+
+@pytest.mark.slow  # rows of trees have those bits, as the test above shows
+def test_drafts_beside_a_resumed_job_give_plain_decoding_s_tokens(tmp_path: Path) -> None:
+    check_drafts_beside_a_resumed_job(cuda_target(files_of("GLM 5", tmp_path), torch.float32, linear="cublas"), 3)
+
+
+def test_blocks_of_fp8_stay_packed_take_what_the_plan_counts_and_give_their_twin_s_logits(tmp_path: Path) -> None:
+    logits = []
+    for folder in make_twins(fp8([128, 128]), tmp_path, *stored(TRIED, tmp_path / "plain")):
+        files = locate_model(str(folder))
+        weights, sizes = dense_weights(files, torch.bfloat16), read_sizes(files, "bfloat16")
+        assert weights is not None
+        assert sizes is not None
+        stacked = stacked_weights(weights, CPU)
+        assert sizes.weight_bytes == loaded_bytes(stacked)
+        latents = [layer.latent for layer in stacked.layers if layer.latent is not None]
+        indexers = [each.indexer for each in latents if each.indexer is not None]
+        assert len(indexers) == 2
+        assert all(isinstance(each.query.weight, PackedMatrix) == (not logits) for each in indexers)
+        target = cuda_target(files, torch.bfloat16, num_slots=1)
+        logits.append(target.logits(target.read(target.new_cache(100), TEXT[:30])))
+    assert torch.equal(*logits)
