@@ -18,7 +18,7 @@ from swiftbatch.worker.exactness.forward_comparisons import MAX_LENGTH, NUM_CACH
 from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
 from swiftbatch.worker.model.architectures.catalogue import ARCHITECTURES
 from swiftbatch.worker.model.model_files import locate_model
-from tests.worker.model.kind_parts import WITH_INDEXERS, save_tiny, tiny_config
+from tests.worker.model.kind_parts import save_tiny, tiny_config
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Triton interprets; run with TRITON_INTERPRET=0"),
 ]
 
-OTHERS = {"granitemoehybrid", "kimi_linear", *WITH_INDEXERS}  # the tiny form of the first is no published one
+OTHERS = {"granitemoehybrid", "kimi_linear"}  # the tiny form of the first is no published one
 RUN = {kind: form for kind, form in ARCHITECTURES.items() if form.kernels_lack is None and kind not in OTHERS}
 NUM_COMPARED, NUM_PROBED = 200, 60  # rows; windows have 100 positions
 SINCE = {"bamba": "5.23", "cohere2_moe": "5.23"}  # transformers 5.17 has another forward or config

@@ -77,6 +77,7 @@ IN_OTHER_FORMS = (  # their own form is compiled daily
     ),
     "norm, add and norm",
     *("latent prefix of many heads", "latent prefix with biases"),
+    *("kept latents beside index keys", "index scores of GLM 5"),
     *("prefix", "sort of choices among 512 experts", "rope, packed", "rope with scales", "norm with biases"),
     *(name for name in wide_kernels("bf16") if not name.startswith(("linear", "sort of choices"))),
 )
