@@ -84,6 +84,18 @@ def test_a_plan_counts_scores_lists_and_partial_sums_over_chosen_keys(tmp_path: 
 
 
 @pytest.mark.slow
+def test_a_draft_model_beside_its_target_chooses_in_caches_without_pages(tmp_path: Path) -> None:
+    target = cuda_target(files_of(TRIED, tmp_path), torch.float32, linear="cublas")
+    beside, logits = target.load_beside(target.files, 100), []
+    assert isinstance(beside.forwards, CudaForwards)
+    for each in (target, beside):
+        first, cache = each.new_cache(90), each.new_cache(90)
+        assert first.slot != cache.slot
+        logits.append(each.logits(each.read(cache, TEXT[:40])))
+    assert torch.equal(*logits)
+
+
+@pytest.mark.slow
 def test_jobs_that_outgrow_the_pages_and_come_back_have_the_tokens_of_plain_decoding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
