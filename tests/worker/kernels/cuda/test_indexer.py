@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from swiftbatch.worker.kernels.cuda import indexer_kernels
 from swiftbatch.worker.kernels.cuda.cuda_decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable
 from swiftbatch.worker.kernels.cuda.device_caches import DeviceCaches
@@ -39,6 +40,13 @@ pytestmark = pytest.mark.long
 SHAPE = INDEXED[1]
 NUM_CHOSEN = 100
 LENGTHS, SIZES = (3, 64, 98, 99, 100, 300, 900), (3, 2, 1, 1, 1, 6, 4)  # of texts and trees
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts take several steps of each kernel."""
+    monkeypatch.setattr(indexer_kernels, "READ_AT_ONCE", 256)
+    monkeypatch.setattr(indexer_kernels, "SPAN", 128)
 
 
 def best(scores: Tensor, count: int) -> list[int]:
