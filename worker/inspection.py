@@ -237,7 +237,7 @@ def _refusal(source: Source, whole: dict[str, Any]) -> str | None:
 
 
 def _nowhere(config: dict[str, Any], stored: set[str] | None) -> str | None:
-    """Return why a model that runs on CPUs alone does not run on them either, or None if it does or others do."""
+    """Return why a model that only our kernels run does not run on CPUs either, or None if it or others do."""
     path = path_on("cpu", config, stored)
     return path.reason if path.name == "none" else None
 

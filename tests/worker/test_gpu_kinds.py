@@ -21,7 +21,7 @@ from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.model.text_config import text_view
 from tests.worker.model.gemma4_configs import GEMMA4, write_gemma4
-from tests.worker.model.kind_parts import OURS_ALONE, save_tiny, tiny_config
+from tests.worker.model.kind_parts import save_tiny, tiny_config
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Triton interprets; run with TRITON_INTERPRET=0"),
 ]
 
-OTHERS = {"granitemoehybrid", "kimi_linear", *OURS_ALONE}  # the tiny form of the first is no published one
+OTHERS = {"granitemoehybrid", "kimi_linear", "mimo_v2_flash"}  # the tiny form of the first is no published one
 RUN = {kind: form for kind, form in ARCHITECTURES.items() if form.kernels_lack is None and kind not in OTHERS}
 NUM_COMPARED, NUM_PROBED = 200, 60  # rows; windows have 100 positions
 SINCE = {"bamba": "5.23", "cohere2_moe": "5.23"}  # transformers 5.17 has another forward or config

@@ -238,8 +238,8 @@ class TargetModel:
     @functools.cached_property
     def model(self) -> Any:
         """Return `transformers`' own model, for comparisons and trainings."""
-        native = self.forwards if isinstance(self.forwards, NativeForwards) else None
-        if not self.cache_shape.stripes and (native is None or native.sizes.indexer is None):
+        indexer = getattr(getattr(self.forwards, "sizes", None), "indexer", None)
+        if not self.cache_shape.stripes and indexer is None:
             return self.transformers.model
         from swiftbatch.worker.model.causal_lm import load_causal_lm
 

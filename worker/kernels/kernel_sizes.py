@@ -90,6 +90,10 @@ class MLASizes:
     def query_dim(self) -> int:
         return self.nope_dim + self.rope_dim
 
+    def most_attended(self, capacity: int) -> int:
+        """Return the most keys that a row attends to in a cache of `capacity` positions."""
+        return capacity if self.indexer is None else min(capacity, self.indexer.num_chosen)
+
 
 def most_slots(num_rows: int) -> int:
     """Return the largest number of jobs that a GPU runs at the same time."""

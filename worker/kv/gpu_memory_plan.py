@@ -37,6 +37,7 @@ CAPACITY_BLOCK = 64  # attention kernels read whole blocks of a slot
 # bytes per logit: decoded (4), scores (8), tempered, sorted (8), order (8), sorting (28)
 LOGIT_BYTES = 56
 FLOAT_BYTES = 4
+ROW_INTEGERS = 9  # of a row's chosen keys, beside their list
 DECODED_BYTES = 4  # for logits from which nothing is drawn in place
 SAMPLING_SLOT_BYTES = 12  # two counts and a bias per token and job
 GRAPH_RESERVE = 400_000_000  # an estimate of graphs, cuBLAS workspaces, sampling state and rounding
@@ -76,6 +77,15 @@ class GPUMemory:
         row_bytes = splits * sizes.num_heads * (sizes.value_dim + 1) * FLOAT_BYTES
         num_padded = PADDED_ROWS[self.attention](sizes.num_heads // sizes.num_kv_heads)
         return Need(self.num_rows * row_bytes, num_padded * row_bytes)
+
+    def attention_bytes(self, sizes: ModelSizes, capacity: int) -> Need:
+        """Return the bytes of partial sums over whole caches, and of what an indexer scores and chooses of them."""
+        if sizes.latent is None or sizes.latent.indexer is None:
+            return self.sum_bytes(sizes, capacity)
+        indexer, attended = sizes.latent.indexer, sizes.latent.most_attended(capacity)
+        widths = (indexer.num_heads + 1) * indexer.dim + indexer.num_heads
+        row_bytes = FLOAT_BYTES * (capacity + attended + CAPACITY_BLOCK + ROW_INTEGERS) + sizes.item_size * widths
+        return Need(self.sum_bytes(sizes, attended).once + self.num_rows * row_bytes)
 
 
 @dataclass(frozen=True)
@@ -163,7 +173,7 @@ def one_slot(sizes: ModelSizes, gpu: GPUMemory, longest_job: int, drafts: DraftM
         WEIGHTS: Need(sizes.weight_bytes),
         KEPT: Need(0, sizes.kept_bytes(slot_capacity(longest_job)) + sizes.state_bytes),
         DRAFTS: Need(drafts.part_bytes, drafts.slot_bytes),
-        SUMS: gpu.sum_bytes(sizes, slot_capacity(longest_job)),
+        SUMS: gpu.attention_bytes(sizes, slot_capacity(longest_job)),
         ROWS: Need(_row_bytes(sizes, gpu.num_rows) + _sampling_bytes(sizes, gpu.num_rows)),
         GRAPHS: Need(GRAPH_RESERVE + int(SLACK * gpu.free_bytes)),
     }

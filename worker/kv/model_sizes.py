@@ -15,7 +15,7 @@ from swiftbatch.worker.kernels.kernel_sizes import BLOCK_DEPTH, CUDA_SCALE_BYTES
 from swiftbatch.worker.kernels.layer_specs import slot_bytes
 from swiftbatch.worker.kernels.rank_shares import Rank, columns_of
 from swiftbatch.worker.kv.kv_capacity import ITEM_SIZES, MAX_TREE_NODES, HeldPositions, bytes_per_position
-from swiftbatch.worker.model.architectures.attention_layers import UP, Windows
+from swiftbatch.worker.model.architectures.attention_layers import INDEX_LINEARS, UP, Windows
 from swiftbatch.worker.model.architectures.catalogue import recurrent_shape
 from swiftbatch.worker.model.architectures.moe_layers import ROLES, MoEConfig
 from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentConfig, RecurrentShape
@@ -67,6 +67,10 @@ def packed_parts(
     products = defaultdict[str, list[StoredTensor]](list)
     named = [] if experts is None else list(_products_of(experts))
     named += [] if mixer is None else list(_products_of_mixer(mixer))
+    named += [
+        (_in_a_layer(f"{name}.weight"), "index_query" if role == "index_query" else "index_narrow")
+        for role, name in INDEX_LINEARS.items()
+    ]
     for name, head in heads.items():
         if of_experts := [f"{layer[1]}{product}" for each, product in named if (layer := each.match(name)) is not None]:
             products[of_experts[0]].append(head)

@@ -35,7 +35,7 @@ class ComputePath:
 def path_on(device: Literal["cpu", "cuda"], config: Config, stored: set[str] | None = None) -> ComputePath:
     """Return the path of a text model; `stored` are its tensors' names, where known."""
     form = architecture_of(config)
-    if device == "cuda" and form is not None and form.on_cpu_alone is not None:
+    if device == "cuda" and form is not None and form.on_cpu_alone:
         return ComputePath("none", f"its layers have {form.on_cpu_alone}, which our kernels for CPUs know alone")
     try:
         dense = read_decoder_config(config)
@@ -89,9 +89,10 @@ def _head_dim(config: Config) -> int:
 
 
 def refuse_on_gpu(model: str, config: Config) -> None:
-    """Raise ModelError for a model that runs on CPUs alone."""
+    """Raise ModelError for a model that runs on CPUs alone, or nowhere."""
     if (path := path_on("cuda", config)).name == "none":
-        raise ModelError(f"model {model}: it does not run on a GPU: {path.reason}; use --device cpu")
+        hint = "" if path_on("cpu", config).name == "none" else "; use --device cpu"
+        raise ModelError(f"model {model}: it does not run on a GPU: {path.reason}{hint}")
 
 
 def without_kernels(config: Config) -> str | None:

@@ -24,6 +24,7 @@ from tests.jobs.run.run_parts import MANIFEST
 from tests.scheduler.commands.command_parts import pretend_to_run
 from tests.scheduler.driver.driver_parts import make_run
 from tests.worker.model.expert_configs import write_experts
+from tests.worker.model.gemma4_configs import GEMMA4, write_gemma4
 from tests.worker.model.latent_configs import WITH_LATENTS
 
 
@@ -116,11 +117,14 @@ def test_a_model_that_no_kernels_compute_on_a_gpu_is_told_of_before_workers_star
 
 
 def test_a_model_that_does_not_run_on_a_gpu_is_refused_before_workers_start(tmp_path: Path) -> None:
-    config = {"model_type": "glm_moe_dsa", "max_position_embeddings": 1024, "vocab_size": 97}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="an indexer chooses, which our kernels for CPUs know alone; use --device cpu"):
+    write_gemma4(next(iter(GEMMA4)), tmp_path)
+    with pytest.raises(ModelError, match="which our kernels for CPUs know alone; use --device cpu"):
         launch.slow_on_gpu(str(tmp_path), num_gpus_per_worker=1)
     assert launch.slow_on_gpu(str(tmp_path), num_gpus_per_worker=0) is None
+    config = {"model_type": "glm_moe_dsa", "max_position_embeddings": 1024, "vocab_size": 97}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"it does not run on a GPU: its \w+ is left to a default\Z"):
+        launch.slow_on_gpu(str(tmp_path), num_gpus_per_worker=1)
 
 
 def test_caches_that_a_model_cannot_have_are_refused_before_workers_start(run: Run, tmp_path: Path) -> None:

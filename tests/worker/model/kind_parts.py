@@ -370,7 +370,7 @@ In DeepSeek V3.2 and GLM 5, 5.1 and 5.2 (DeepSeek sparse attention) an indexer s
 and the row attends to the best `index_topk` of them, 2,048 as published. Scores are float32, and of equal ones the
 earlier position is chosen. Layers that GLM 5.2 calls `shared` take the choice of the last layer with an indexer.
 
-- **They run on CPUs alone.** `inspect` says so, and a run on GPUs is refused before workers start: use `--device cpu`.
+- **Our kernels run them**, on CPUs and GPUs; `transformers` does not. `--kv-dtype` is refused.
 - **Caches** hold the indexer's key behind the latent vector, in every layer: 110 KB per position of GLM 5.
 - **Text longer than `index_topk`** costs an index score per position and the attention of `index_topk` positions.
 

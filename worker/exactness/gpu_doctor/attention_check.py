@@ -15,6 +15,7 @@ from swiftbatch.worker.forward.tile_packing import SequenceRows, max_tree_depth,
 from swiftbatch.worker.kernels.cuda.attention_backends import ATTENTION_KERNELS, new_attention, shape_of
 from swiftbatch.worker.kernels.cuda.cuda_graph import Upload
 from swiftbatch.worker.kernels.cuda.cuda_row_table import TableLayout
+from swiftbatch.worker.kernels.cuda.mla_kernels import MLAShape
 from swiftbatch.worker.kernels.cuda.tree_attention import KeptLayer
 from swiftbatch.worker.kernels.gpu_kernel_choice import DEFAULT_KERNELS
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS, ROW_CHOICES
@@ -132,6 +133,7 @@ class OneLayer:
         self.arena.buffer.normal_(generator=parts.generator(4))
         num_rows = parts.kernels.num_rows
         shape = shape_of(sizes, num_rows)
+        shape = shape.seeing_all() if isinstance(shape, MLAShape) else shape
         capacity, pages = self.arena.capacity, self.arena.pages
         table = (num_slots, capacity, shape.rows_per_group, capacity, sizes.vocab)
         self._layout = TableLayout(*table, page=None if pages is None else pages.page, num_rows=num_rows)
@@ -158,7 +160,7 @@ class OneLayer:
         return found
 
     def random_query(self, seed: int) -> Tensor:
-        query = self._rows(self._parts.sizes.head_dim).float().normal_(generator=self._parts.generator(seed))
+        query = self._rows(self.attention.query.shape[-1]).float().normal_(generator=self._parts.generator(seed))
         return query.to(self._parts.dtype)
 
     def attended(self, query: Tensor, placed: list[Placed]) -> Tensor:
@@ -190,7 +192,7 @@ class OneLayer:
         found = []
         for kv_head, heads in enumerate(query.double().chunk(self._parts.sizes.num_kv_heads)):
             keys, values = (torch.cat([part[kv_head, : rows.boundary], part[kv_head, tail]]).double() for part in kept)
-            weights = torch.softmax(heads @ keys.t() * self._parts.sizes.scale, dim=-1)
+            weights = torch.softmax(heads @ keys[:, : heads.shape[1]].t() * self._parts.sizes.scale, dim=-1)
             found.append(weights @ values[:, : self._value_dim])
         return torch.cat(found)
 

@@ -50,10 +50,13 @@ def weight_shapes(weights: StackedWeights) -> dict[str, list[AnyLinear]]:
     own = [layer.dense_mlp for layer in layers if layer.dense_mlp is not None]
     attention = [layer.attention for layer in layers if layer.attention is not None]
     latents = [layer.latent for layer in layers if layer.latent is not None]
+    indexers = [each.indexer for each in latents if each.indexer is not None]
     mixers = [layer.mixer for layer in layers if layer.mixer is not None]
     products = {
         "q, k, v": [in_front for in_front, _ in attention],
         "queries of vectors": [each.query for each in latents if each.query is not None],
+        "queries of indexers": [each.query for each in indexers],
+        "keys and weights of indexers": [each.narrow for each in indexers],
         "output": [behind for _, behind in attention],
         "into states": [mixer.wide for mixer in mixers],
         "of states' heads": [mixer.narrow for mixer in mixers if mixer.narrow is not None],

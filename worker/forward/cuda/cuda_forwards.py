@@ -289,7 +289,7 @@ class CudaQueryTap:
         queries = self._queries = torch.zeros(num_layers, *heads, dtype=sizes.dtype, device=device)
 
         def keep(layer: int, query: torch.Tensor) -> None:
-            queries[layer].copy_(query[0])
+            queries[layer, ..., : query.shape[-1]].copy_(query[0])  # zeros meet an indexer's keys
 
         self._graph = capture(lambda: decoder.forward(keep), device)
 

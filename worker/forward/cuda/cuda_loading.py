@@ -225,7 +225,7 @@ def forwards_beside(target: Forwards, files: ModelFiles, longest_job: int, num_s
     if not isinstance(target, CudaForwards):
         return None
     weights = dense_weights(files, target.dtype, target.device)
-    if weights is None or weights.sizes.indexer is not None:
+    if weights is None:
         return None
     shape = CacheShape.of(weights, target.device)
     stacked = stacked_weights(weights, target.device, handed_over(weights))

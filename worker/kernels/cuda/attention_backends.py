@@ -128,13 +128,14 @@ class MLAAttention(RowsInOrder):
     def __init__(self, shape: MLAShape, layout: TableLayout, scale: float, device: torch.device) -> None:
         self.shape, self.scale = shape, scale
         num_rows, latent = shape.num_rows, shape.latent
-        splits = num_splits(layout.capacity, LATENT_BLOCKS)
+        splits = num_splits(latent.most_attended(layout.capacity), LATENT_BLOCKS)
         self.scratch = Scratch.empty(splits, shape.num_heads, latent.rank, device, num_rows)
-        self.query = torch.zeros(num_rows, shape.num_heads, latent.entry_dim, dtype=shape.dtype, device=device)
+        self.query = torch.zeros(num_rows, shape.num_heads, latent.key_dim, dtype=shape.dtype, device=device)
 
     @property
     def numerics(self) -> str:
-        return f"latent, splits of {LATENT_BLOCKS} blocks"
+        of_chosen = "" if self.shape.latent.indexer is None else " of chosen keys"
+        return f"latent, splits of {LATENT_BLOCKS} blocks{of_chosen}"
 
     def attend(self, layer: int, kept: KeptLayer, table: CudaRowTable[Tensor], mixed: Tensor) -> None:
         attend_to_latents(self.shape, self.query, kept, table, self.scratch, mixed, self.scale)

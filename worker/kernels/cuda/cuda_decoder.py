@@ -26,8 +26,9 @@ from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, TableLay
 from swiftbatch.worker.kernels.cuda.decoder_buffers import DecoderBuffers, LayerAngles
 from swiftbatch.worker.kernels.cuda.device_caches import DeviceCaches, check_buffer
 from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, LinearKernel, triton_linear
+from swiftbatch.worker.kernels.cuda.indexer_kernels import CudaIndexer
 from swiftbatch.worker.kernels.cuda.layer_launches import Delta, LayerLaunches, Tables, Tap, scaled
-from swiftbatch.worker.kernels.cuda.mla_kernels import CudaMLA
+from swiftbatch.worker.kernels.cuda.mla_kernels import CudaMLA, MLAShape
 from swiftbatch.worker.kernels.cuda.moe_gemm import CudaExperts
 from swiftbatch.worker.kernels.cuda.peers import Launch, meet_all
 from swiftbatch.worker.kernels.cuda.row_kernels import embed, softcap_logits
@@ -75,6 +76,7 @@ class CudaDecoder:
             self._new_tables(device),
             LayerAngles.of(weights, caches.num_positions, device, turns),
             None if sizes.latent is None else CudaMLA(sizes, sizes.latent, linear, device, num_rows),
+            _indexer_of(weights, linear, device, caches.capacity, num_rows),
             _experts_of(weights, linear, device, num_rows),
             self.mixers,
             wide=wide,
@@ -97,9 +99,10 @@ class CudaDecoder:
             for rows, kept in zip(arena, self._layers.kept, strict=True)
         ]
         layout = replace(self.layout, num_slots=arena.shape[2], capacity=arena.shape[4], boundary_step=1, page=None)
+        shape = self._shape.seeing_all() if isinstance(self._shape, MLAShape) else self._shape
         # flash-attn adds no biases, and partial sums follow from a capacity
-        attention = new_attention(TritonAttention, self._shape, layout, self.sizes.scale, arena.device)
-        return self._with(layout, replace(self._layers, kept=kept, attention=attention))
+        attention = new_attention(TritonAttention, shape, layout, self.sizes.scale, arena.device)
+        return self._with(layout, replace(self._layers, kept=kept, attention=attention, indexer=None))
 
     @staticmethod
     def join(ranks: Sequence[CudaDecoder]) -> None:
@@ -139,6 +142,7 @@ class CudaDecoder:
             wide=None if layers.wide is None else layers.wide.narrowed(num_rows),
             buffers=layers.buffers.narrowed(num_rows),
             latents=None if layers.latents is None else layers.latents.narrowed(num_rows),
+            indexer=None if layers.indexer is None else layers.indexer.narrowed(num_rows),
             experts=None if layers.experts is None else layers.experts.narrowed(num_rows),
             mixers=other.mixers,
         )
@@ -263,6 +267,19 @@ def _recurrent_layers_of(
     if len(found) != (states is not None):
         raise ValueError(f"found mixers of {len(found)} sizes, and {'some' if states else 'no'} states")
     return None if states is None else CudaRecurrentLayers(found.pop(), states, weights.sizes.dtype, linear, num_rows)
+
+
+def _indexer_of(
+    weights: StackedWeights, linear: LinearKernel, device: torch.device, capacity: int, num_rows: int
+) -> CudaIndexer | None:
+    """Return the indexers, or None if the model has none. Raises ValueError if the first layer has none."""
+    sizes = weights.sizes
+    if sizes.indexer is None:
+        return None
+    first = weights.layers[0].latent
+    if first is None or first.indexer is None:
+        raise ValueError("found a first layer without an indexer, expected one whose choice others use")
+    return CudaIndexer(sizes, sizes.indexer, linear, device, capacity, num_rows)
 
 
 def _experts_of(

@@ -113,7 +113,7 @@ class PageTable:
     """Pages of a pool that hold slots' entries, in any order."""
 
     numbers: Tensor  # [num_slots, most_pages] int32, on the device; of one slot [most_pages]
-    page: int  # entries per page, a multiple of BLOCK
+    page: int  # entries per page, a multiple of BLOCK; 1 in lists of chosen entries
 
     @property
     def capacity(self) -> int:

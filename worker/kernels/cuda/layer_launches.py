@@ -16,6 +16,7 @@ from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import CudaRecurrentLa
 from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable
 from swiftbatch.worker.kernels.cuda.decoder_buffers import DecoderBuffers, LayerAngles
 from swiftbatch.worker.kernels.cuda.gemm import LinearKernel, triton_linear
+from swiftbatch.worker.kernels.cuda.indexer_kernels import CudaIndexer
 from swiftbatch.worker.kernels.cuda.mla_kernels import CudaMLA
 from swiftbatch.worker.kernels.cuda.moe_gemm import CudaExperts
 from swiftbatch.worker.kernels.cuda.peers import Launch, Peers
@@ -65,6 +66,7 @@ class LayerLaunches:
     tables: Tables
     angles: LayerAngles
     latents: CudaMLA | None
+    indexer: CudaIndexer | None  # None: rows attend to all entries
     experts: CudaExperts | None
     mixers: CudaRecurrentLayers | None
     feature_layers: tuple[int, ...] = ()
@@ -155,6 +157,11 @@ class LayerLaunches:
         if layer.latent is not None and self.latents is not None:
             given = rows, table, self.angles.usual, kept.keys, attention.query
             yield partial(self.latents.keep, layer.latent, in_front, *given)
+            if self.indexer is not None:
+                if layer.latent.indexer is not None:
+                    known = self.latents.vector, rows, table, self.angles.usual, kept
+                    yield partial(self.indexer.choose, layer.latent.indexer, *known)
+                kept, table = self.indexer.chosen(kept, table)
         else:
             yield from self._take_heads(layer, in_front, rows, kept, table)
         yield partial(attention.attend, number, kept, table, buffers.mixed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,6 +60,10 @@ class MLAShape:
     @property
     def num_tiles(self) -> int:
         return -(-self.num_heads // self.tile_rows)
+
+    def seeing_all(self) -> MLAShape:
+        """Return the shape of rows that attend to all entries, also in a model with indexers."""
+        return replace(self, latent=replace(self.latent, indexer=None))
 
     def prefix_constants(self) -> dict[str, Any]:
         """Return constants, warps and stages of `latent_prefix_split`."""
@@ -180,7 +184,9 @@ def attend_latent_split(
     for part in range(start * (BLOCK // KEYS), end * (BLOCK // KEYS)):
         entries = part * KEYS + tl.arange(0, KEYS)
         kept = entries
-        if PAGE:
+        if PAGE == 1:  # of chosen keys
+            kept = tl.load(pages_ptr + slot * stride_pages + entries)
+        elif PAGE:
             page = tl.load(pages_ptr + slot * stride_pages + part * KEYS // PAGE)
             kept = page * PAGE + entries % PAGE
         entry_ptr = kept_ptr + slot * stride_slot + kept.to(tl.int64)[:, None] * stride_entry
@@ -251,7 +257,7 @@ def latent_tail_merge(
 
 def attend_to_latents(
     shape: MLAShape,
-    query: Tensor,  # [num_rows, num_heads, entry_dim]
+    query: Tensor,  # [num_rows, num_heads, key_dim]
     kept: KeptLayer,  # whose keys are [num_slots, 1, capacity, entry_dim]
     table: CudaRowTable[Tensor],
     scratch: Scratch,
@@ -281,6 +287,7 @@ def attend_to_latents(
 
 
 TILE_ROWS = 64  # divides the number of rows
+LEAST_WIDTH = tl.constexpr(LANES)  # divides all widths
 EPSILON = 1e-6  # norms of latent vectors have this epsilon in all models
 
 
@@ -299,8 +306,12 @@ def keep_latent_row(
     down_ptr, angles_ptr, query_norm_ptr, key_norm_ptr, rows_ptr, vector_ptr, kept_ptr, epsilon,
     stride_slot, stride_entry, DOWN: tl.constexpr, QUERY_RANK: tl.constexpr, RANK: tl.constexpr,
     TURNED: tl.constexpr, QUERY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, SPUN: tl.constexpr, FORM: tl.constexpr,
+    NUM_ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): stores its cache entry, from the last columns of `down`, and the queries' latent vector."""
+    """Program (row): stores its cache entry, from the last columns of `down`, and the queries' latent vector.
+
+    Zeros follow in place of the key that an indexer may store later.
+    """
     row = tl.program_id(0)
     if is_padding(rows_ptr, row):
         return
@@ -325,6 +336,9 @@ def keep_latent_row(
     angles_ptr += tl.load(rows_ptr + row * 5 + 3).to(tl.int64) * TURNED + spun
     first, second = rope_halves(down_ptr + RANK + spun, angles_ptr, is_spun, TURNED, dtype)
     store_halves(entry_ptr + RANK + spun, first, second, is_spun, TURNED)
+    if NUM_ZEROS:
+        for start in range(RANK + TURNED, RANK + TURNED + NUM_ZEROS, LEAST_WIDTH):
+            tl.store(entry_ptr + start + tl.arange(0, LEAST_WIDTH), tl.zeros([LEAST_WIDTH], dtype))
 
 
 @triton.jit
@@ -379,8 +393,8 @@ class CudaMLA:
         self._sizes, self._latent, self._linear, self._num_rows = sizes, latent, linear, num_rows
         queries = sizes.num_heads * latent.query_dim
         of_vectors = queries if latent.query_rank else 0
-        widths = ((latent.query_rank or queries) + latent.entry_dim, latent.query_rank, of_vectors, sizes.found_width)
-        self._down, self._vector, self._queries, self.found = (
+        widths = ((latent.query_rank or queries) + latent.key_dim, latent.query_rank, of_vectors, sizes.found_width)
+        self._down, self.vector, self._queries, self.found = (
             torch.zeros(num_rows, width, dtype=sizes.dtype, device=device) for width in widths
         )
 
@@ -388,7 +402,7 @@ class CudaMLA:
         """Return the launches of forwards of fewer rows, in the first rows of the same buffers."""
         other = copy.copy(self)
         other._num_rows = num_rows
-        for name in ("_down", "_vector", "_queries", "found"):
+        for name in ("_down", "vector", "_queries", "found"):
             setattr(other, name, getattr(self, name)[:num_rows])
         return other
 
@@ -404,17 +418,17 @@ class CudaMLA:
     ) -> None:
         """Write the cache entries of `rows [num_rows, hidden]` to `kept [num_slots, 1, capacity, entry_dim]`.
 
-        Also fill `query`. `query` is `[num_rows, num_heads, entry_dim]`.
+        Also fill `query`. `query` is `[num_rows, num_heads, key_dim]`.
         """
         sizes, latent = self._sizes, self._latent
         self._linear(rows, down.weight, down.bias, self._down)
         keep_latent_row[(self._num_rows,)](
-            self._down, angles, weights.query_norm, weights.key_norm, table.rows, self._vector, kept, EPSILON,
+            self._down, angles, weights.query_norm, weights.key_norm, table.rows, self.vector, kept, EPSILON,
             kept.stride(0), kept.stride(2), **keep_constants(latent, self._down.shape[1], sizes.norm_form),
         )  # fmt: skip
         queries = self._down
         if weights.query is not None:
-            self._linear(self._vector, weights.query.weight, weights.query.bias, self._queries)
+            self._linear(self.vector, weights.query.weight, weights.query.bias, self._queries)
             queries = self._queries
         self._multiply(queries, weights.key_up, table, angles, query, latent.rope_dim)
 
@@ -448,6 +462,7 @@ def keep_constants(latent: MLASizes, down_width: int, form: NormForm) -> dict[st
         "WIDTH": triton.next_power_of_2(latent.rank),
         "SPUN": triton.next_power_of_2(latent.rope_dim // 2),
         "FORM": int(form),
+        "NUM_ZEROS": latent.entry_dim - latent.key_dim,
     }
 
 

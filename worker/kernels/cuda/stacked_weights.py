@@ -139,6 +139,23 @@ def _tensor_in_turns(parts: Sequence[Sequence[Tensor]], device: torch.device) ->
 
 
 @dataclass(frozen=True)
+class StackedIndexer:
+    """Projections and the norm of an indexer."""
+
+    query: AnyLinear  # [num_index_heads * index_dim, query_rank]
+    narrow: AnyLinear  # computes a row's key, then the weights of heads
+    norm: Tensor  # [2 * index_dim], biases last
+
+
+def stacked_indexer(layer: LayerWeights, device: torch.device) -> StackedIndexer | None:
+    """Copy to the device. Returns None for a layer without an indexer."""
+    if layer.index_query is None or layer.index_key is None or layer.index_weight is None or layer.index_norm is None:
+        return None
+    narrow = _stacked([layer.index_key, layer.index_weight], device)
+    return StackedIndexer(_stacked([layer.index_query], device), narrow, _moved(layer.index_norm, device))
+
+
+@dataclass(frozen=True)
 class StackedMLA:
     """Projections and norms within latent attention. Weights of projections per head are not packed."""
 
@@ -147,15 +164,23 @@ class StackedMLA:
     key_norm: Tensor  # [rank]
     key_up: Tensor  # [num_heads * rank, nope_dim]
     value_up: Tensor  # [num_heads * value_dim, rank]
+    indexer: StackedIndexer | None = None
+
+    @property
+    def products(self) -> list[AnyLinear]:
+        """Return all projections except those per head."""
+        of_indexer = [] if self.indexer is None else [self.indexer.query, self.indexer.narrow]
+        return [*([] if self.query is None else [self.query]), *of_indexer]
 
 
 def stacked_latent(layer: LayerWeights, query: AnyLinear | None, device: torch.device) -> StackedMLA | None:
     """Copy to the device, where `query` already is. Returns None for a layer without latent attention."""
     if layer.key_up is None or layer.value_up is None or layer.key_norm is None:
         return None
-    ups = (plain(each.weight).detach().to(device).contiguous() for each in (layer.key_up, layer.value_up))
+    key_up, value_up = (plain(each.weight).detach().to(device).contiguous() for each in (layer.key_up, layer.value_up))
     query_norm = None if layer.query_norm is None else layer.query_norm.detach().to(device)
-    return StackedMLA(query, query_norm, layer.key_norm.detach().to(device), *ups)
+    indexer = stacked_indexer(layer, device)
+    return StackedMLA(query, query_norm, layer.key_norm.detach().to(device), key_up, value_up, indexer)
 
 
 def wide_columns(sizes: RecurrentSizes) -> int:
@@ -255,7 +280,7 @@ class StackedLayer:
     @property
     def products(self) -> list[AnyLinear]:
         """Return all projections except those of experts and those per head in latent attention."""
-        within = [] if self.latent is None or self.latent.query is None else [self.latent.query]
+        within = [] if self.latent is None else self.latent.products
         within += [] if self.mixer is None else self.mixer.products
         around_experts = () if self.experts is None else self.experts.latent or ()
         return [*(self.attention or ()), *within, *around_experts, *(self.dense_mlp or ())]

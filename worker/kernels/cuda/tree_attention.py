@@ -438,8 +438,13 @@ class KeptLayer:
         bias, pages = self.bias, None if self.pages is None else self.pages.numbers
         return bias, pages, 0 if bias is None else bias.stride(0), 0 if pages is None else pages.stride(0)
 
+    @property
+    def page(self) -> int:
+        """Return the entries per page, or 0 without pages."""
+        return 0 if self.pages is None else self.pages.page
+
     def prefix_constants(self) -> dict[str, Any]:
-        return {"HAS_BIAS": self.bias is not None, "PAGE": 0 if self.pages is None else self.pages.page}
+        return {"HAS_BIAS": self.bias is not None, "PAGE": self.page}
 
 
 def attend(

@@ -144,7 +144,7 @@ def indexed(indexer: IndexerSpec) -> ArchitectureSpec:
         experts=replace(SCORED_BY_SIGMOID, layers=SparseOr(behind_the_first), one_meaning=WITHOUT_BIASES | pairs),
         known_keys=(*DEEPSEEK_V3.known_keys, "index_topk_", "index_skip_topk_offset"),
         rules=NULL_HEADS,
-        on_cpu_alone=CHOOSES,
+        kernels_alone=CHOOSES,
     )
 
 

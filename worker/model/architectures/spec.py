@@ -167,7 +167,7 @@ class ArchitectureSpec:
     # what runs it
     lacks_class: bool = False  # `transformers` does not know it: `nas_model` has its class, which takes the text view
     kernels_lack: str | None = None  # why our kernels cannot run it beyond its attention; None if they can
-    kernels_alone: str | None = None  # why nothing but our kernels runs it; None if something does
+    kernels_alone: str | None = None  # what only our kernels have of it; None if `transformers` has all
     on_cpu_alone: str | None = None  # the same, but of our kernels those for CPUs alone
     is_taken_over: bool = False  # the kernels may run it after `transformers` has filled in the config's missing values
     attends_in_chunks: bool = False

@@ -13,7 +13,7 @@ from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.model.model_files import ModelFiles
 from tests.worker.exactness.gpu_doctor.small_parts import SMALL, one_layer, small_parts
 from tests.worker.kernels.cuda import flash_stub
-from tests.worker.kernels.kernel_parts import BF16, FLOAT32, LATENTS
+from tests.worker.kernels.kernel_parts import BF16, FLOAT32, INDEXED, LATENTS, Shape
 
 pytestmark = pytest.mark.long
 
@@ -27,8 +27,9 @@ def test_rows_at_all_lengths_are_their_own(embedded_files: ModelFiles, dtype: to
     assert all(row["differing"] == 0 and int(row["tried"]) >= 4 for row in finding.rows)
 
 
-def test_rows_over_latent_vectors_are_their_own(embedded_files: ModelFiles) -> None:
-    parts, weights = small_parts(embedded_files), one_layer(LATENTS[1])
+@pytest.mark.parametrize("shape", [LATENTS[1], INDEXED[1]], ids=["latent", "beside index keys"])
+def test_rows_over_latent_vectors_are_their_own(shape: Shape, embedded_files: ModelFiles) -> None:
+    parts, weights = small_parts(embedded_files), one_layer(shape)
     parts.load = lambda: weights
     finding = check_attention(parts)
     assert finding.passed, finding

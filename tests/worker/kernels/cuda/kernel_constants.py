@@ -13,6 +13,7 @@ from swiftbatch.worker.kernels.cuda import (
     cuda_recurrence,
     cuda_recurrent_layers,
     gemm,
+    indexer_kernels,
     mla_kernels,
     moe_router,
     peers,
@@ -26,7 +27,7 @@ from swiftbatch.worker.kernels.cuda.cuda_recurrence import MOVE_WARPS, MOVED_WOR
 from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import finish_constants, finish_group
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape
 from swiftbatch.worker.kernels.cuda.wide_attention import WideShape, wide_prefix_split, wide_tail_merge
-from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES, MLASizes
+from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES, IndexerSizes, MLASizes
 from swiftbatch.worker.kernels.layer_specs import (
     Activation,
     AttentionView,
@@ -141,7 +142,7 @@ def latent_kernels(dtype: str) -> dict[str, Made]:
     attention = mla_kernels.MLAShape(num_heads, sizes, DTYPES[dtype])
     many = dataclasses.replace(attention, num_heads=128, num_rows=MOST_ROWS)
     plain = without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | paged
-    keep = latent_products.keep_constants(sizes, sizes.query_rank + sizes.entry_dim, NormForm.TWICE)
+    keep = latent_products.keep_constants(sizes, sizes.query_rank + sizes.key_dim, NormForm.TWICE)
     ups = {
         "absorbed queries": (sizes.rank, sizes.nope_dim, sizes.query_dim, sizes.rope_dim),
         "values of heads": (sizes.value_dim, sizes.rank, sizes.rank, 0),
@@ -165,7 +166,25 @@ def latent_kernels(dtype: str) -> dict[str, Made]:
             num_heads, weight, num_heads * width, num_rotary_dims
         )
         found[name] = latent_products.multiply_heads, constants | ({} if num_rotary_dims else {"angles_ptr": None})
-    return found
+    chosen = without(many.prefix_constants(), "HAS_BIAS", "bias_ptr") | {"PAGE": 1}
+    found["latent prefix of chosen keys"] = mla_kernels.latent_prefix_split, chosen
+    return found | index_kernels(dtype)
+
+
+def index_kernels(dtype: str) -> dict[str, Made]:
+    """Indexers of DeepSeek V3.2; GLM 5 has half as many heads."""
+    indexer = IndexerSizes(64, 128, 2048)
+    sizes = MLASizes(512, 1536, 128, 64, 128, indexer)
+    keep = latent_products.keep_constants(sizes, sizes.query_rank + sizes.key_dim, NormForm.TWICE)
+    scores = indexer_kernels.score_constants(sizes, indexer, DTYPES[dtype])
+    fewer = indexer_kernels.score_constants(sizes, dataclasses.replace(indexer, num_heads=32), DTYPES[dtype])
+    return {
+        "kept latents beside index keys": (latent_products.keep_latent_row, keep),
+        "index heads": (indexer_kernels.ready_index_row, indexer_kernels.ready_constants(sizes, indexer)),
+        "index scores": (indexer_kernels.score_span, scores | PAGES),
+        "index scores of GLM 5": (indexer_kernels.score_span, fewer | PAGES),
+        "chosen keys": (indexer_kernels.list_chosen, indexer_kernels.list_constants(indexer) | PAGES),
+    }
 
 
 def coded_kernels(dtype: str) -> dict[str, Made]:

@@ -80,6 +80,7 @@ IN_OTHER_FORMS = (  # their own form is compiled daily
     *("latent prefix of many heads", "latent prefix with biases"),
     *("striped prefix in e4m3", "striped tail in e4m3", "rope of striped heads", "norm, add, scale and norm"),
     "choice of Gemma 4",
+    *("kept latents beside index keys", "index scores of GLM 5"),
     *("prefix", "sort of choices among 512 experts", "rope, packed", "rope with scales", "norm with biases"),
     *(name for name in wide_kernels("bf16") if not name.startswith(("linear", "sort of choices"))),
 )

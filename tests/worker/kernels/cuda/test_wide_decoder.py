@@ -15,7 +15,7 @@ from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES
 from tests.worker.kernels.cuda.arenas import Arena, Placed, random_arena, random_rows
 from tests.worker.kernels.cuda.test_decoder import CPU, NUM_POSITIONS, run
-from tests.worker.kernels.kernel_parts import FLOAT32, LATENTS, WITH_EXPERTS, Shape, random_weights
+from tests.worker.kernels.kernel_parts import FLOAT32, INDEXED, LATENTS, WITH_EXPERTS, Shape, random_weights
 
 pytestmark = pytest.mark.long
 
@@ -26,6 +26,7 @@ SHAPES = {
     "float32": Shape(dtype=FLOAT32),
     "experts": WITH_EXPERTS["glm4_moe"],
     "latent": LATENTS[0],
+    "chosen": INDEXED[0],
     "experts, float32": WITH_EXPERTS["gpt_oss in float32"],
 }
 EVERY_DAY = {("experts", 128)}  # these attend like those without experts
@@ -84,7 +85,7 @@ def test_a_row_has_the_bits_in_company_that_it_has_alone(kind: str, num_rows: in
 
 
 @pytest.mark.parametrize(
-    "kind", ["float32", *(pytest.param(each, marks=pytest.mark.slow) for each in ("experts", "latent"))]
+    "kind", ["float32", *(pytest.param(each, marks=pytest.mark.slow) for each in ("experts", "latent", "chosen"))]
 )
 def test_a_wide_forward_has_the_bits_of_a_narrow_one_and_of_its_own_narrow_forward(kind: str) -> None:
     arena, placed = company(SHAPES[kind], 64)

@@ -35,6 +35,7 @@ def plain_tensors(weights: StackedWeights) -> Iterator[torch.Tensor]:
             found = (*found, experts.choice_scales, experts.front_norm, experts.behind_norm)
         if (latent := layer.latent) is not None:
             found = (*found, latent.query_norm, latent.key_norm, latent.key_up, latent.value_up)
+            found = (*found, *(() if latent.indexer is None else (latent.indexer.norm,)))
         yield from (each for each in found if each is not None)
     yield from (product.bias for product in products(weights) if product.bias is not None)
     yield from (product.weight for product in products(weights) if isinstance(product.weight, torch.Tensor))
