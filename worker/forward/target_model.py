@@ -26,7 +26,7 @@ from swiftbatch.worker.kernels.gpu_kernel_choice import (
     refuse_kv_dtype,
     refuse_without_kernels,
 )
-from swiftbatch.worker.kernels.native_library import chosen_variant
+from swiftbatch.worker.kernels.native_library import chosen_variant, why_none
 from swiftbatch.worker.kv.cache_room import CacheRoom
 from swiftbatch.worker.kv.file_offload import offloaded_cache
 from swiftbatch.worker.kv.full_cache import FullKVCache, new_cache_of
@@ -35,6 +35,8 @@ from swiftbatch.worker.model.architectures.catalogue import architecture_of
 from swiftbatch.worker.model.compute_path import refuse_on_gpu, short_length
 from swiftbatch.worker.model.decoder_config import OtherDecoderError
 from swiftbatch.worker.model.decoder_loading import fitting_weights
+from swiftbatch.worker.model.lora import LACKS_GPU, LoraFiles
+from swiftbatch.worker.model.lora_weights import adapter_weights
 from swiftbatch.worker.model.model_files import ModelFiles, eos_token_ids_of, read_config
 from swiftbatch.worker.sampling.batch_sampler import SplitRows
 from swiftbatch.worker.sampling.draft_tree import DraftTree
@@ -181,6 +183,7 @@ class TargetModel:
         self.eos_token_ids, self.cache_shape = forwards.eos_token_ids, forwards.cache_shape
         self.forwards = forwards
         self._kv_offload = kv_offload
+        self._adapters: dict[str, int] = {}  # by name, as `FullKVCache.adapter` has them
 
     @classmethod
     def load(
@@ -193,14 +196,17 @@ class TargetModel:
         kernels: CudaKernels = DEFAULT_KERNELS,
         kv_dtype: KVDtype | None = None,
         never_sampled_ids: Many[int] = (),
+        loras: Many[LoraFiles] = (),
     ) -> TargetModel:
-        """Load a model from its folder.
+        """Load a model from its folder, and adapters for it.
 
-        Raises ModelError for an unsupported model or non-finite logits, KVRoomError if a GPU lacks memory or its
-        caches were asked into a folder.
+        Raises ModelError for an unsupported model or adapter or non-finite logits, KVRoomError if a GPU lacks memory or
+        its caches were asked into a folder.
         """
         place = resolve_device(device)
         refuse_offload(place.type, kv_offload)
+        if loras:
+            _refuse_adapters(loras[0], place)
         refuse_other_caches(files.name, read_config(files.name, files.path), kv_dtype, kv_offload)
         wanted = slots if place.type == "cuda" else None
         if wanted is None:
@@ -209,7 +215,16 @@ class TargetModel:
         if never_sampled_ids:
             target.forwards.never_sampled_ids = torch.tensor(never_sampled_ids, device=target.device)
         check_model(target)
+        target._add_adapters(loras)
         return target
+
+    def _add_adapters(self, loras: Many[LoraFiles]) -> None:
+        """Load adapters. Raises ModelError for one that does not fit."""
+        for files in loras:
+            if not isinstance(self.forwards, NativeForwards):
+                raise files.fault("only our kernels run adapters, and they do not run this model")
+            weights = adapter_weights(files, read_config(self.files.name, self.files.path))
+            self._adapters[files.name] = self.forwards.add_adapter(weights)
 
     def load_beside(self, files: ModelFiles, longest_job: int) -> TargetModel:
         """Load a draft model on the same device in the same dtype. Raises ModelError.
@@ -256,11 +271,19 @@ class TargetModel:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def new_cache(self, max_length: int, num_held: int = 0, forgets: bool = False) -> FullKVCache:
+    def new_cache(
+        self, max_length: int, num_held: int = 0, forgets: bool = False, lora: str | None = None
+    ) -> FullKVCache:
         """Return an empty cache for up to `max_length` tokens. Raises KVRoomError if memory is too small.
 
-        `num_held` positions of other sequences can be freed.
+        `num_held` positions of other sequences can be freed. Rows of the cache meet the adapter `lora`, or none.
         """
+        cache = self._new_cache(max_length, num_held, forgets)
+        if lora is not None:
+            cache.adapter = self._adapters[lora]
+        return cache
+
+    def _new_cache(self, max_length: int, num_held: int, forgets: bool) -> FullKVCache:
         if arena := self.forwards.arena:
             return arena.new_cache(max_length)
         shape = self.cache_shape if forgets and self._kv_offload is None else replace(self.cache_shape, windows=())
@@ -323,6 +346,13 @@ class TargetModel:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.forwards.logits(hidden)
+
+
+def _refuse_adapters(files: LoraFiles, device: torch.device) -> None:
+    if device.type != "cpu":
+        raise files.fault(LACKS_GPU)
+    if chosen_variant() is None:
+        raise files.fault(f"only our kernels run adapters, and torch runs here, since {why_none()}")
 
 
 def _what_runs(device: torch.device) -> str:

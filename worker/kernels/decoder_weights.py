@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,6 +114,16 @@ def float_shapes(experts: ExpertWeights, hidden: int) -> Iterator[tuple[str, Ten
 DENSE_CLASSES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 TYPED_CLASSES = {"Qwen2ForCausalLM", "Qwen3ForCausalLM"}  # their configs give the type of each layer
 STEADY_ROTARY = {"default", "linear", "llama3", "yarn"}  # their angles depend on the position alone
+
+
+@dataclass(frozen=True)
+class AdapterWeights:
+    """A LoRA adapter's `down [rank, depth]` and `up [columns, rank]` by layer and role, float32.
+
+    `up` includes the adapter's scale. Ranks are multiples of 16, with zeros behind the adapter's own.
+    """
+
+    layers: Sequence[Mapping[str, tuple[Tensor, Tensor]]]
 
 
 @dataclass(frozen=True)
