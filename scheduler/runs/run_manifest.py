@@ -31,7 +31,7 @@ from swiftbatch.worker.kernels.native_library import chosen_numerics
 from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, RunLoad, most_rows, rows_that_pay
 from swiftbatch.worker.kv.kv_capacity import NUM_UNWRITTEN, held_in_windows, refuse_offload
 from swiftbatch.worker.kv.model_sizes import read_sizes
-from swiftbatch.worker.model.lora import LACKS_GPU, adapted_linears, locate_loras, with_absolute_places
+from swiftbatch.worker.model.lora import adapted_linears, locate_loras, with_absolute_places
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model, read_config
 from swiftbatch.worker.text.tokenizer import TextCodec
 
@@ -142,8 +142,6 @@ def with_adapters(manifest: RunManifest, files: ModelFiles) -> tuple[RunManifest
     """Add the fingerprints of the run's adapters, and return them by name. Raises ModelError for an unfit one."""
     loras = locate_loras(manifest.lora, manifest.lora_commits)
     for each in loras:
-        if manifest.device == "cuda":
-            raise each.fault(LACKS_GPU)
         if manifest.lora_files.get(each.name) in (None, each.digests):  # the run refuses others
             adapted_linears(each, read_config(files.name, files.path))
     found = {"lora_files": {each.name: dict(each.digests) for each in loras}}

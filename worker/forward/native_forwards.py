@@ -167,9 +167,9 @@ class NativeForwards:
         named = (computed, weights.rotary.numerics)
         self.numerics = f"cpu {', '.join(filter(None, named))}"
 
-    def add_adapter(self, adapter: AdapterWeights) -> int:
-        """Load a LoRA adapter; return its number for `FullKVCache.adapter`."""
-        return self._decoder.add_adapter(adapter)
+    def add_adapter(self, adapter: AdapterWeights) -> None:
+        """Load a LoRA adapter. `FullKVCache.adapter` counts them from 1 on."""
+        self._decoder.add_adapter(adapter)
 
     def new_batch_sampler(self) -> BatchSampler:
         return create_batch_sampler(self.vocab_size, self.device)

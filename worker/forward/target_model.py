@@ -19,14 +19,14 @@ from swiftbatch.worker.forward.forward_interface import Forwards
 from swiftbatch.worker.forward.hardware import resolve_device
 from swiftbatch.worker.forward.native_forwards import NativeForwards
 from swiftbatch.worker.forward.tile_packing import SequenceRows, tree_rows
-from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, decoder_weights
+from swiftbatch.worker.kernels.decoder_weights import AdapterWeights, DecoderWeights, decoder_weights
 from swiftbatch.worker.kernels.gpu_kernel_choice import (
     DEFAULT_KERNELS,
     CudaKernels,
     refuse_kv_dtype,
     refuse_without_kernels,
 )
-from swiftbatch.worker.kernels.native_library import chosen_variant, why_none
+from swiftbatch.worker.kernels.native_library import chosen_variant
 from swiftbatch.worker.kv.cache_room import CacheRoom
 from swiftbatch.worker.kv.file_offload import offloaded_cache
 from swiftbatch.worker.kv.full_cache import FullKVCache, new_cache_of
@@ -35,7 +35,7 @@ from swiftbatch.worker.model.architectures.catalogue import architecture_of
 from swiftbatch.worker.model.compute_path import refuse_on_gpu, short_length
 from swiftbatch.worker.model.decoder_config import OtherDecoderError
 from swiftbatch.worker.model.decoder_loading import fitting_weights
-from swiftbatch.worker.model.lora import LACKS_GPU, LoraFiles
+from swiftbatch.worker.model.lora import LoraFiles
 from swiftbatch.worker.model.lora_weights import adapter_weights
 from swiftbatch.worker.model.model_files import ModelFiles, eos_token_ids_of, read_config
 from swiftbatch.worker.sampling.batch_sampler import SplitRows
@@ -59,8 +59,9 @@ def load_forwards(
     slots: SlotsWanted | None = None,
     kernels: CudaKernels = DEFAULT_KERNELS,
     kv_dtype: KVDtype | None = None,
+    adapters: Many[AdapterWeights] = (),
 ) -> Forwards:
-    """Return the fastest exact forwards of a model.
+    """Return the fastest exact forwards of a model, whose caches may have one of the `adapters`, numbered from 1 on.
 
     Raises KernelError, KVRoomError, and ModelError as `load_transformers` does or if other kernels were requested.
     """
@@ -71,26 +72,31 @@ def load_forwards(
     if slots is not None:
         from swiftbatch.worker.forward.cuda.cuda_loading import load_cuda_forwards
 
-        if on_gpu := load_cuda_forwards(files, dtype, device, slots, eos_token_ids_of(files), kernels, kv_dtype):
+        eos_token_ids = eos_token_ids_of(files)
+        if on_gpu := load_cuda_forwards(files, dtype, device, slots, eos_token_ids, kernels, kv_dtype, adapters):
             return on_gpu
         kernels.refuse_unused(f"they do not know the model {files.name}")
     variant = chosen_variant() if device.type == "cpu" else None
     if device.type != "cpu":
         refuse_without_kernels(kv_dtype, files.name)
+    if adapters and variant is None:
+        raise ModelError(f"model {files.name}: only our kernels run LoRA adapters, and these do not run here")
     if variant is None:
         kernels.refuse_integer_rows("torch runs here")
         _refuse_what_kernels_alone_do(files)
         return load_transformers(files, dtype, device, kv_dtype=kv_dtype)
     try:
         weights = fitting_weights(files, dtype)
-        return _native(weights, eos_token_ids_of(files), variant, kv_dtype, kernels)
+        return _native(weights, eos_token_ids_of(files), variant, kv_dtype, kernels, adapters)
     except OtherDecoderError as error:
         _refuse_what_kernels_alone_do(files, str(error))
     loaded = load_transformers(files, dtype, device, variant, kv_dtype)
     if taken := decoder_weights(loaded.model):
         with contextlib.suppress(OtherDecoderError):
-            return _native(taken, loaded.eos_token_ids, variant, kv_dtype, kernels)
+            return _native(taken, loaded.eos_token_ids, variant, kv_dtype, kernels, adapters)
     kernels.refuse_integer_rows(f"they do not know the model {files.name}")
+    if adapters:
+        raise ModelError(f"model {files.name}: only our kernels run LoRA adapters, and these do not take its weights")
     return loaded
 
 
@@ -141,15 +147,23 @@ def _what_kernels_alone_have(files: ModelFiles) -> str | None:
 
 
 def _native(
-    weights: DecoderWeights, eos_token_ids: frozenset[int], variant: str, kv_dtype: KVDtype | None, kernels: CudaKernels
+    weights: DecoderWeights,
+    eos_token_ids: frozenset[int],
+    variant: str,
+    kv_dtype: KVDtype | None,
+    kernels: CudaKernels,
+    adapters: Many[AdapterWeights],
 ) -> NativeForwards:
     """Return forwards. Raises OtherDecoderError if the weights do not fit."""
     if kernels.has_integer_rows and not weights.has_integers:
         kernels.refuse_integer_rows("none of this model's weights are integers of 8 or 4 bits that they can take")
     try:
-        return NativeForwards(weights, eos_token_ids, variant, kv_dtype, kernels.has_integer_rows)
+        forwards = NativeForwards(weights, eos_token_ids, variant, kv_dtype, kernels.has_integer_rows)
     except (ValueError, IndexError) as error:
         raise OtherDecoderError(str(error)) from error
+    for adapter in adapters:
+        forwards.add_adapter(adapter)
+    return forwards
 
 
 @dataclass(frozen=True)
@@ -205,26 +219,18 @@ class TargetModel:
         """
         place = resolve_device(device)
         refuse_offload(place.type, kv_offload)
-        if loras:
-            _refuse_adapters(loras[0], place)
         refuse_other_caches(files.name, read_config(files.name, files.path), kv_dtype, kv_offload)
         wanted = slots if place.type == "cuda" else None
         if wanted is None:
             kernels.refuse_unused(_what_runs(place))
-        target = cls(load_forwards(files, DTYPES[dtype], place, wanted, kernels, kv_dtype), files, kv_offload)
+        adapters = [adapter_weights(each, read_config(files.name, files.path)) for each in loras]
+        forwards = load_forwards(files, DTYPES[dtype], place, wanted, kernels, kv_dtype, adapters)
+        target = cls(forwards, files, kv_offload)
+        target._adapters = {each.name: number for number, each in enumerate(loras, 1)}
         if never_sampled_ids:
             target.forwards.never_sampled_ids = torch.tensor(never_sampled_ids, device=target.device)
         check_model(target)
-        target._add_adapters(loras)
         return target
-
-    def _add_adapters(self, loras: Many[LoraFiles]) -> None:
-        """Load adapters. Raises ModelError for one that does not fit."""
-        for files in loras:
-            if not isinstance(self.forwards, NativeForwards):
-                raise files.fault("only our kernels run adapters, and they do not run this model")
-            weights = adapter_weights(files, read_config(self.files.name, self.files.path))
-            self._adapters[files.name] = self.forwards.add_adapter(weights)
 
     def load_beside(self, files: ModelFiles, longest_job: int) -> TargetModel:
         """Load a draft model on the same device in the same dtype. Raises ModelError.
@@ -346,13 +352,6 @@ class TargetModel:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.forwards.logits(hidden)
-
-
-def _refuse_adapters(files: LoraFiles, device: torch.device) -> None:
-    if device.type != "cpu":
-        raise files.fault(LACKS_GPU)
-    if chosen_variant() is None:
-        raise files.fault(f"only our kernels run adapters, and torch runs here, since {why_none()}")
 
 
 def _what_runs(device: torch.device) -> str:

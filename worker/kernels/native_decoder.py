@@ -170,15 +170,14 @@ class NativeLayers:
             self._library.decoder_forward(self.handle, self.team.handle, ctypes.byref(call))
             self.team.hold([*groups, sequences])
 
-    def add_adapter(self, adapter: AdapterWeights) -> int:
-        """Load a LoRA adapter; return its number for `RowCache.adapter`."""
+    def add_adapter(self, adapter: AdapterWeights) -> None:
+        """Load a LoRA adapter. `RowCache.adapter` counts them from 1 on."""
         self._num_adapters = int(self._library.decoder_adapter(self.handle))
         for number, layer in enumerate(adapter.layers):
             for role, weights in layer.items():
                 down, up = (weight.contiguous() for weight in weights)
                 place = (self.handle, self._num_adapters, number, ROLES[role], len(down))
                 self._library.decoder_load_adapter(*place, down.data_ptr(), up.data_ptr())
-        return self._num_adapters
 
     def attending_among(self, layers: range) -> range:
         """Return the places of some layers' caches: their numbers among the layers that attend."""

@@ -44,7 +44,6 @@ ONE_MEANING: dict[str, tuple[Any, ...]] = {  # the values at which these keys ch
     "bias": ("none",),
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # others change the base model
 }
-LACKS_GPU = "adapters do not run on GPUs yet; use --device cpu, or merge the adapter into its model"
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {})  # of keys that are not known
 
 

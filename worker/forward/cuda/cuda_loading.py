@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -13,8 +14,9 @@ from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.forward.forward_interface import Forwards
 from swiftbatch.worker.kernels.cuda.cuda_row_table import compiled_library
 from swiftbatch.worker.kernels.cuda.gemm_probe import refuse_uneven_products
-from swiftbatch.worker.kernels.cuda.stacked_weights import handed_over, stacked_weights
-from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
+from swiftbatch.worker.kernels.cuda.lora_kernels import adapter_bytes
+from swiftbatch.worker.kernels.cuda.stacked_weights import handed_over, stacked_weights, with_adapters
+from swiftbatch.worker.kernels.decoder_weights import AdapterWeights, DecoderWeights
 from swiftbatch.worker.kernels.gpu_kernel_choice import CUBLAS_WORKSPACES, DEFAULT_KERNELS, CudaKernels, refuse_latent
 from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES
 from swiftbatch.worker.kv.cache_rows import CacheShape
@@ -56,8 +58,9 @@ def load_cuda_forwards(
     eos_token_ids: frozenset[int],
     kernels: CudaKernels,
     kv_dtype: KVDtype | None = None,
+    adapters: Sequence[AdapterWeights] = (),
 ) -> CudaForwards | None:
-    """Return forwards with as many slots as fit, or None if the kernels do not support the model.
+    """Return forwards with as many slots as fit beside `adapters`, or None if the kernels do not support the model.
 
     Raises KVRoomError if memory is too small, KernelError without the compiled library, and ModelError if the requested
     kernels do not support the model.
@@ -73,10 +76,10 @@ def load_cuda_forwards(
     kernels.refuse_absent()
     kernels.refuse_unfit(dtype_name, sizes.head_dim)
     hold_gemms_steady()
-    gpu = GPUMemory(settled_free_bytes(device), kernels.attention, kernels.num_rows)
+    gpu = GPUMemory(settled_free_bytes(device) - adapter_bytes(adapters), kernels.attention, kernels.num_rows)
     plan = plan_wanted(wanted, sizes, gpu)
     staging = Staging(CudaLane(device), computing_stream(device))
-    return planned_forwards(files, dtype, device, plan, eos_token_ids, staging, kernels, kv_dtype)
+    return planned_forwards(files, dtype, device, plan, eos_token_ids, staging, kernels, kv_dtype, adapters)
 
 
 def plan_wanted(wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory) -> MemoryPlan:
@@ -99,6 +102,7 @@ def planned_forwards(
     staging: Staging | None,
     kernels: CudaKernels = DEFAULT_KERNELS,
     kv_dtype: KVDtype | None = None,
+    adapters: Sequence[AdapterWeights] = (),
 ) -> CudaForwards | None:
     """Load a model as planned, or return None if the kernels do not support it.
 
@@ -116,7 +120,7 @@ def planned_forwards(
     try:
         arena = arena_of(shape, plan, staging)
         arena.holds_engine = plan.has_engine
-        return CudaForwards(stacked, arena, eos_token_ids, kernels)
+        return CudaForwards(with_adapters(stacked, adapters), arena, eos_token_ids, kernels)
     except ValueError:  # the kernels have no tiles for these sizes
         return None
 
