@@ -90,7 +90,7 @@ def _stacked(own: Sequence[LayerAdapter], roles: Sequence[str]) -> tuple[Tensor,
 
 @triton.jit
 def lower_row(
-    adapters_ptr, given_ptr, down_ptr, lowered_ptr,
+    adapters_ptr, given_ptr, lora_down_ptr, lowered_ptr,
     DEPTH: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, NUM_ROLES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Program (row, role): multiplies the row with its adapter's `down`, if it has one."""
@@ -98,20 +98,22 @@ def lower_row(
     adapter = tl.load(adapters_ptr + row)
     if adapter == 0:
         return
-    down_ptr += ((adapter - 1).to(tl.int64) * NUM_ROLES + role) * RANK * DEPTH
+    lora_down_ptr += ((adapter - 1).to(tl.int64) * NUM_ROLES + role) * RANK * DEPTH
     ranks = tl.arange(0, RANK)
     sums = tl.zeros([RANK, TILE], dtype=tl.float32)
     for first in range(0, DEPTH, TILE):
         places = first + tl.arange(0, TILE)
         given = tl.load(given_ptr + row * DEPTH + places, mask=places < DEPTH, other=0.0).to(tl.float32)
-        down = tl.load(down_ptr + ranks[:, None] * DEPTH + places[None, :], mask=places[None, :] < DEPTH, other=0.0)
+        down = tl.load(
+            lora_down_ptr + ranks[:, None] * DEPTH + places[None, :], mask=places[None, :] < DEPTH, other=0.0
+        )
         sums += down * given[None, :]
     tl.store(lowered_ptr + row * WIDTH + role * RANK + ranks, tl.sum(sums, 1))
 
 
 @triton.jit
 def add_row(
-    adapters_ptr, lowered_ptr, up_ptr, roles_ptr, places_ptr, out_ptr,
+    adapters_ptr, lowered_ptr, lora_up_ptr, roles_ptr, own_columns_ptr, out_ptr,
     COLUMNS: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Program (row, tile of columns): adds the lowered row times `up` to the product, rounding once."""
@@ -124,11 +126,16 @@ def add_row(
     ranks = tl.arange(0, RANK)
     roles = tl.load(roles_ptr + columns, mask=is_real, other=0)
     lowered = tl.load(lowered_ptr + row * WIDTH + roles[:, None] * RANK + ranks[None, :])
-    up_ptr += (adapter - 1).to(tl.int64) * COLUMNS * RANK
-    up = tl.load(up_ptr + columns[:, None] * RANK + ranks[None, :], mask=is_real[:, None], other=0.0)
-    out_ptr += row * OUT_WIDTH + tl.load(places_ptr + columns, mask=is_real, other=0)
+    lora_up_ptr += (adapter - 1).to(tl.int64) * COLUMNS * RANK
+    up = tl.load(lora_up_ptr + columns[:, None] * RANK + ranks[None, :], mask=is_real[:, None], other=0.0)
+    out_ptr += row * OUT_WIDTH + tl.load(own_columns_ptr + columns, mask=is_real, other=0)
     product = tl.load(out_ptr, mask=is_real, other=0.0).to(tl.float32)
     tl.store(out_ptr, narrowed(product + tl.sum(lowered * up, 1), out_ptr.dtype.element_ty), mask=is_real)
+
+
+def tile_of(rank: int) -> int:
+    """Return how many numbers of a row, or columns of a product, a program takes at a time."""
+    return max(LANES, TILE_NUMBERS // rank)
 
 
 def add_adapted(adapters: Tensor, rows: Tensor, weights: StackedAdapters, lowered: Tensor, out: Tensor) -> None:
@@ -137,7 +144,7 @@ def add_adapted(adapters: Tensor, rows: Tensor, weights: StackedAdapters, lowere
     `rows [num_rows, depth]` are what the product read, and `lowered [num_rows, -] float32` is room.
     """
     _, num_roles, rank, depth = weights.down.shape
-    num_columns, tile = weights.up.shape[1], max(LANES, TILE_NUMBERS // rank)
+    num_columns, tile = weights.up.shape[1], tile_of(rank)
     lower_row[(len(rows), num_roles)](
         adapters, rows, weights.down, lowered, DEPTH=depth, RANK=rank, TILE=tile, NUM_ROLES=num_roles,
         WIDTH=lowered.shape[1],

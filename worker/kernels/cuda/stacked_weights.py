@@ -305,17 +305,15 @@ def with_adapters(weights: StackedWeights, adapters: Sequence[AdapterWeights]) -
     return replace(weights, layers=layers)
 
 
-def _attention(layer: LayerWeights, device: torch.device) -> dict[str, AnyLinear | None]:
+def _attention(layer: LayerWeights, device: torch.device) -> tuple[AnyLinear | None, AnyLinear | None]:
     """Return the projections before and after attention.
 
     If queries have a latent vector, its projection replaces theirs.
     """
     query = layer.query if layer.query_down is None else layer.query_down
     parts = [each for each in (query, layer.key, layer.value, layer.head_gate) if each is not None]
-    return {
-        "query_key_value": _stacked(parts, device) if parts else None,
-        "output": None if layer.output is None else _stacked([layer.output], device),
-    }
+    query_key_value = _stacked(parts, device) if parts else None
+    return query_key_value, None if layer.output is None else _stacked([layer.output], device)
 
 
 def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool = False) -> StackedLayer:
@@ -330,8 +328,10 @@ def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool =
     whole = (layer.input_norm, layer.output_norm, layer.mlp_norm, layer.down_norm)
     input_norm, output_norm, mlp_norm, down_norm = (None if norm is None else _moved(norm, device) for norm in whole)
     gate_up = [each for each in (layer.gate, layer.up) if each is not None]
+    query_key_value, output = _attention(layer, device)
     return StackedLayer(
-        **_attention(layer, device),
+        query_key_value=query_key_value,
+        output=output,
         gate_up=_stacked(gate_up, device) if gate_up else None,
         down=None if layer.down is None else _stacked([layer.down], device),
         input_norm=input_norm,
