@@ -139,7 +139,7 @@ MAX_CUSTOM_ID = 512
 MAX_SLUG = 40
 SORTED = json.JSONEncoder(sort_keys=True)  # `dumps` would make an encoder for each job
 LINE_END = b"\n"
-LATER_FIELDS = {"prompt_ids", "template", "choice_index", "num_choices", "begun_ids"}
+LATER_FIELDS = {"prompt_ids", "template", "choice_index", "num_choices", "begun_ids", "lora"}
 
 JobUrl = Literal["/v1/completions", "/v1/chat/completions"]
 COMPLETIONS: JobUrl = "/v1/completions"
@@ -154,6 +154,13 @@ Prompt = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[tuple[TokenId, ...], BeforeValidator(list_of("a list of token ids")), Field(min_length=1)]
 Messages = Annotated[tuple[Message, ...], BeforeValidator(list_of("a list of messages")), Field(min_length=1)]
+
+
+class LoraAdapter(Strict):
+    """A LoRA adapter of the run: its name, and the SHA-256 over its files."""
+
+    name: str
+    fingerprint: str
 
 
 class Job(Strict):
@@ -172,6 +179,7 @@ class Job(Strict):
     choice_index: int = Field(default=0, ge=0)
     num_choices: int = Field(default=1, ge=1)
     begun_ids: TokenIds | None = None  # first tokens of the output, given in place of drawn
+    lora: LoraAdapter | None = None
 
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
@@ -191,12 +199,16 @@ class Job(Strict):
         """Return the name in messages, such as `story` or `story[2]`."""
         return self.custom_id if self.num_choices == 1 else f"{self.custom_id}[{self.choice_index}]"
 
+    @property
+    def lora_name(self) -> str | None:
+        return None if self.lora is None else self.lora.name
+
     def job_id(self, model_fingerprint: str) -> str:
         """Return a file name of custom_id, model, prompt and sampling: slug, '-', 16 hex digits."""
         messages = None if self.messages is None else [message.as_sent() for message in self.messages]
         identity = [self.custom_id, model_fingerprint, self.prompt, messages, self.sampling.identity()]
         # jobs without these later fields keep their earlier id
-        says_later = self.num_choices > 1 or any((self.prompt_ids, self.template, self.begun_ids))
+        says_later = self.num_choices > 1 or any((self.prompt_ids, self.template, self.begun_ids, self.lora))
         if says_later and (later := self.model_dump(mode="json", include=LATER_FIELDS, exclude_defaults=True)):
             identity.append(later)
         digest = hashlib.sha256(SORTED.encode(identity).encode()).hexdigest()

@@ -10,6 +10,8 @@ from struct import Struct
 
 import numpy as np
 
+from swiftbatch.jobs.job import LoraAdapter
+
 KEY_TOKENS = 64  # tokens per key
 KEY_BYTES = 4
 BLOCK = Struct(f"<{KEY_TOKENS}I")
@@ -26,11 +28,15 @@ class SharedPrompt:
 NOT_SHARED = SharedPrompt()
 
 
-def prompt_keys(token_ids: Sequence[int]) -> bytes:
-    """Return one key per `KEY_TOKENS` tokens; prompts with equal keys probably, not certainly, begin alike."""
+def prompt_keys(token_ids: Sequence[int], lora: LoraAdapter | None = None) -> bytes:
+    """Return one key per `KEY_TOKENS` tokens; prompts with equal keys probably, not certainly, begin alike.
+
+    Prompts of different adapters have other keys, because their caches differ.
+    """
+    start = 0 if lora is None else zlib.crc32(lora.fingerprint.encode())
     num_keys = len(token_ids) // KEY_TOKENS
     blocks = (token_ids[KEY_TOKENS * number : KEY_TOKENS * (number + 1)] for number in range(num_keys))
-    return b"".join(zlib.crc32(BLOCK.pack(*block)).to_bytes(KEY_BYTES, "little") for block in blocks)
+    return b"".join(zlib.crc32(BLOCK.pack(*block), start).to_bytes(KEY_BYTES, "little") for block in blocks)
 
 
 def shared_prompts(keys: Sequence[bytes]) -> list[SharedPrompt]:

@@ -36,6 +36,7 @@ class Computation:
     kv_offload: str | None = None  # a folder for a CPU's key-value caches; None: in memory
     dtype: Dtype = "bfloat16"
     kv_dtype: KVDtype | None = None  # dtype of keys and values; None: as `dtype`
+    lora: tuple[str, ...] = ()  # NAME=PLACE of adapters that lines may name
     device: Device = "auto"
     attention: AttentionName = CudaKernels.attention
     linear: LinearName = CudaKernels.linear

@@ -27,7 +27,17 @@ from swiftbatch.jobs.input.request_fields import (
     taken_apart,
     text_id,
 )
-from swiftbatch.jobs.job import CHAT, COMPLETIONS, MAX_CUSTOM_ID, Job, JobUrl, Message, Messages, TemplateOptions
+from swiftbatch.jobs.job import (
+    CHAT,
+    COMPLETIONS,
+    MAX_CUSTOM_ID,
+    Job,
+    JobUrl,
+    LoraAdapter,
+    Message,
+    Messages,
+    TemplateOptions,
+)
 from swiftbatch.jobs.json_records import FieldError, code_of, is_utf8, of_checked, reasons, shown
 from swiftbatch.jobs.sampling_params import (
     ALONE,
@@ -60,6 +70,8 @@ class JobLine:
     num_choices: int
     max_tokens: int | None  # None: the run's limit, or the rest of the context
     priority: int = 0  # lower numbers begin first
+    lora: str | None = None  # the name of an adapter
+    model: str = ""  # may name an adapter, too
     without_effect: tuple[str, ...] = ()  # ignored fields
     format_field: str | None = None  # None: no structure, or one of `structured_outputs`
     metadata: str | None = None  # JSON that travels to the output
@@ -82,6 +94,7 @@ class JobLine:
         max_tokens: Sequence[int],
         loop_guard: RepetitionDetection | None = None,
         thinking_end: ThinkingEnd | None = None,
+        lora: LoraAdapter | None = None,
     ) -> list[Job]:
         """Return the line's jobs: all choices of the first prompt, then of the next.
 
@@ -98,7 +111,7 @@ class JobLine:
             detection = detection if said is not None or detection is None else without_closing(detection)
         kept = {"repetition_detection": detection, "thinking_end": said_end if said_end == "close" else None}
         return [
-            self._job(prompt, self._sampling(kept, most, number), number, len(limited))
+            self._job(prompt, self._sampling(kept, most, number), number, len(limited), lora)
             for number, (prompt, most) in enumerate(limited)
         ]
 
@@ -110,7 +123,14 @@ class JobLine:
         params = SamplingParams(**{**self.sampling, **kept, "max_tokens": max_tokens, "seed": seed})
         return self.checked.setdefault(tuple(kept.values()), params)
 
-    def _job(self, prompt: LinePrompt | None, sampling: SamplingParams, choice_index: int, num_choices: int) -> Job:
+    def _job(
+        self,
+        prompt: LinePrompt | None,
+        sampling: SamplingParams,
+        choice_index: int,
+        num_choices: int,
+        lora: LoraAdapter | None,
+    ) -> Job:
         values = {
             "custom_id": self.custom_id,
             "url": self.url,
@@ -122,6 +142,7 @@ class JobLine:
             "choice_index": choice_index,
             "num_choices": num_choices,
             "begun_ids": None,
+            "lora": lora,
         }
         return of_checked(Job, values)
 
@@ -258,6 +279,8 @@ def _job_line(
         num_choices=fields.n,
         max_tokens=fields.max_completion_tokens if fields.max_tokens is None else max(1, fields.max_tokens),
         priority=fields.priority,
+        lora=fields.lora,
+        model=fields.model,
         without_effect=without_effect,
         format_field=fields.format_field,
         metadata=fields.metadata,
@@ -349,6 +372,8 @@ class ParsedLineCache:
             num_choices=first.num_choices,
             max_tokens=max_tokens if "max_tokens" in fields else first.max_tokens,
             priority=first.priority,
+            lora=first.lora,
+            model=first.model,
             without_effect=first.without_effect,
             format_field=first.format_field,
             metadata=metadata,

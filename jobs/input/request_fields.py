@@ -159,7 +159,8 @@ class LineFields(SamplingParams):
     max_tokens: int | None = Field(default=None, ge=0, le=MAX_COUNT)  # type: ignore[assignment]  # may be omitted
     top_p: float = Field(default=TOP_P, ge=0.0, le=1.0)  # 0, which OpenAI accepts, keeps the likeliest token
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
-    model: str = ""
+    model: str = ""  # may name an adapter of the run
+    lora: str | None = Field(default=None, min_length=1)
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     best_of: int | None = None
     priority: int = Field(default=0, ge=-MAX_PRIORITY - 1, le=MAX_PRIORITY)  # lower begins earlier, as in vLLM

@@ -83,6 +83,7 @@ def success_line(
         "object": "chat.completion" if is_chat else "text_completion",
         "created": int(time.time()),
         "model": model,
+        **({} if record.job.lora is None else {"lora": record.job.lora.name}),
         "system_fingerprint": system_fingerprint,
         "choices": [choice],
         **(of_prompt if is_chat else {}),

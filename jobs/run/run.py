@@ -436,7 +436,18 @@ class Run:
         shown += ", with another chat template or another file of its tokenizer"
         self._refuse_other("text_fingerprint", shown, text_fingerprint, found)
 
+    def refuse_other_adapters(self, files: Mapping[str, Mapping[str, str]]) -> None:
+        """Raise `RunError` if adapters changed; `files` has the SHA-256 of each file found, by their names."""
+        for name, known in self.manifest.lora_files.items():
+            changed = [file for file, digest in known.items() if files.get(name, {}).get(file) != digest]
+            if changed:
+                raise RunError(
+                    f"the run at {self.store.shown_uri} was made with another adapter {name} ({changed[0]} is "
+                    "another); put its files back, or use another run folder"
+                )
+
     def _fit_for(self, manifest: RunManifest) -> Run:
+        self.refuse_other_adapters(manifest.lora_files)
         self.refuse_other_model(
             manifest.model_fingerprint, manifest.text_fingerprint, manifest.model_files, manifest.model_commit
         )

@@ -71,6 +71,9 @@ class RunManifest(Frozen):
     kv_offload: str | None = None  # folder for a CPU's key-value caches; None: in memory
     dtype: Dtype
     kv_dtype: KVDtype | None = None  # type of keys and values; None: as `dtype`
+    lora: tuple[str, ...] = ()  # NAME=PLACE of adapters that lines may name
+    lora_files: dict[str, dict[str, str]] = Field(default_factory=dict)  # by name, the SHA-256 of each file
+    lora_commits: dict[str, str] = Field(default_factory=dict)  # by name, for those on the hub
     device: Device
     attention: AttentionName = "triton"
     linear: LinearName = "cublas"
@@ -104,6 +107,7 @@ class RunManifest(Frozen):
         later += [self.clock] if self.reads_clock else []
         later += ["lenient_schemas"] if self.lenient_schemas else []
         later += ["plain_content"] if self.plain_content else []
+        later += [json.dumps(self.lora_files, sort_keys=True)] if self.lora_files else []
         decisive = json.dumps([*model, self.dtype, self.logprobs_mode, *later])
         return f"fp_{hashlib.sha256(decisive.encode()).hexdigest()[:16]}"
 

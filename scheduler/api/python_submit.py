@@ -46,6 +46,7 @@ class SubmitOptions(TypedDict, total=False):
     team: str | None
     strict: bool
     model: str | None
+    lora: Mapping[str, str] | None  # places of adapters by name
     dtype: Dtype | None
     kv_dtype: KVDtype | None
     device: Device | None

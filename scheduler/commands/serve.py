@@ -159,4 +159,6 @@ def _words(context: click.Context, option: click.Option) -> list[str]:
         return []
     if option.is_flag:
         return [option.opts[0]]
+    if option.multiple:
+        return [f"{option.opts[0]}={each}" for each in value]
     return [option.opts[0], *map(str, value if option.nargs > 1 else [value])]

@@ -60,6 +60,8 @@ def _show_run(run: Run) -> None:
     manifest = run.manifest
     place = printable(run.store.shown_uri)
     click.echo(f"{place} ({manifest.run_id}): model {printable(manifest.model)}, engine {manifest.engine}")
+    if manifest.lora:
+        click.echo(f"adapters: {printable(', '.join(manifest.lora))}")
     click.echo(f"clock of chat templates: {printable(manifest.clock)}")
 
 

@@ -84,6 +84,18 @@ def _columns(_ctx: click.Context, _param: click.Parameter, value: tuple[str, ...
         raise click.BadParameter(str(error)) from None
 
 
+def _loras(_ctx: click.Context, _param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Check NAME=PLACE texts. Raises click.BadParameter."""
+    from swiftbatch.worker.model.lora import parse_lora
+
+    try:
+        for text in value:
+            parse_lora(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+    return value or None
+
+
 def _shards(_ctx: click.Context, _param: click.Parameter, value: str | ShardSettings | None) -> ShardSettings | None:
     from swiftbatch.jobs.run.shards import ShardSettings
 
@@ -141,6 +153,13 @@ token_option = options_of("What decides the tokens; stored in the run")
     "--model",
     callback=filled,
     help=f"Folder, .gguf, s3://, or hub id[@REV][:FILE]. [default: {Computation.model}]",
+)
+@token_option(
+    "--lora",
+    multiple=True,
+    metavar="NAME=PLACE",
+    callback=_loras,
+    help="Adapter for lines that name it: folder or hub id. Repeatable.",
 )
 @token_option("--dtype", type=DTYPES, help=f"[default: {Computation.dtype}]")
 @token_option("--kv-dtype", type=KV_DTYPES, help=KV_DTYPE_HELP)
@@ -235,7 +254,6 @@ def submit(
     JOBS: JSON lines (short or OpenAI Batch) or Parquet: paths, 'a-*.gz', `-`, s3://, gs://, hf://.
     Exit code: 0 all finished, 1 some failed, 2 wrong input, 3 at a limit, 130 interrupted.
     Example:
-      swiftbatch submit jobs.jsonl
       swiftbatch submit 'part-*.parquet' --run my-run --workers 2 --column prompt=text
     """
     from swiftbatch.jobs.input.job_files import run_folder_beside

@@ -128,7 +128,7 @@ def _fork(parent: JobRecord, custom_id: str, number: int, begun: Sequence[int], 
             f"--name: found {custom_id!a:.60}, expected a name of printable characters, with its number at most "
             f"{MAX_CUSTOM_ID}"
         )
-    keys = prompt_keys([*unpacked(parent.prompt_token_ids), *begun])
+    keys = prompt_keys([*unpacked(parent.prompt_token_ids), *begun], parent.job.lora)
     return replace(parent, job_id=job.job_id(fingerprint), job=job, supersedes=None, prompt_keys=keys)
 
 

@@ -8,12 +8,14 @@ import os
 import platform
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.jobs.job import LoraAdapter
 from swiftbatch.jobs.run.job_index import JobIndex
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import RunError, RunManifest
@@ -29,7 +31,8 @@ from swiftbatch.worker.kernels.native_library import chosen_numerics
 from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, RunLoad, most_rows, rows_that_pay
 from swiftbatch.worker.kv.kv_capacity import NUM_UNWRITTEN, held_in_windows, refuse_offload
 from swiftbatch.worker.kv.model_sizes import read_sizes
-from swiftbatch.worker.model.model_files import ModelFiles, locate_model
+from swiftbatch.worker.model.lora import adapted_linears, locate_loras, with_absolute_places
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model, read_config
 from swiftbatch.worker.text.tokenizer import TextCodec
 
 DRAFTING = ("engine", "engine_options")
@@ -47,7 +50,7 @@ def kept_or_new_manifest(run_uri: str, settings: Settings) -> RunManifest:
         run = Run.open(run_uri, settings.start_retries)
     except RunError:  # absent or unreadable: `Run.planned` tells which
         return _new_manifest(settings)
-    said = {name: _place(value) if name == "model" else value for name, value in settings.said.items()}
+    said = {name: PLACED[name](value) if name in PLACED else value for name, value in settings.said.items()}
     said |= {} if settings.team is None else {"team": settings.team}
     other = [name for name in said if name not in FOLDERS and said[name] != getattr(run.manifest, name)]
     if not other:
@@ -76,6 +79,11 @@ def _other_setting(name: str, kept: Any, found: Any, place: str) -> str:
         return (
             f"--engine-option {' '.join(found)}: `swiftbatch resume {place}` may change it; submit keeps the run's, "
             f"{' '.join(kept) or 'none'}, so leave the option away to add jobs"
+        )
+    if name == "lora":
+        return (
+            f"--lora {' '.join(found)}: the run at {place} has {' '.join(kept) or 'no adapters'}; leave the option "
+            "away, or use another run folder"
         )
     shown = f"without {name}" if kept is False or kept in (None, ()) else f"with {name} {kept}"
     return f"the run at {place} was made {shown}, found {found}; leave the option away, or use another run folder"
@@ -130,6 +138,18 @@ def with_model(manifest: RunManifest, files: ModelFiles) -> RunManifest:
     )
 
 
+def with_adapters(manifest: RunManifest, files: ModelFiles) -> tuple[RunManifest, dict[str, LoraAdapter]]:
+    """Add the fingerprints of the run's adapters, and return them by name. Raises ModelError for an unfit one."""
+    loras = locate_loras(manifest.lora, manifest.lora_commits)
+    for each in loras:
+        if manifest.lora_files.get(each.name) in (None, each.digests):  # the run refuses others
+            adapted_linears(each, read_config(files.name, files.path))
+    found = {"lora_files": {each.name: dict(each.digests) for each in loras}}
+    commits = {"lora_commits": {each.name: each.commit for each in loras if each.commit is not None}}
+    adapters = {each.name: LoraAdapter(name=each.name, fingerprint=each.fingerprint) for each in loras}
+    return manifest.model_copy(update=found | commits), adapters
+
+
 def with_rows(manifest: RunManifest, files: ModelFiles, jobs: JobIndex, settings: Settings) -> RunManifest:
     """Add the number of rows in a GPU's forwards: the requested number, or the fastest one.
 
@@ -165,11 +185,14 @@ def with_markers(manifest: RunManifest, codec: TextCodec) -> RunManifest:
 
 
 def refuse_changed_model(run: Run) -> None:
-    """Raise RunError if the model's local files differ from the run's. Missing files are fine."""
+    """Raise RunError if local files of the model or its adapters differ from the run's. Missing files are fine."""
     with contextlib.suppress(ModelError):
         files = locate_model(run.manifest.stored_model, is_whole=False)
         known = {**files.digests.model, **files.digests.text}
         run.refuse_other_model(files.fingerprint, files.text_fingerprint, known, files.commit)
+    with contextlib.suppress(ModelError):
+        loras = locate_loras(run.manifest.lora, run.manifest.lora_commits)
+        run.refuse_other_adapters({each.name: each.digests for each in loras})
 
 
 def refuse_kernels(kernels: CudaKernels, device: str, dtype: str, address: str | None) -> None:
@@ -191,7 +214,7 @@ def _new_manifest(settings: Settings) -> RunManifest:
         detected = "cuda" if has_cuda() else "cpu"
     shared_cores = max(1, len(os.sched_getaffinity(0)) // settings.num_workers)
     resolved = {
-        "model": _place(computation.model),
+        **{name: place(getattr(computation, name)) for name, place in PLACED.items()},
         "device": detected if computation.device == "auto" else computation.device,
         "num_threads": settings.said.get("num_threads", shared_cores),
         "clock": computation.clock or datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -215,6 +238,10 @@ def _new_manifest(settings: Settings) -> RunManifest:
 
 def _place(model: str) -> str:
     return os.path.abspath(model) if model != "embedded" and Path(model).is_dir() else model
+
+
+PLACED: dict[str, Callable[[Any], Any]] = {"model": _place, "lora": with_absolute_places}
+"""What finds the absolute places of a setting."""
 
 
 def versions() -> dict[str, str]:

@@ -63,8 +63,9 @@ def scored_results(run: Run, num_top: int) -> Iterator[Line]:
         token_ids = verifier.tokens(record, choice)
         if token_ids is not None:
             ids, codec, own = unpacked(record.prompt_token_ids), verifier.codec, token_ids.astype(np.uint32)
-            found, echo = scorer.logprobs(ids, token_ids.tolist(), num_top), echo_of(record.job, ids, codec)
-            prompt = scorer.scores(ids[:1], ids[1:], num_top).of_prompt() if record.job.sampling.echo else None
+            lora, echo = record.job.lora_name, echo_of(record.job, ids, codec)
+            found = scorer.logprobs(ids, token_ids.tolist(), num_top, lora)
+            prompt = scorer.scores(ids[:1], ids[1:], num_top, lora).of_prompt() if record.job.sampling.echo else None
             choice["logprobs"] = shown_logprobs(record.job, own, found, codec, prompt, echo)
         return line
 

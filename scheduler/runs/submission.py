@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby, islice
+from types import MappingProxyType
 from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
@@ -18,7 +19,7 @@ from swiftbatch.jobs.input.line_parsing import JobLine
 from swiftbatch.jobs.input.parquet_rows import Columns
 from swiftbatch.jobs.input.reader import JobReader, job_lines
 from swiftbatch.jobs.input.rejects import Reject, Rejects
-from swiftbatch.jobs.job import JobRecord, JobUrl, packed
+from swiftbatch.jobs.job import JobRecord, JobUrl, LoraAdapter, packed
 from swiftbatch.jobs.python_processes import rare_garbage_collection
 from swiftbatch.jobs.run.job_index import COLUMNS, JobIndex
 from swiftbatch.jobs.run.job_table import in_groups, parts_of, table_schema, write_records, write_tables
@@ -34,6 +35,7 @@ from swiftbatch.scheduler.runs.run_manifest import (
     CHANGEABLE,
     computation_of,
     kept_or_new_manifest,
+    with_adapters,
     with_markers,
     with_model,
     with_rows,
@@ -90,16 +92,18 @@ def make_records(
     room: KVRoom | None = None,
     loop_guard: RepetitionDetection | None = None,
     thinking_end: ThinkingEnd | None = None,
+    adapters: Mapping[str, LoraAdapter] = MappingProxyType({}),
 ) -> Iterator[JobRecord]:
     """Yield the jobs of lines, with tokenized prompts.
 
-    Rejects lines that exceed the model's positions or the caches' room, or that have unknown tokens. `max_tokens`,
-    `loop_guard` and `thinking_end` are defaults for lines that do not set these fields.
+    Rejects lines that exceed the model's positions or the caches' room, or that have unknown tokens or adapters.
+    `max_tokens`, `loop_guard` and `thinking_end` are defaults for lines that do not set these fields.
     """
     longest = 0  # length known to fit: looking up free memory is the most expensive step
     for line_number, line, encoded in _encoded(lines, codec):
         try:
             prompts = _prompts(line, encoded, max_tokens, files, codec)
+            lora = _adapter_of(line, adapters)
             _refuse_unfit_sampling(line, min(limit for _, limit in prompts), codec, files.vocab_size)
             length = max(len(prompt.token_ids) + limit for prompt, limit in prompts)
             if room is not None and length > longest:
@@ -113,10 +117,10 @@ def make_records(
             notes.priorities[line.custom_id] = line.priority
         if without_effect := _without_effect(line, codec):
             notes.without_effect.update(without_effect)
-        jobs = iter(line.jobs([limit for _, limit in prompts], loop_guard, thinking_end))
+        jobs = iter(line.jobs([limit for _, limit in prompts], loop_guard, thinking_end, lora))
         for prompt, _ in prompts:
             ids = prompt.token_ids
-            made = (len(ids), None, prompt_keys(ids), packed(ids), prompt.last_marker)
+            made = (len(ids), None, prompt_keys(ids, lora), packed(ids), prompt.last_marker)
             for job in islice(jobs, line.num_choices):
                 yield JobRecord(job.job_id(files.fingerprint), job, line_number, *made, line.kept)
 
@@ -168,6 +172,16 @@ def _prompts(
             which = f" (prompt {number} of {len(encoded)})" if len(encoded) > 1 else ""
             raise LineError(f"{error}{which}", line_code(error)) from None
     return prompts
+
+
+def _adapter_of(line: JobLine, adapters: Mapping[str, LoraAdapter]) -> LoraAdapter | None:
+    """Return the adapter that a line names in `lora`, or as clients of vLLM do in `model`. Raises LineError."""
+    if line.lora is None:
+        return adapters.get(line.model)
+    if line.lora not in adapters:
+        expected = f"expected one of {', '.join(adapters)}" if adapters else "expected a run with --lora NAME=FOLDER"
+        raise LineError(f"field 'lora': found {line.lora!a:.80}, {expected}", "invalid_value")
+    return adapters[line.lora]
 
 
 def _num_kept(line: JobLine, num_prompt_tokens: int, max_tokens: int | None, files: ModelFiles) -> int:
@@ -286,14 +300,14 @@ def submission(
     files = locate_model(manifest.stored_model, is_whole=settings.address is None)
     text_settings = (manifest.thinking_markers, manifest.clock, manifest.lenient_schemas, manifest.plain_content)
     codec = TextCodec(files, *text_settings)
-    manifest = with_markers(with_model(manifest, files), codec)
+    manifest, adapters = with_adapters(with_markers(with_model(manifest, files), codec), files)
     defaults = sampling_defaults_of(files) if manifest.sampling_defaults == "model" else {}
     reader, notes = JobReader(manifest.seed, columns, endpoint, defaults), LineNotes()
     lines = _bounded(job_lines(said, reader), reader, notes)
     if manifest.thinking_end == "close" and codec.markers is None:
         raise UserError(f"--thinking-end: found close, {NO_MARKERS}; leave the option away")
     room, guard = kv_room(manifest, files, settings), loop_guard(manifest.loop_guard)
-    fitting = (manifest.max_tokens, room, guard, manifest.thinking_end)
+    fitting = (manifest.max_tokens, room, guard, manifest.thinking_end, adapters)
     with spool() as table:
         with rare_garbage_collection():
             write_records(table, make_records(lines, notes, files, codec, *fitting), manifest.run_id)

@@ -203,7 +203,7 @@ class Verifier:
         if record.job.sampling.logprobs is None:
             if choice.get("logprobs") is None:
                 return []
-            parts = [(0, self._scorer.logprobs(prompt_ids, token_ids.tolist(), MAX_TOP_LOGPROBS))]
+            parts = [(0, self._scorer.logprobs(prompt_ids, token_ids.tolist(), MAX_TOP_LOGPROBS, record.job.lora_name))]
         prompt = (len(prompt_ids), echo_of(record.job, prompt_ids, self.codec)) if record.job.sampling.echo else None
         found = largest_difference(
             record.job, choice.get("logprobs"), token_ids.astype(np.uint32), parts, others, self.codec, prompt
@@ -218,7 +218,7 @@ class Verifier:
             num_top = MAX_TOP_LOGPROBS
         if num_top is None and shown.get("prompt_logprobs") is None:
             return []
-        prompt = self._scorer.scores(prompt_ids[:1], prompt_ids[1:], num_top or 0).of_prompt()
+        prompt = self._scorer.scores(prompt_ids[:1], prompt_ids[1:], num_top or 0, record.job.lora_name).of_prompt()
         echo = echo_of(record.job, prompt_ids, self.codec)
         found = prompt_difference(record.job, shown, prompt, echo, self.codec)
         return [] if found is None else [_mismatch(record, "prompt", position=found.position, margin=found.size)]

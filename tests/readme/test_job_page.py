@@ -10,10 +10,12 @@ from typing import get_args
 from swiftbatch.jobs.errors import LineCode
 from swiftbatch.jobs.input.request_fields import NOT_SUPPORTED, WITHOUT_EFFECT, ChatFields, LineFields
 from swiftbatch.scheduler.display.events import FieldsWithoutEffect
+from swiftbatch.worker.model.model_files import EMBEDDED
 from swiftbatch.worker.text.tool_calls import FORMS
 from tests.jobs.input.job_lines import read_lines
 from tests.readme.command_lines import blocks, page, section, spans
 from tests.scheduler.commands.submit_parts import submit_file
+from tests.worker.model.lora_parts import write_adapter
 
 PAGE = page("docs/jobs.md")
 EXAMPLES = [line for line in (*"\n".join(blocks(PAGE)).splitlines(), *spans(PAGE)) if line.startswith('{"custom_id"')]
@@ -47,7 +49,8 @@ def test_every_example_becomes_a_job(tmp_path: Path) -> None:
     path = tmp_path / "jobs.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     markers = ("<think>", "</think>")  # the embedded model has none
-    submission = submit_file(str(path), str(tmp_path / "run"), max_tokens=100, thinking_markers=markers)
+    lora = (f"tales={write_adapter(tmp_path / 'tales', EMBEDDED)}",)
+    submission = submit_file(str(path), str(tmp_path / "run"), max_tokens=100, thinking_markers=markers, lora=lora)
     assert submission.rejects == []
     assert set(submission.jobs.custom_ids()) == {line["custom_id"] for line in lines}
     assert len(lines) > 25

@@ -140,7 +140,7 @@ def test_what_does_not_run_is_shown_with_the_reason_alone(
 def test_a_folder_with_an_adapter_alone_is_told_so(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     for look in (inspect_model, locate_model):
-        with pytest.raises(ModelError, match="is an adapter; merge it into its base model"):
+        with pytest.raises(ModelError, match="is an adapter; give its base model"):
             look(str(tmp_path))
 
 

@@ -107,18 +107,18 @@ class Engine:
     def sequences(self) -> list[Sequence]:
         return [slot.sequence for slot in self._slots.values()]
 
-    def new_cache(self, max_length: int) -> FullKVCache:
-        """Make a cache for the target; if there is no room, drop kept prefixes and try again."""
+    def new_cache(self, max_length: int, lora: str | None = None) -> FullKVCache:
+        """Make a cache for the target and an adapter; if there is no room, drop kept prefixes and try again."""
         self.sharing.kept.trim()
         self.counters.kept_prefix_bytes = self.sharing.kept.num_bytes
         num_held, forgets = sum(slot.cache.num_held for slot in self._slots.values()), not self.drafter.reads_caches
         try:
-            return self.target.new_cache(max_length, num_held, forgets)
+            return self.target.new_cache(max_length, num_held, forgets, lora)
         except KVRoomError:
             if not self.sharing.kept.clear():
                 raise
             self.counters.kept_prefix_bytes = 0
-        return self.target.new_cache(max_length, num_held, forgets)
+        return self.target.new_cache(max_length, num_held, forgets, lora)
 
     def start(
         self,
@@ -136,7 +136,7 @@ class Engine:
         sequence.eos_token_ids = self.target.eos_token_ids
         slot = Slot(
             sequence,
-            cache or self.new_cache(sequence.max_length),
+            cache or self.new_cache(sequence.max_length, sequence.lora),
             self._batch_sampler.sampler(sequence),
             StopRule(sequence, self._output_text, thinking),
             Constraints(sequence),

@@ -25,5 +25,6 @@ def sequence_of(
         codec.bad_word_ids(sampling.bad_words),
         codec.rules(sampling, thinking, record.job.template),
     )
+    sequence.lora = record.job.lora_name
     sequence.extend(list(record.job.begun_ids or ()))
     return sequence, thinking

@@ -88,7 +88,7 @@ class PrefixSharing:
     def join(self, slot: Slot) -> None:
         new = _Member(slot, slot.sequence.token_ids[:-1])
         for name, other in self._members.items():
-            if other.slot.cache.first_angle != slot.cache.first_angle:
+            if other.slot.cache.origin != slot.cache.origin:
                 continue  # the same tokens have other keys there
             if (num_tokens := num_alike(new.token_ids, other.token_ids)) >= SHORTEST:
                 new.num_alike[name] = other.num_alike[slot.sequence.sequence_id] = num_tokens
@@ -144,7 +144,7 @@ class PrefixSharing:
     def _sources(self, slot: Slot) -> Iterator[tuple[CacheSource | None, int]]:
         """Yield each source of a sequence's first tokens, and how many of these tokens the source has."""
         own = self._members[slot.sequence.sequence_id]
-        yield self.kept.longest(own.token_ids, slot.cache.first_angle)
+        yield self.kept.longest(own.token_ids, slot.cache.origin)
         for name, num_tokens in own.num_alike.items():
             cache = self._members[name].slot.cache
             yield cache, cache.copyable_end(num_tokens)
@@ -162,7 +162,7 @@ class KeptPrefix:
     token_ids: NDArray[np.int64]  # [num_tokens]
     num_shared: int  # first ones that other jobs are known to have
     rows: NDArray[Any]  # [num_rows, num_tokens, head_dim], like `FullKVCache.kv`
-    first_angle: int  # the cache's first angle: keys of others are turned otherwise
+    origin: tuple[int, int]  # the cache's: the same tokens have other keys elsewhere
     states: LayerStates | None = None  # states behind all tokens, if layers have some
 
     @property
@@ -195,9 +195,9 @@ class KeptPrefixes:
     def num_bytes(self) -> int:
         return sum(prefix.num_bytes for prefix in self._prefixes)
 
-    def longest(self, token_ids: NDArray[np.int64], first_angle: int = 0) -> tuple[KeptPrefix | None, int]:
-        """Return the prefix with the most of these first tokens at these rotary angles, and how many it has."""
-        alike = (prefix for prefix in self._prefixes if prefix.first_angle == first_angle)
+    def longest(self, token_ids: NDArray[np.int64], origin: tuple[int, int] = (0, 0)) -> tuple[KeptPrefix | None, int]:
+        """Return the prefix with the most of these first tokens in caches of this origin, and how many it has."""
+        alike = (prefix for prefix in self._prefixes if prefix.origin == origin)
         found = [(prefix.copyable_end(num_alike(prefix.token_ids, token_ids)), prefix) for prefix in alike]
         num_tokens, best = max(found, key=lambda pair: pair[0], default=(0, None))
         return best, num_tokens
@@ -208,17 +208,17 @@ class KeptPrefixes:
 
     def keep(self, token_ids: NDArray[np.int64], num_shared: int, cache: FullKVCache) -> None:
         """Keep a cache's entries of `token_ids` if they fit and no kept prefix has the first `num_shared` of them."""
-        best, num_known = self.longest(token_ids, cache.first_angle)
+        best, num_known = self.longest(token_ids, cache.origin)
         if best is not None and num_known >= num_shared:
             self.use(best)
             return
-        self._prefixes = [each for each in self._prefixes if not _is_within(each, token_ids, cache.first_angle)]
+        self._prefixes = [each for each in self._prefixes if not _is_within(each, token_ids, cache.origin)]
         states = None if cache.is_by_position else cache.states_at(len(token_ids))
         num_bytes = len(token_ids) * self._bytes_per_position + (states.num_bytes if states else 0)
         if num_bytes <= self._limit():
             self._drop_down_to(self._limit() - num_bytes)
             rows = np.array(cache.kv(0, len(token_ids)))
-            self._prefixes.append(KeptPrefix(token_ids.copy(), num_shared, rows, cache.first_angle, states))
+            self._prefixes.append(KeptPrefix(token_ids.copy(), num_shared, rows, cache.origin, states))
 
     def trim(self) -> None:
         """Drop prefixes until the others fit into the memory that is free now."""
@@ -238,9 +238,9 @@ class KeptPrefixes:
             del self._prefixes[0]
 
 
-def _is_within(prefix: KeptPrefix, token_ids: NDArray[np.int64], first_angle: int) -> bool:
-    """Return whether `token_ids`, at the same rotary angles, begin with the shared part of a kept prefix."""
-    return prefix.first_angle == first_angle and num_alike(prefix.token_ids, token_ids) >= prefix.num_shared
+def _is_within(prefix: KeptPrefix, token_ids: NDArray[np.int64], origin: tuple[int, int]) -> bool:
+    """Return whether `token_ids`, in a cache of this origin, begin with the shared part of a kept prefix."""
+    return prefix.origin == origin and num_alike(prefix.token_ids, token_ids) >= prefix.num_shared
 
 
 def num_alike(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:

@@ -13,7 +13,7 @@ from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.forward.expert_counts import ExpertCounts
 from swiftbatch.worker.forward.forward_interface import MOST_READ, DecodedChain, DrawChains, SparseRows
 from swiftbatch.worker.forward.tile_packing import SequenceRows, known_rows, tree_rows
-from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, DecoderWeights
+from swiftbatch.worker.kernels.decoder_weights import AdapterWeights, DecoderSizes, DecoderWeights
 from swiftbatch.worker.kernels.gpu_kernel_choice import with_kv
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.kernels.layer_specs import MOST_ROWS
@@ -166,6 +166,10 @@ class NativeForwards:
         computed = with_kv(numerics_of(variant, str(sizes.dtype).removeprefix("torch."), as_integers), kv_dtype)
         named = (computed, weights.rotary.numerics)
         self.numerics = f"cpu {', '.join(filter(None, named))}"
+
+    def add_adapter(self, adapter: AdapterWeights) -> None:
+        """Load a LoRA adapter. `FullKVCache.adapter` counts them from 1 on."""
+        self._decoder.add_adapter(adapter)
 
     def new_batch_sampler(self) -> BatchSampler:
         return create_batch_sampler(self.vocab_size, self.device)

@@ -19,7 +19,7 @@ from swiftbatch.worker.forward.forward_interface import Forwards
 from swiftbatch.worker.forward.hardware import resolve_device
 from swiftbatch.worker.forward.native_forwards import NativeForwards
 from swiftbatch.worker.forward.tile_packing import SequenceRows, tree_rows
-from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
+from swiftbatch.worker.kernels.decoder_weights import AdapterWeights, DecoderWeights
 from swiftbatch.worker.kernels.gpu_kernel_choice import (
     DEFAULT_KERNELS,
     CudaKernels,
@@ -36,6 +36,8 @@ from swiftbatch.worker.model.architectures.catalogue import architecture_of
 from swiftbatch.worker.model.compute_path import refuse_on_gpu, short_length
 from swiftbatch.worker.model.decoder_config import OtherDecoderError
 from swiftbatch.worker.model.decoder_loading import fitting_weights
+from swiftbatch.worker.model.lora import LoraFiles
+from swiftbatch.worker.model.lora_weights import adapter_weights
 from swiftbatch.worker.model.model_files import ModelFiles, eos_token_ids_of, read_config
 from swiftbatch.worker.sampling.batch_sampler import SplitRows
 from swiftbatch.worker.sampling.draft_tree import DraftTree
@@ -58,8 +60,9 @@ def load_forwards(
     slots: SlotsWanted | None = None,
     kernels: CudaKernels = DEFAULT_KERNELS,
     kv_dtype: KVDtype | None = None,
+    adapters: Many[AdapterWeights] = (),
 ) -> Forwards:
-    """Return the fastest exact forwards of a model.
+    """Return the fastest exact forwards of a model, whose caches may have one of the `adapters`, numbered from 1 on.
 
     Raises KernelError, KVRoomError, and ModelError as `load_transformers` does or if other kernels were requested.
     """
@@ -70,26 +73,31 @@ def load_forwards(
     if slots is not None:
         from swiftbatch.worker.forward.cuda.cuda_loading import load_cuda_forwards
 
-        if on_gpu := load_cuda_forwards(files, dtype, device, slots, eos_token_ids_of(files), kernels, kv_dtype):
+        eos_token_ids = eos_token_ids_of(files)
+        if on_gpu := load_cuda_forwards(files, dtype, device, slots, eos_token_ids, kernels, kv_dtype, adapters):
             return on_gpu
         kernels.refuse_unused(f"they do not know the model {files.name}")
     variant = chosen_variant() if device.type == "cpu" else None
     if device.type != "cpu":
         refuse_without_kernels(kv_dtype, files.name)
+    if adapters and variant is None:
+        raise ModelError(f"model {files.name}: only our kernels run LoRA adapters, and these do not run here")
     if variant is None:
         kernels.refuse_integer_rows("torch runs here")
         _refuse_what_kernels_alone_do(files)
         return load_transformers(files, dtype, device, kv_dtype=kv_dtype)
     try:
         weights = fitting_weights(files, dtype)
-        return _native(weights, eos_token_ids_of(files), variant, kv_dtype, kernels)
+        return _native(weights, eos_token_ids_of(files), variant, kv_dtype, kernels, adapters)
     except OtherDecoderError as error:
         _refuse_what_kernels_alone_do(files, str(error))
     loaded = load_transformers(files, dtype, device, variant, kv_dtype)
     if taken := decoder_weights(loaded.model):
         with contextlib.suppress(OtherDecoderError):
-            return _native(taken, loaded.eos_token_ids, variant, kv_dtype, kernels)
+            return _native(taken, loaded.eos_token_ids, variant, kv_dtype, kernels, adapters)
     kernels.refuse_integer_rows(f"they do not know the model {files.name}")
+    if adapters:
+        raise ModelError(f"model {files.name}: only our kernels run LoRA adapters, and these do not take its weights")
     return loaded
 
 
@@ -140,15 +148,23 @@ def _what_kernels_alone_have(files: ModelFiles) -> str | None:
 
 
 def _native(
-    weights: DecoderWeights, eos_token_ids: frozenset[int], variant: str, kv_dtype: KVDtype | None, kernels: CudaKernels
+    weights: DecoderWeights,
+    eos_token_ids: frozenset[int],
+    variant: str,
+    kv_dtype: KVDtype | None,
+    kernels: CudaKernels,
+    adapters: Many[AdapterWeights],
 ) -> NativeForwards:
     """Return forwards. Raises OtherDecoderError if the weights do not fit."""
     if kernels.has_integer_rows and not weights.has_integers:
         kernels.refuse_integer_rows("none of this model's weights are integers of 8 or 4 bits that they can take")
     try:
-        return NativeForwards(weights, eos_token_ids, variant, kv_dtype, kernels.has_integer_rows)
+        forwards = NativeForwards(weights, eos_token_ids, variant, kv_dtype, kernels.has_integer_rows)
     except (ValueError, IndexError) as error:
         raise OtherDecoderError(str(error)) from error
+    for adapter in adapters:
+        forwards.add_adapter(adapter)
+    return forwards
 
 
 @dataclass(frozen=True)
@@ -182,6 +198,7 @@ class TargetModel:
         self.eos_token_ids, self.cache_shape = forwards.eos_token_ids, forwards.cache_shape
         self.forwards = forwards
         self._kv_offload = kv_offload
+        self._adapters: dict[str, int] = {}  # by name, as `FullKVCache.adapter` has them
 
     @classmethod
     def load(
@@ -194,11 +211,12 @@ class TargetModel:
         kernels: CudaKernels = DEFAULT_KERNELS,
         kv_dtype: KVDtype | None = None,
         never_sampled_ids: Many[int] = (),
+        loras: Many[LoraFiles] = (),
     ) -> TargetModel:
-        """Load a model from its folder.
+        """Load a model from its folder, and adapters for it.
 
-        Raises ModelError for an unsupported model or non-finite logits, KVRoomError if a GPU lacks memory or its
-        caches were asked into a folder.
+        Raises ModelError for an unsupported model or adapter or non-finite logits, KVRoomError if a GPU lacks memory or
+        its caches were asked into a folder.
         """
         place = resolve_device(device)
         refuse_offload(place.type, kv_offload)
@@ -206,7 +224,10 @@ class TargetModel:
         wanted = slots if place.type == "cuda" else None
         if wanted is None:
             kernels.refuse_unused(_what_runs(place))
-        target = cls(load_forwards(files, DTYPES[dtype], place, wanted, kernels, kv_dtype), files, kv_offload)
+        adapters = [adapter_weights(each, read_config(files.name, files.path)) for each in loras]
+        forwards = load_forwards(files, DTYPES[dtype], place, wanted, kernels, kv_dtype, adapters)
+        target = cls(forwards, files, kv_offload)
+        target._adapters = {each.name: number for number, each in enumerate(loras, 1)}
         if never_sampled_ids:
             target.forwards.never_sampled_ids = torch.tensor(never_sampled_ids, device=target.device)
         check_model(target)
@@ -257,11 +278,19 @@ class TargetModel:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def new_cache(self, max_length: int, num_held: int = 0, forgets: bool = False) -> FullKVCache:
+    def new_cache(
+        self, max_length: int, num_held: int = 0, forgets: bool = False, lora: str | None = None
+    ) -> FullKVCache:
         """Return an empty cache for up to `max_length` tokens. Raises KVRoomError if memory is too small.
 
-        `num_held` positions of other sequences can be freed.
+        `num_held` positions of other sequences can be freed. Rows of the cache meet the adapter `lora`, or none.
         """
+        cache = self._new_cache(max_length, num_held, forgets)
+        if lora is not None:
+            cache.adapter = self._adapters[lora]
+        return cache
+
+    def _new_cache(self, max_length: int, num_held: int, forgets: bool) -> FullKVCache:
         if arena := self.forwards.arena:
             return arena.new_cache(max_length)
         shape = self.cache_shape if forgets and self._kv_offload is None else replace(self.cache_shape, windows=())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,6 +109,16 @@ def float_shapes(experts: ExpertWeights, hidden: int) -> Iterator[tuple[str, Ten
 
 
 # Decoder's weights by role.
+
+
+@dataclass(frozen=True)
+class AdapterWeights:
+    """A LoRA adapter's `down [rank, depth]` and `up [columns, rank]` by layer and role, float32.
+
+    `up` includes the adapter's scale. Ranks are multiples of 16, with zeros behind the adapter's own.
+    """
+
+    layers: Sequence[Mapping[str, tuple[Tensor, Tensor]]]
 
 
 @dataclass(frozen=True)

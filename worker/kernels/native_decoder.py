@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.kernels.decoder_weights import (
+    AdapterWeights,
     DecoderSizes,
     DecoderWeights,
     LayerWeights,
@@ -145,6 +146,7 @@ class NativeLayers:
         c_sizes = CDecoderSizes(element=ELEMENTS[sizes.dtype], **numbers)
         self.handle: int = self._library.decoder_new(ctypes.byref(c_sizes))
         weakref.finalize(self, team.retire, self._library.decoder_free, self.handle)
+        self._num_adapters = 0
         for number in range(sizes.num_layers):
             self._load_layer(number, layers.pop(0))
 
@@ -178,6 +180,15 @@ class NativeLayers:
             self._library.decoder_forward(self.handle, self.team.handle, ctypes.byref(call))
             self.team.hold([*groups, sequences])
 
+    def add_adapter(self, adapter: AdapterWeights) -> None:
+        """Load a LoRA adapter. `RowCache.adapter` counts them from 1 on."""
+        self._num_adapters = int(self._library.decoder_adapter(self.handle))
+        for number, layer in enumerate(adapter.layers):
+            for role, weights in layer.items():
+                down, up = (weight.contiguous() for weight in weights)
+                place = (self.handle, self._num_adapters, number, ROLES[role], len(down))
+                self._library.decoder_load_adapter(*place, down.data_ptr(), up.data_ptr())
+
     def keeping_among(self, layers: range) -> range:
         """Return the places of some layers' caches: their numbers among the layers that keep keys."""
         return range(*(bisect.bisect_left(self._keeping, end) for end in (layers.start, layers.stop)))
@@ -202,6 +213,9 @@ class NativeLayers:
         keeping = self.keeping_among(range(self.sizes.num_layers) if self._shares_keys else layers)
         places = [self._place(group.cache, keeping) for group in groups]
         table = RowTable.of(self._library, groups, places, self.sizes.vocab)
+        if self._num_adapters:
+            for entry, group in zip(table.groups, groups, strict=True):
+                entry.adapter = group.cache.adapter
         if self.sizes.indexer is not None and any(group.kv_code for group in table.groups):
             raise ValueError("found caches of 8 bits of a decoder with indexers, expected its dtype")
         return table

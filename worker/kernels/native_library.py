@@ -52,6 +52,8 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # the result's and the argumen
     "decoder_load_expert": (None, [POINTER, INT, INT, INT, POINTER]),
     "decoder_mixer": (None, [POINTER, INT, POINTER]),
     "decoder_load_mixer": (None, [POINTER, INT, INT, POINTER]),
+    "decoder_adapter": (INT, [POINTER]),
+    "decoder_load_adapter": (None, [POINTER, INT, INT, INT, INT, POINTER, POINTER]),
     "decoder_free": (None, [POINTER]),
     "decoder_forward": (None, [POINTER, POINTER, POINTER]),
     "decoder_experts_met": (LONG, [POINTER]),

@@ -29,6 +29,8 @@ class CodedKeys(Protocol):
 class RowCache(Protocol):
     """Keys and values of rows, by layer."""
 
+    adapter: int  # the number of the LoRA adapter that they were computed with; 0: none
+
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values `[num_kv_heads, capacity, row_width]` of a layer, as numbers or codes."""
 
@@ -77,6 +79,7 @@ class CRowGroup(ctypes.Structure):
         ("capacity", ctypes.c_int32),
         ("is_partial", ctypes.c_int32),
         ("kv_code", ctypes.c_int32),
+        ("adapter", ctypes.c_int32),
     )
 
 

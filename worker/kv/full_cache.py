@@ -99,6 +99,7 @@ class FullKVCache:
         self.shape = shape
         self.length = 0
         self.first_angle = shape.first_angle(max_length)  # never changes
+        self.adapter = 0  # the number of the LoRA adapter that all rows are computed with; 0: none
         self.num_copied = 0  # another sequence had these first positions
         self.layer_states = states
         self._is_view = False
@@ -108,6 +109,11 @@ class FullKVCache:
             stores = (LayerStore(CacheRows(shape, buffer, is_own), range(shape.num_layers)),)
         self.stores = stores
         self.rows = stores[0].rows  # those of layers without a window, if there are any
+
+    @property
+    def origin(self) -> tuple[int, int]:
+        """Return what, besides tokens, decides keys and values: first angle and adapter."""
+        return self.first_angle, self.adapter
 
     @property
     def is_by_position(self) -> bool:

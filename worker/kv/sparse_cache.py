@@ -105,7 +105,7 @@ class SparseCache(ABC):
     def __init__(self, shape: CacheShape, num_entries: int, new_entries: NewEntries = Entries) -> None:
         self.shape = shape
         self.entries = new_entries(shape, capacity_for(num_entries))
-        self.first_angle = 0  # as in the sequence's full cache
+        self.first_angle = self.adapter = 0  # as in the sequence's full cache
         self.bias = None
         self.scanned: Scanned | None = None  # rows see these keys beside the entries
         self._num_sequence_entries = 0
@@ -125,7 +125,7 @@ class SparseCache(ABC):
         return self._num_sequence_entries + self._num_drawn
 
     def follow(self, full: FullKVCache, queries: Queries) -> None:
-        self._num_drawn, self.first_angle = 0, full.first_angle
+        self._num_drawn, self.first_angle, self.adapter = 0, full.first_angle, full.adapter
         self._take_in(full, queries)
 
     def catch_up(self, full: FullKVCache, num_chunks: int) -> bool:

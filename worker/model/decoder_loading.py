@@ -390,13 +390,22 @@ def _layer(tensors: Mapping[str, Weight], number: int, dense: DecoderConfig, dty
 def _heads(linears: Mapping[str, AnyLinear], dense: DecoderConfig) -> dict[str, AnyLinear]:
     """Arrange queries and keys in the kernels' order, and split gates from queries."""
     found = {role: linears[role] for role in ("query", "key") if role in linears}
-    if dense.form.gates_heads:
+    if dense.form.gates_heads and "query" in found:
         dim, query = dense.head_dim, found["query"]
         found["query"] = _of_heads(query, list(range(dim)), 2 * dim)
         found["head_gate"] = _of_heads(query, list(range(dim, 2 * dim)), 2 * dim)
     if (order := dense.head_order) is not None:
         found |= {role: _of_heads(each, order, dense.head_dim) for role, each in found.items() if role != "head_gate"}
     return found
+
+
+def rows_by_role(
+    rows: Tensor, name: str, roles: Sequence[str], number: int, dense: DecoderConfig
+) -> dict[str, AnyLinear]:
+    """Return the rows of a layer's stored linear layer by role, in the kernels' order. Raises ValueError."""
+    stored = {f"{name}.weight": rows}
+    linears = dict(_linears(stored, "", (name, [*roles]), dense.widths(number)))
+    return linears | _heads(linears, dense)
 
 
 def _ple_table(stored: Weight, dtype: torch.dtype) -> Weight:

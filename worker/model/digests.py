@@ -46,11 +46,11 @@ class Digests:
 
     @cached_property
     def fingerprint(self) -> str:
-        return _fingerprint(self.model)
+        return fingerprint_of(self.model)
 
     @cached_property
     def text_fingerprint(self) -> str:
-        return _fingerprint(self.text)
+        return fingerprint_of(self.text)
 
     def difference(self, expected: Mapping[str, str]) -> tuple[str, str | None, str | None] | None:
         """Return the first file whose SHA-256 is not the expected one, with the found and the expected SHA-256."""
@@ -103,7 +103,8 @@ def _digest(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _fingerprint(digests: Mapping[str, str]) -> str:
+def fingerprint_of(digests: Mapping[str, str]) -> str:
+    """Return the SHA-256 over names and SHA-256 of files."""
     whole = hashlib.sha256()
     for name, digest in digests.items():
         whole.update(name.encode())

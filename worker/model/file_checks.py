@@ -24,7 +24,7 @@ ENTRIES = (SINGLE_FILE, INDEX_FILE, PICKLED_FILE, PICKLED_INDEX)  # the first on
 
 def adapter_fault(path: Path) -> str | None:
     if (path / ADAPTER_FILE).exists():
-        return f"{path / ADAPTER_FILE} says that it is an adapter; merge it into its base model, and give that folder"
+        return f"{path / ADAPTER_FILE} says that it is an adapter; give its base model, and this as --lora NAME={path}"
     return None
 
 

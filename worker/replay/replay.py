@@ -198,7 +198,7 @@ class Replay:
         return sequence, thinking
 
     def _new_cache(self, sequence: Sequence) -> FullKVCache:
-        return self._engine.new_cache(sequence.max_length)
+        return self._engine.new_cache(sequence.max_length, sequence.lora)
 
 
 def _shows_all(record: JobRecord) -> bool:

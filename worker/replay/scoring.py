@@ -13,12 +13,14 @@ class Scorer:
     def __init__(self, target: TargetModel) -> None:
         self._target = target
 
-    def logprobs(self, prompt_ids: list[int], token_ids: list[int], num_top: int) -> TokenLogprobs:
+    def logprobs(
+        self, prompt_ids: list[int], token_ids: list[int], num_top: int, lora: str | None = None
+    ) -> TokenLogprobs:
         """Return the log-probabilities of `token_ids` behind a prompt, each with the `num_top` likeliest tokens."""
-        return self.scores(prompt_ids, token_ids, num_top).logprobs
+        return self.scores(prompt_ids, token_ids, num_top, lora).logprobs
 
-    def scores(self, prompt_ids: list[int], token_ids: list[int], num_top: int) -> KnownScores:
-        """Return the scores of `token_ids` behind a prompt."""
+    def scores(self, prompt_ids: list[int], token_ids: list[int], num_top: int, lora: str | None = None) -> KnownScores:
+        """Return the scores of `token_ids` behind a prompt, with the adapter `lora`."""
         scores = KnownScores([*prompt_ids, *token_ids], len(prompt_ids), num_top, self._target)
-        scores.read(self._target.new_cache(len(prompt_ids) + len(token_ids)))
+        scores.read(self._target.new_cache(len(prompt_ids) + len(token_ids), lora=lora))
         return scores

@@ -76,6 +76,7 @@ class Sequence:
         self.vocab_size = vocab_size
         self.eos_token_ids: frozenset[int] = frozenset()  # set by the engine
         self.bad_word_ids, self.rules = bad_word_ids, rules
+        self.lora: str | None = None  # the name of its adapter
         self.finish_reason: str | None = None
         self.error: str | None = None  # message, if the finish reason is an error
         self.error_code: str | None = None

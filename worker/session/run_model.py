@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 
 from swiftbatch.jobs.run.run import Run
@@ -12,7 +13,8 @@ from swiftbatch.worker.forward.hardware import resolve_device
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.model.digests import digests_of
-from swiftbatch.worker.model.model_files import ModelFiles, locate_model
+from swiftbatch.worker.model.lora import LoraFiles, locate_loras
+from swiftbatch.worker.model.model_files import ModelFiles, OtherModelError, locate_model
 from swiftbatch.worker.session.checkpointing import num_unwritten
 
 
@@ -27,10 +29,20 @@ def located_model(model: str, run: Run) -> ModelFiles:
     return files
 
 
+def located_loras(run: Run) -> list[LoraFiles]:
+    """Find a run's adapters. Raises ModelError if one is missing, OtherModelError if files differ from the run's."""
+    found = locate_loras(run.manifest.lora, run.manifest.lora_commits)
+    for each in found:
+        if each.digests != run.manifest.lora_files[each.name]:
+            node, expected = socket.gethostname(), "expected those that the run was made with; put them back"
+            raise OtherModelError(f"adapter {each.name}: on node {node} {each.path} has other files, {expected}")
+    return found
+
+
 def loaded_target(config: EngineConfig, files: ModelFiles, run: Run, textless_ids: tuple[int, ...]) -> TargetModel:
     """Load the model. Raises OtherModelError if a file changed meanwhile, and errors as `TargetModel.load` does."""
     computed = (config.dtype, config.device, config.kv_offload, _slots(config, files, run), config.cuda_kernels)
-    target = TargetModel.load(files, *computed, config.kv_dtype, textless_ids)
+    target = TargetModel.load(files, *computed, config.kv_dtype, textless_ids, located_loras(run))
     _refuse_changed_meanwhile(files)
     return target
 

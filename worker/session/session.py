@@ -236,7 +236,7 @@ class WorkerSession:
             worker_id=self._worker_id, claimed=time.time(), numerics=self.numerics, attempt=assignment.num_attempts
         )
         sequence, thinking = sequence_of(record, self._codec, target.vocab_size, target.device)
-        cache = self.engine.new_cache(sequence.max_length)
+        cache = self.engine.new_cache(sequence.max_length, sequence.lora)
         if distance := rewind_distance(sequence):
             cache.retain(-distance)  # must precede loading, so that a loop's rewind finds its positions
         is_first = assignment.num_attempts == 1

@@ -30,7 +30,7 @@ from swiftbatch.worker.forward.tile_packing import SequenceRows, tree_rows
 from swiftbatch.worker.kernels import causal_attention, native_decoder
 from swiftbatch.worker.kernels.cuda import cuda_row_table
 from swiftbatch.worker.kernels.cuda.cuda_row_table import TableLayout
-from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
+from swiftbatch.worker.kernels.decoder_weights import AdapterWeights, DecoderWeights
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.kernels.native_decoder import NativeDecoder, native_attention
 from swiftbatch.worker.kernels.native_library import Team, open_library
@@ -57,6 +57,7 @@ from tests.worker.kernels.quantized_parts import packed_weights
 from tests.worker.sampling.native.sampling_parts import any_params, any_row, cases, native_draw, penalised_counts
 
 LENGTHS: tuple[int, ...] = (0, 1, 63, 64, 65, 250, 256, 300, 2047, 2049, 4100)
+ADAPTED = ("query", "value", "output", "gate", "up", "down")
 CAUSAL_LENGTHS = (1, 2, 63, 64, 65, 129, 300, 700)
 GRIFFINS = ((0, 0), (1, 0), (2, 0), (1, 48), (2, 80))  # parts of the input, and the width of the expansion
 MOST_SCANNING = 127  # rows that scan, and their chunks: each row reads all keys
@@ -99,10 +100,28 @@ def spoil(numbers: random.Random, rows: SequenceRows | SparseRows) -> SequenceRo
     return dataclasses.replace(rows, **{name: changed})
 
 
+def random_adapter(numbers: random.Random, weights: DecoderWeights) -> AdapterWeights:
+    """Adapt some weights of some layers."""
+    layers: list[dict[str, tuple[torch.Tensor, torch.Tensor]]] = []
+    for layer in weights.layers:
+        found = {role: getattr(layer, role) for role in ADAPTED if numbers.random() < 0.7}
+        sizes = {role: linear.weight.shape for role, linear in found.items() if linear is not None}
+        rank = numbers.choice((16, 48))
+        layers.append(
+            {role: (torch.randn(rank, size[1]), 0.1 * torch.randn(size[0], rank)) for role, size in sizes.items()}
+        )
+    return AdapterWeights(layers)
+
+
 def fuzz(shape: Shape, weights: DecoderWeights, numbers: random.Random, num_rounds: int) -> None:
+    adapters = [] if shape.latent is not None else [random_adapter(numbers, weights) for _ in range(2)]
     decoder = NativeDecoder(weights, 2, "sanitized")
+    for adapter in adapters:
+        decoder.add_adapter(adapter)
     for _ in range(num_rounds):
         groups = [random_rows(numbers, shape) for _ in range(numbers.randrange(1, 4))]
+        for group in groups:
+            group.cache.adapter = numbers.randint(0, len(adapters))
         sizes = (2, sum(len(group) for group in groups), shape.num_kv_heads * shape.group, shape.head_dim)
         queries = torch.full(sizes, torch.nan, dtype=shape.dtype) if numbers.random() < 0.5 else None
         _, logits = decoder.forward(groups, queries=queries)

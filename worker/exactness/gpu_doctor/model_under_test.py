@@ -55,7 +55,9 @@ class ArenaTarget(TargetModel):
         super().__init__(forwards, files)
         self.arena = forwards.arena
 
-    def new_cache(self, max_length: int, num_held: int = 0, forgets: bool = False) -> FullKVCache:
+    def new_cache(
+        self, max_length: int, num_held: int = 0, forgets: bool = False, lora: str | None = None
+    ) -> FullKVCache:
         return self.arena.new_cache(max_length)
 
 

@@ -71,7 +71,9 @@ class CudaRounds:
         num_rows, start, decoder = sum(map(len, groups)), 0, self._captured.decoder
         hidden, logits = (each.new_empty(num_rows, each.shape[1]) for each in (decoder.hidden, decoder.logits))
         for tile in _tiles(groups, self._captured.num_rows):
-            decoder.layout.fill(self._captured.table(), [(rows, entries_of(rows).slot) for rows in tile])
+            buffer = self._captured.table()
+            decoder.layout.fill(buffer[: decoder.layout.size], [(rows, entries_of(rows).slot) for rows in tile])
+            decoder.fill_adapters(buffer, ((len(rows), rows.cache.adapter) for rows in tile))
             self._captured.send()
             self._captured.graph.replay()
             part = slice(start, start + sum(map(len, tile)))
@@ -261,7 +263,11 @@ class CudaForwards:
         decoder.layout.fill(buffer[: decoder.layout.size], placed, *pages)
         if decoder.mixers is not None:
             rows = [StateRows(group, slot, cache.boundary) for (group, slot), cache in zip(placed, caches, strict=True)]
-            decoder.mixers.layout.fill(buffer[decoder.layout.size :], rows)
+            start = decoder.layout.size
+            decoder.mixers.layout.fill(buffer[start : start + decoder.mixers.layout.size], rows)
+        decoder.fill_adapters(
+            buffer, ((len(group), cache.adapter) for group, cache in zip(groups, caches, strict=True))
+        )
         captured.send()
 
     def _note_states(self, groups: list[SequenceRows]) -> None:

@@ -16,9 +16,10 @@ from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.forward.forward_interface import Forwards
 from swiftbatch.worker.kernels.cuda.cuda_row_table import compiled_library
 from swiftbatch.worker.kernels.cuda.gemm_probe import refuse_uneven_products
+from swiftbatch.worker.kernels.cuda.lora_kernels import adapter_bytes
 from swiftbatch.worker.kernels.cuda.rank_weights import shared_weights
-from swiftbatch.worker.kernels.cuda.stacked_weights import handed_over, stacked_weights
-from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
+from swiftbatch.worker.kernels.cuda.stacked_weights import handed_over, stacked_weights, with_adapters
+from swiftbatch.worker.kernels.decoder_weights import AdapterWeights, DecoderWeights
 from swiftbatch.worker.kernels.gpu_kernel_choice import CUBLAS_WORKSPACES, DEFAULT_KERNELS, CudaKernels, refuse_latent
 from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES
 from swiftbatch.worker.kv.cache_rows import CacheShape
@@ -62,9 +63,12 @@ def load_cuda_forwards(
     eos_token_ids: frozenset[int],
     kernels: CudaKernels,
     kv_dtype: KVDtype | None = None,
+    adapters: Sequence[AdapterWeights] = (),
     num_ranks: int = 1,
 ) -> CudaForwards | None:
-    """Return forwards with as many slots as fit on `num_ranks` GPUs, or None if the kernels do not support the model.
+    """Return forwards with as many slots as fit on `num_ranks` GPUs beside `adapters`.
+
+    Returns None if the kernels do not support the model.
 
     Raises KVRoomError if memory is too small, KernelError without the compiled library, and ModelError if the requested
     kernels or several GPUs do not support the model.
@@ -82,15 +86,15 @@ def load_cuda_forwards(
     hold_gemms_steady()
     devices = [device]
     if num_ranks > 1:
-        refuse_unshared(files, wanted, num_ranks, kernels)
+        refuse_unshared(files, wanted, num_ranks, kernels, adapters)
         wanted = replace(wanted, engine=None)
         devices, sizes = connected_gpus(num_ranks), sizes.of_a_rank(num_ranks)
-    gpu = GPUMemory(min(map(settled_free_bytes, devices)), kernels.attention, kernels.num_rows)
-    plan = plan_wanted(wanted, sizes, gpu)
+    free_bytes = min(map(settled_free_bytes, devices)) - adapter_bytes(adapters)
+    plan = plan_wanted(wanted, sizes, GPUMemory(free_bytes, kernels.attention, kernels.num_rows))
     stagings = [Staging(CudaLane(each), computing_stream(each)) for each in devices]
     if num_ranks > 1:
         return planned_ranks(files, dtype, devices, plan, eos_token_ids, stagings, kernels, kv_dtype)
-    return planned_forwards(files, dtype, device, plan, eos_token_ids, stagings[0], kernels, kv_dtype)
+    return planned_forwards(files, dtype, device, plan, eos_token_ids, stagings[0], kernels, kv_dtype, adapters)
 
 
 def plan_wanted(wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory) -> MemoryPlan:
@@ -113,6 +117,7 @@ def planned_forwards(
     staging: Staging | None,
     kernels: CudaKernels = DEFAULT_KERNELS,
     kv_dtype: KVDtype | None = None,
+    adapters: Sequence[AdapterWeights] = (),
 ) -> CudaForwards | None:
     """Load a model as planned, or return None if the kernels do not support it.
 
@@ -130,7 +135,7 @@ def planned_forwards(
     try:
         arena = arena_of(shape, plan, staging)
         arena.holds_engine = plan.has_engine
-        return CudaForwards(stacked, arena, eos_token_ids, kernels)
+        return CudaForwards(with_adapters(stacked, adapters), arena, eos_token_ids, kernels)
     except ValueError:  # the kernels have no tiles for these sizes
         return None
 
@@ -182,9 +187,17 @@ def connected_gpus(num_ranks: int) -> list[torch.device]:
     return devices
 
 
-def refuse_unshared(files: ModelFiles, wanted: SlotsWanted, num_ranks: int, kernels: CudaKernels) -> None:
-    """Raise ModelError for a model, an engine or kernels that several GPUs cannot share."""
+def refuse_unshared(
+    files: ModelFiles,
+    wanted: SlotsWanted,
+    num_ranks: int,
+    kernels: CudaKernels,
+    adapters: Sequence[AdapterWeights],
+) -> None:
+    """Raise ModelError for a model, adapters, an engine or kernels that several GPUs cannot share."""
     said = f"--gpus-per-worker {num_ranks}"
+    if adapters:
+        raise ModelError(f"{said}: several GPUs share no LoRA adapters; leave --lora away, or use one GPU a worker")
     if kernels.attention == "flash":
         raise ModelError(f"{said}: flash-attn runs on one GPU alone; use --attention triton")
     if wanted.partial_budget or (wanted.engine is not None and not wanted.can_lack_engine):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.attention_backends import (
@@ -59,6 +61,7 @@ class CudaDecoder:
         sizes, num_rows, device = weights.sizes, kernels.num_rows, caches.buffer.device
         linear = LINEAR_KERNELS[kernels.linear]
         self.sizes, self._weights, self._linear = sizes, weights, linear
+        self._has_adapters = any(layer.adapters for layer in weights.layers)
         self._shape = shape_of(sizes, num_rows)
         self.layout = self._layout_of(caches)
         self.mixers = _recurrent_layers_of(weights, caches.states, linear, num_rows)
@@ -236,15 +239,26 @@ class CudaDecoder:
 
     def _new_tables(self, device: torch.device) -> Tables:
         num_states = 0 if self.mixers is None else self.mixers.layout.size
-        return self._tables_in(torch.zeros(self.layout.size + num_states, dtype=torch.int32, device=device))
+        num_adapted = self.layout.num_rows if self._has_adapters else 0
+        size = self.layout.size + num_states + num_adapted
+        return self._tables_in(torch.zeros(size, dtype=torch.int32, device=device))
 
     def _tables_in(self, buffer: Tensor) -> Tables:
         """Take the tables of later forwards from a buffer."""
         self.table_buffer = buffer
         own, of_states = buffer[: self.layout.size], buffer[self.layout.size :]
+        adapters = buffer[-self.layout.num_rows :] if self._has_adapters else None
         rows = self.layout.table(own)
         windows = self.layout.window_table(own) if self.layout.has_window_pages else rows
-        return Tables(rows, windows, None if self.mixers is None else self.mixers.layout.table(of_states))
+        states = None if self.mixers is None else self.mixers.layout.table(of_states)
+        return Tables(rows, windows, states, adapters)
+
+    def fill_adapters(self, buffer: NDArray[np.int32], rows: Iterable[tuple[int, int]]) -> None:
+        """Write the adapters of consecutive rows, `(num_rows, adapter)`, into a table's buffer."""
+        if self._has_adapters:
+            numbers = [adapter for num_rows, adapter in rows for _ in range(num_rows)]
+            own = buffer[-self.layout.num_rows :]
+            own[: len(numbers)], own[len(numbers) :] = numbers, 0
 
 
 def _kept_layers(weights: StackedWeights, caches: DeviceCaches) -> tuple[list[bool], list[KeptLayer]]:

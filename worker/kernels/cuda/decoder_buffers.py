@@ -35,6 +35,7 @@ class DecoderBuffers:
     hidden: Tensor
     features: Tensor  # outputs of layers, side by side
     logits: Tensor  # float32
+    lowered: Tensor  # float32: what LoRA adapters make of rows; empty without any
     delta_parts: Tensor | None  # [MOST_PARTS, num_rows, hidden] float32: results that the next norm sums
 
     @classmethod
@@ -48,6 +49,7 @@ class DecoderBuffers:
         is_beside |= any(layer.experts is not None and layer.experts.behind_norm is not None for layer in layers)
         attending = [layer.attention[0].weight.shape[0] for layer in layers if layer.attention is not None]
         value_dim = max([sizes.head_dim, *(layer.heads.head_dim for layer in layers if layer.heads is not None)])
+        most_lowered = max((each.lowered_width for layer in layers for each in layer.adapters.values()), default=0)
         width = max((layer.dense_mlp[1].weight.shape[1] for layer in layers if layer.dense_mlp), default=0)
         return cls(
             state=rows(sizes.hidden),
@@ -62,6 +64,7 @@ class DecoderBuffers:
             hidden=rows(sizes.hidden),
             features=rows(0),
             logits=rows(sizes.vocab, dtype=torch.float32),
+            lowered=rows(most_lowered, dtype=torch.float32),
             delta_parts=torch.zeros(MOST_PARTS, num_rows, sizes.hidden, device=device) if has_parts else None,
         )
 

@@ -17,6 +17,7 @@ from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable
 from swiftbatch.worker.kernels.cuda.decoder_buffers import DecoderBuffers, LayerAngles
 from swiftbatch.worker.kernels.cuda.gemm import LinearKernel, triton_linear
 from swiftbatch.worker.kernels.cuda.indexer_kernels import CudaIndexer
+from swiftbatch.worker.kernels.cuda.lora_kernels import StackedAdapters, add_adapted
 from swiftbatch.worker.kernels.cuda.mla_kernels import CudaMLA
 from swiftbatch.worker.kernels.cuda.moe_gemm import CudaExperts
 from swiftbatch.worker.kernels.cuda.peers import Launch, Peers
@@ -31,11 +32,12 @@ Tap = Callable[[int, Tensor], None]
 
 
 class Tables(NamedTuple):
-    """Rows of a forward, for all kernels, for layers in the windows' pool, and for layers with a state."""
+    """Rows of a forward, for all kernels, for layers in the windows' pool, for layers with a state, and adapters."""
 
     rows: CudaRowTable[Tensor]
     windows: CudaRowTable[Tensor]
     states: StateTable[Tensor] | None
+    adapters: Tensor | None = None  # [num_rows] int32: the number of each row's LoRA adapter, or 0
 
 
 class Delta(NamedTuple):
@@ -173,7 +175,8 @@ class LayerLaunches:
             found = self.latents.found
         if layer.shared is not None:
             return (yield from self._multiply_together(found, behind, layer.shared.output))
-        return (yield from self._multiply(found, behind, sizes.attention_out_scale, layer.mixer is None))
+        adapters = layer.adapters.get("output")
+        return (yield from self._multiply(found, behind, sizes.attention_out_scale, layer.mixer is None, adapters))
 
     def _take_heads(
         self, layer: StackedLayer, in_front: AnyLinear, rows: Tensor, kept: KeptLayer, table: CudaRowTable[Tensor]
@@ -183,6 +186,7 @@ class LayerLaunches:
         qkv, stripes = of_width(qkv, in_front.weight.shape[0]), WIDE_STRIPES if attention is self.wide else 1
         first, num_keys = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
         yield partial(self.linear, rows, in_front.weight, in_front.bias, qkv)
+        yield from self._adapt(layer.adapters.get("query_key_value"), rows, qkv)
         yield from scaled(qkv[:, first : first + num_keys], sizes.key_scale)
         if layer.joint_norms is not None:
             yield partial(norm_heads, table.rows, qkv, layer.joint_norms, first, sizes.epsilon, sizes.norm_form)
@@ -199,11 +203,13 @@ class LayerLaunches:
             gate_up = of_width(buffers.gate_up, wide.weight.shape[0])
             activated = of_width(buffers.activated, down.weight.shape[1])
             yield partial(self.linear, rows, wide.weight, wide.bias, gate_up)
+            yield from self._adapt(layer.adapters.get("gate_up"), rows, gate_up)
             yield from scaled(gate_up[:, : activated.shape[1]], sizes.gate_scale)
             yield partial(activate, table.rows, gate_up, activated, sizes.activation, layer.curve)
             if layer.shared is not None and layer.experts is None:
                 return (yield from self._multiply_together(activated, down, layer.shared.down))
-            out = yield from self._multiply(activated, down, sizes.down_scale, layer.experts is None)
+            adapters = layer.adapters.get("down")
+            out = yield from self._multiply(activated, down, sizes.down_scale, layer.experts is None, adapters)
         yield from self._norm_beside(out, layer.shared_norm, out)
         if layer.experts is not None and self.experts is not None:
             yield from self._of_experts(self.experts, layer.experts, rows, out, layer.dense_mlp is not None)
@@ -236,12 +242,15 @@ class LayerLaunches:
     def _attention_of(self, layer: StackedLayer) -> Attention:
         return self.attention if layer.heads is None or self.wide is None else self.wide
 
-    def _multiply(self, rows: Tensor, product: AnyLinear, factor: float, is_alone: bool) -> Launches:
+    def _multiply(
+        self, rows: Tensor, product: AnyLinear, factor: float, is_alone: bool, adapters: StackedAdapters | None
+    ) -> Launches:
         """Multiply rows for the next norm. A result that nothing else changes may stay in parts of the depth."""
         out, parts = self.buffers.delta, self.buffers.delta_parts
         if parts is not None and is_alone and factor == 1.0:
             out = parts[: parts_of_depth(product.weight.shape[1])]
         yield partial(self.linear, rows, product.weight, product.bias, out)
+        yield from self._adapt(adapters, rows, out if out.dim() == 2 else out[0])
         yield from scaled(out, factor)
         return out
 
@@ -254,6 +263,11 @@ class LayerLaunches:
         yield partial(triton_linear, rows, product.weight, product.bias, own, depth_of_part(depth), distances)
         yield peers.meeting
         return parts[:num_parts]
+
+    def _adapt(self, adapters: StackedAdapters | None, rows: Tensor, out: Tensor) -> Iterator[Launch]:
+        """Add what the rows' LoRA adapters add to a product."""
+        if adapters is not None and self.tables.adapters is not None:
+            yield partial(add_adapted, self.tables.adapters, rows, adapters, self.buffers.lowered, out)
 
 
 def scaled(rows: Tensor, factor: float) -> Iterator[Launch]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from swiftbatch.worker.kernels.cuda.lora_kernels import StackedAdapters, stacked_adapters
 from swiftbatch.worker.kernels.cuda.repacked_weights import is_multiplied_packed, repacked
 from swiftbatch.worker.kernels.decoder_weights import (
+    AdapterWeights,
     DecoderSizes,
     DecoderWeights,
     ExpertWeights,
@@ -272,6 +274,7 @@ class StackedLayer:
     shared_norm: Tensor | None = None
     layer_scale: float | None = None
     shared: SharedDepths | None = None
+    adapters: Mapping[str, StackedAdapters] = field(default_factory=dict)  # by the product that they add to
 
     @property
     def attention(self) -> tuple[AnyLinear, AnyLinear] | None:
@@ -342,6 +345,19 @@ def stacked_weights(
         _stacked([head], device),
         weights.rotary,
     )
+
+
+def with_adapters(weights: StackedWeights, adapters: Sequence[AdapterWeights]) -> StackedWeights:
+    """Copy LoRA adapters to the device, numbered from 1 on."""
+    sizes, layers = weights.sizes, list[StackedLayer]()
+    queries, keys = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    starts = {"query": 0, "key": queries, "value": queries + keys, "head_gate": queries + 2 * keys, "gate": 0}
+    for number, layer in enumerate(weights.layers):
+        width = layer.dense_mlp[1].weight.shape[1] if layer.dense_mlp and sizes.has_gates else 0
+        own = starts | {"output": 0, "up": width, "down": 0}
+        stacked = stacked_adapters([each.layers[number] for each in adapters], own, weights.embedding.device)
+        layers.append(replace(layer, adapters=stacked))
+    return replace(weights, layers=layers)
 
 
 def _attention(layer: LayerWeights, device: torch.device) -> dict[str, Any]:

@@ -57,6 +57,7 @@ typedef struct {
     int32_t capacity;
     int32_t is_partial;                               // slots are not positions, so windows do not apply
     int32_t kv_code;
+    int32_t adapter;                                  // `decoder_adapter`'s number; 0: none
 } row_group;
 
 // Returns whether all numbers of a call are within their caches, the vocabulary and the positions.
@@ -284,6 +285,11 @@ EXPORT void decoder_load_expert(decoder *decoder, int layer, int role, int exper
 // Gives a layer a mixer: instead of attention with NO_ATTENTION, else added to it.
 EXPORT void decoder_mixer(decoder *decoder, int layer, const mixer_sizes *sizes);
 EXPORT void decoder_load_mixer(decoder *decoder, int layer, int role, const given_weight *given);
+// Adds a LoRA adapter, which may have weights in some layers; returns its number, from 1 on. See lora.h.
+EXPORT int decoder_adapter(decoder *decoder);
+// Copies what it adds to a weight: `down` [rank, depth], `up` [columns, rank]; ranks are multiples of 16.
+EXPORT void decoder_load_adapter(decoder *decoder, int adapter, int layer, int role, int rank, const float *down,
+                                 const float *up);
 EXPORT void decoder_free(decoder *decoder);
 
 typedef struct {

@@ -23,6 +23,7 @@ typedef struct {
     mixer_room mixers_room;
     latent_room latents_room;
     index_room *index;  // NULL without indexers
+    adapted_rows *adapted;  // NULL if no row has an adapter
     bool rounds;
 } pass;
 
@@ -181,14 +182,28 @@ static void add_part(const pass *pass, const float *norm_behind, long count) {
     add(pass->call->state, pass->wide, count, pass->rounds);
 }
 
+// Writes rows [num_rows, depth] times a matrix, with what their adapters add, to the wide room.
+static void adapted_linear(const pass *pass, const layer_weights *weights, adapted_matrix which, const float *rows) {
+    const matrix *matrices[NUM_ADAPTED] = {&weights->qkv, &weights->output, &weights->gate_up, &weights->down};
+    const matrix *matrix = matrices[which];
+    int num_rows = pass->call->num_rows;
+    if (!pass->adapted) {
+        linear(pass->frame, matrix, num_rows, rows, pass->wide, matrix->columns, pass->rounds);
+        return;
+    }
+    linear_sums(pass->frame, matrix, num_rows, rows, pass->wide, matrix->columns);
+    adapters_add(pass->frame, pass->adapted, weights->adapters, which, rows, pass->wide, matrix->columns);
+    finish_panel(matrix, 0, matrix->columns / LANES, num_rows, pass->wide, matrix->columns, pass->rounds);
+}
+
 // Runs products, experts, or both.
 static void feed_forward(const pass *pass, const layer_weights *weights) {
     const decoder_sizes *sizes = &pass->decoder->sizes;
     int num_rows = pass->call->num_rows;
     if (weights->intermediate) {
-        linear(pass->frame, &weights->gate_up, num_rows, pass->normed, pass->wide, weights->gate_up.columns, pass->rounds);
+        adapted_linear(pass, weights, ADAPTED_GATES, pass->normed);
         activate_rows(pass, weights);
-        linear(pass->frame, &weights->down, num_rows, pass->mixed, pass->wide, sizes->hidden, pass->rounds);
+        adapted_linear(pass, weights, ADAPTED_DOWN, pass->mixed);
         if (sizes->down_scale != 1.0f) scale_numbers(pass->wide, (long)num_rows * sizes->hidden, sizes->down_scale, pass->rounds);
     }
     if (weights->shared_norm) norm_rows(pass, pass->wide, weights->shared_norm, pass->wide);
@@ -246,7 +261,7 @@ static void attend_rows(const pass *pass, int layer, int place) {
         found = latent_run(pass->frame, &weights->latent, &pass->latents_room, pass->index, pass->attention, &weights->view,
                            pass->call, place, pass->normed, pass->mixed);
     else {
-        linear(pass->frame, &weights->qkv, num_rows, pass->normed, pass->wide, weights->qkv.columns, pass->rounds);
+        adapted_linear(pass, weights, ADAPTED_HEADS, pass->normed);
         if (sizes->key_scale != 1.0f) scale_keys(pass, weights);
         if (sizes->value_scale != 1.0f) scale_values(pass, weights);
         keep_rows(pass, layer, place);
@@ -254,7 +269,7 @@ static void attend_rows(const pass *pass, int layer, int place) {
         if (sizes->value_dim) narrow_rows(pass, weights);
     }
     if (sizes->gates_heads) gate_heads(pass, weights);
-    linear(pass->frame, &weights->output, num_rows, found, pass->wide, sizes->hidden, pass->rounds);
+    adapted_linear(pass, weights, ADAPTED_OUTPUT, found);
     if (sizes->attention_out_scale != 1.0f) scale_numbers(pass->wide, count, sizes->attention_out_scale, pass->rounds);
 }
 
@@ -453,6 +468,7 @@ void decoder_forward(decoder *decoder, team *team, const forward_call *call) {
     if (mixer) pass.mixers_room = mixer_room_new(frame, mixer, call->num_rows, call->num_sequences);
     if (mixes_beside_attention(decoder)) pass.beside = frame_take(frame, rows * (size_t)sizes->hidden);
     if (sizes->index_heads) begin_index(&pass);
+    if (decoder->adapters.num_adapters) pass.adapted = adapted_rows_new(frame, call, &decoder->adapters);
     begin(&pass);
     run_layers(&pass);
     if (sizes->index_heads) end_index(&pass, decoder);

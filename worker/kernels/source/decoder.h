@@ -4,6 +4,7 @@
 #include "experts.h"
 #include "latent.h"
 #include "linear.h"
+#include "lora.h"
 #include "mixers.h"
 #include "quantized.h"
 
@@ -18,6 +19,7 @@ typedef struct {
     float *input_norm, *output_norm, *mlp_norm, *down_norm, *query_norm, *key_norm;  // or NULL
     float *curve;      // of XIELU, or NULL
     float *sinks;      // the view's, or NULL
+    layer_adapter *adapters;  // [num_adapters], or NULL
     experts *experts;  // or NULL
     mixer *mixer;      // instead of attention or added to it, or NULL
     latent_weights latent;  // instead of `qkv`, in decoders with latent vectors
@@ -49,6 +51,7 @@ struct decoder {
     quantized_rows packed_ple_table;
     attention_sizes wide;  // of layers with heads of their own; `head_dim` is 0 without any
     bool shares_keys;
+    adapter_sizes adapters;
     int64_t num_experts_met;
     void *choice;  // of indexers in the last call, for later layers of the same rows
 };

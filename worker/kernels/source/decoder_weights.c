@@ -60,6 +60,8 @@ void decoder_free(decoder *decoder) {
         free(layer->query_norm);
         free(layer->key_norm);
         free(layer->sinks);
+        for (int adapter = 0; adapter < decoder->adapters.num_adapters; adapter++) adapter_free(&layer->adapters[adapter]);
+        free(layer->adapters);
         experts_free(layer->experts);
         mixer_free(layer->mixer);
         latent_free(&layer->latent);
@@ -187,4 +189,25 @@ void decoder_mixer(decoder *decoder, int layer, const mixer_sizes *sizes) {
 
 void decoder_load_mixer(decoder *decoder, int layer, int role, const given_weight *given) {
     mixer_load(decoder->layers[layer].mixer, (mixer_role)role, given);
+}
+
+int decoder_adapter(decoder *decoder) {
+    int number = decoder->adapters.num_adapters++;
+    for (int i = 0; i < decoder->sizes.num_layers; i++) {
+        layer_weights *layer = &decoder->layers[i];
+        layer->adapters = realloc(layer->adapters, sizeof(layer_adapter) * (size_t)decoder->adapters.num_adapters);
+        memset(&layer->adapters[number], 0, sizeof(layer_adapter));
+    }
+    return decoder->adapters.num_adapters;
+}
+
+void decoder_load_adapter(decoder *decoder, int adapter, int layer, int role, int rank, const float *down, const float *up) {
+    layer_weights *to = &decoder->layers[layer];
+    columns_of_role columns = role_columns(decoder, layer, (weight_role)role);
+    const matrix *matrices[NUM_ADAPTED] = {&to->qkv, &to->output, &to->gate_up, &to->down};
+    adapted_weight place = {.first_block = columns.first_block, .num_columns = columns.num_columns, .kind = columns.kind};
+    for (int which = 0; which < NUM_ADAPTED; which++)
+        if (matrices[which] == columns.matrix)
+            adapter_load(&decoder->adapters, &to->adapters[adapter - 1], (adapted_matrix)which, place, columns.matrix->depth,
+                         rank, down, up);
 }

@@ -55,8 +55,7 @@ void matrix_bias(matrix *matrix, int first_column, int count, const void *bias) 
     }
 }
 
-// Returns the block of a weight's row among `count` rows.
-static int block_of(columns_kind kind, int row, int count) {
+int block_of(columns_kind kind, int row, int count) {
     int turn = row / TURN * TURN, left = (int)round_up(count - turn, LANES), wide = left < TURN ? left : TURN;
     if (kind == ALONE) return row / LANES;
     return (2 * turn + (kind == SECOND_IN_TURN ? wide : 0) + row - turn) / LANES;
@@ -244,10 +243,14 @@ static void some_rows(frame *frame, const matrix *matrix, int num_rows, const fl
         if (results[unit]) fetch_panel(&job, unit, results[unit]);
 }
 
-void linear(frame *frame, const matrix *matrix, int num_rows, const float *rows, float *out, long stride, bool rounds) {
+void linear_sums(frame *frame, const matrix *matrix, int num_rows, const float *rows, float *out, long stride) {
     for (int first = 0; first < num_rows; first += ROWS_AT_ONCE) {
         int count = num_rows - first < ROWS_AT_ONCE ? num_rows - first : ROWS_AT_ONCE;
         some_rows(frame, matrix, count, rows + (long)first * matrix->depth, out + first * stride, stride);
     }
+}
+
+void linear(frame *frame, const matrix *matrix, int num_rows, const float *rows, float *out, long stride, bool rounds) {
+    linear_sums(frame, matrix, num_rows, rows, out, stride);
     finish_panel(matrix, 0, matrix->columns / LANES, num_rows, out, stride, rounds);
 }

@@ -20,6 +20,8 @@ typedef enum { ALONE, FIRST_IN_TURN, SECOND_IN_TURN } columns_kind;
 #define TURN (4 * LANES)
 
 matrix matrix_new(element element, int depth, int columns);
+// Returns the block, from a weight's first one on, of one of its `count` rows.
+int block_of(columns_kind kind, int row, int count);
 void matrix_free(matrix *matrix);
 // Packs sixteen rows [16, depth] of a weight in torch's layout, `count` of them real, as one block of columns.
 void matrix_pack(matrix *matrix, int block, const void *rows, int count);
@@ -31,6 +33,8 @@ void floats_load(float **vector, int count, const void *numbers);  // any count
 
 // out [num_rows, stride] = rows [num_rows, depth] times the matrix, plus its bias, rounded to bf16 if `rounds`.
 void linear(frame *frame, const matrix *matrix, int num_rows, const float *rows, float *out, long stride, bool rounds);
+// Its sums before bias and rounding.
+void linear_sums(frame *frame, const matrix *matrix, int num_rows, const float *rows, float *out, long stride);
 
 // The steps of `linear`: rows as products take them, sums of some blocks of columns, and their output.
 size_t multiplied_bytes(const matrix *matrix);  // of a row, with padding

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import torch
 
@@ -12,16 +13,18 @@ from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.forward.cuda.cuda_loading import cuda_cache_shape
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
-from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
+from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights, with_adapters
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kv.cache_rows import CacheShape
 from swiftbatch.worker.kv.kv_capacity import GPU_PAGE, PoolSize, WindowPages, pages_of
 from swiftbatch.worker.kv.slot_arena import KVArena
 from swiftbatch.worker.model.decoder_loading import dense_weights
-from swiftbatch.worker.model.model_files import ModelFiles
+from swiftbatch.worker.model.lora import LoraFiles
+from swiftbatch.worker.model.lora_weights import adapter_weights
+from swiftbatch.worker.model.model_files import ModelFiles, read_config
 from swiftbatch.worker.sampling.draft_tree import DraftTree
-from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.sequence import Sequence as TokenSequence
 from tests.worker.forward.cuda.checked_graph import CheckedGraph
 from tests.worker.kernels.kernel_parts import path_to, random_tree
 from tests.worker.kv.window_parts import spoil_free_pages
@@ -82,6 +85,7 @@ def cuda_target(
     num_pages: int | None = None,
     num_rows: int = NUM_ROWS,
     windows: WindowPages | None = None,
+    loras: Sequence[LoraFiles] = (),
 ) -> TargetModel:
     """Unwritten caches are NaN; `num_pages` None means as many as all slots may have."""
     weights = dense_weights(files, dtype)
@@ -89,10 +93,13 @@ def cuda_target(
     shape = cuda_cache_shape(weights, CPU, kv_dtype, windows is not None)
     arena = arena_of(shape, num_slots, longest_job, attention, num_pages, windows)
     leave_unwritten(arena.buffer)
-    stacked = stacked_weights(weights, CPU)
+    adapters = [adapter_weights(each, read_config(files.name, files.path)) for each in loras]
+    stacked = with_adapters(stacked_weights(weights, CPU), adapters)
     kernels = CudaKernels(attention, linear, num_rows)
     forwards = CudaForwards(stacked, arena, frozenset(), kernels, capture=CheckedGraph)
-    return TargetModel(forwards, files)
+    target = TargetModel(forwards, files)
+    target._adapters = {each.name: number for number, each in enumerate(loras, 1)}
+    return target
 
 
 def check_rows_of_two_trees(target: TargetModel, num_nodes: int, *texts: list[int]) -> None:
@@ -116,8 +123,8 @@ def check_rows_of_two_trees(target: TargetModel, num_nodes: int, *texts: list[in
 def check_drafts_beside_a_resumed_job(target: TargetModel, num_tokens: int) -> None:
     params = SamplingParams(max_tokens=num_tokens, seed=3, ignore_eos=True)
 
-    def sequences() -> list[Sequence]:
-        return [Sequence(f"s{each}", [each, 5, 7, 5], params, target.vocab_size) for each in (3, 4)]
+    def sequences() -> list[TokenSequence]:
+        return [TokenSequence(f"s{each}", [each, 5, 7, 5], params, target.vocab_size) for each in (3, 4)]
 
     plain = [decode(target, "autoregressive", [text])[0] for text in sequences()]
     fresh, resumed = sequences()

@@ -38,6 +38,7 @@ INTEGERS += (
     "tile_experts_ptr",
     "tile_pairs_ptr",
 )
+INTEGERS += ("adapters_ptr", "roles_ptr", "own_columns_ptr")
 INTEGERS += ("sequences_ptr", "paths_ptr", "moves_ptr", "list_ptr", "listed_ptr", "ends_ptr")
 READ = ("numbers_ptr", "sums_ptr")  # by the kernel that only reads them
 LONG_INTEGERS = (
@@ -69,6 +70,7 @@ SUMS = (
 )
 SUMS += ("router_ptr", "parts_ptr", "router_bias_ptr", "choice_bias_ptr", "choice_weights_ptr", "shares_ptr")
 SUMS += ("choice_scales_ptr",)
+SUMS += ("lora_down_ptr", "lora_up_ptr", "lowered_ptr")
 SUMS += ("samples_ptr", "flat_deviations_ptr", "best_output_ptr", "best_lse_ptr")  # float32 with any model dtype
 SUMS += ("scores_ptr",)
 OF_ROWS = ("wide_ptr", "narrow_ptr", "inputs_ptr", "mixed_ptr", "qkv_ptr")  # of a state's kernels: else float32

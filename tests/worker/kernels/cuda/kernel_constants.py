@@ -19,6 +19,7 @@ from swiftbatch.worker.kernels.cuda import (
     peers,
     tree_attention,
 )
+from swiftbatch.worker.kernels.cuda import lora_kernels as lora
 from swiftbatch.worker.kernels.cuda import mla_kernels as latent_products
 from swiftbatch.worker.kernels.cuda import row_kernels as layers
 from swiftbatch.worker.kernels.cuda import tree_attention as tail_attention
@@ -307,9 +308,21 @@ def kernels_besides_attention() -> dict[str, Made]:
             {"VOCAB": 32000, "COLUMNS": layers.SOFTCAP_COLUMNS, "CAP": 30.0},
         ),
         **griffin_kernels(),
+        **lora_kernels(),
         "read": (machine_checks.read_numbers, machine_checks.READ_CONSTANTS),
         "noise": (machine_checks.store_noise, {"BLOCK": machine_checks.NOISE_BLOCK}),
     }
+
+
+def lora_kernels() -> dict[str, Made]:
+    """Those of queries, keys and values, with the usual rank and the largest."""
+    found: dict[str, Made] = {}
+    for rank in (16, 256):
+        shared = {"RANK": rank, "TILE": lora.tile_of(rank), "WIDTH": 3 * rank}
+        lower, columns = {"DEPTH": HIDDEN, "NUM_ROLES": 3}, (HEADS + 2 * KV_HEADS) * HEAD_DIM
+        found[f"rows lowered to rank {rank}"] = (lora.lower_row, shared | lower)
+        found[f"rows of rank {rank} added"] = (lora.add_row, shared | {"COLUMNS": columns, "OUT_WIDTH": columns})
+    return found
 
 
 def griffin_kernels() -> dict[str, Made]:
