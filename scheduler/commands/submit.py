@@ -235,7 +235,6 @@ def submit(
     JOBS: JSON lines (short or OpenAI Batch) or Parquet: paths, 'a-*.gz', `-`, s3://, gs://, hf://.
     Exit code: 0 all finished, 1 some failed, 2 wrong input, 3 at a limit, 130 interrupted.
     Example:
-      swiftbatch submit jobs.jsonl
       swiftbatch submit 'part-*.parquet' --run my-run --workers 2 --column prompt=text
     """
     from swiftbatch.jobs.input.job_files import run_folder_beside

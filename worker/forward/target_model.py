@@ -24,6 +24,7 @@ from swiftbatch.worker.kernels.gpu_kernel_choice import (
     DEFAULT_KERNELS,
     CudaKernels,
     refuse_kv_dtype,
+    refuse_several_gpus,
     refuse_without_kernels,
 )
 from swiftbatch.worker.kernels.native_library import chosen_variant
@@ -57,8 +58,9 @@ def load_forwards(
     slots: SlotsWanted | None = None,
     kernels: CudaKernels = DEFAULT_KERNELS,
     kv_dtype: KVDtype | None = None,
+    num_ranks: int = 1,
 ) -> Forwards:
-    """Return the fastest exact forwards of a model.
+    """Return the fastest exact forwards of a model, on `num_ranks` GPUs.
 
     Raises KernelError, KVRoomError, and ModelError as `load_transformers` does or if other kernels were requested.
     """
@@ -69,9 +71,11 @@ def load_forwards(
     if slots is not None:
         from swiftbatch.worker.forward.cuda.cuda_loading import load_cuda_forwards
 
-        if on_gpu := load_cuda_forwards(files, dtype, device, slots, eos_token_ids_of(files), kernels, kv_dtype):
+        wanted = (dtype, device, slots, eos_token_ids_of(files), kernels, kv_dtype)
+        if on_gpu := load_cuda_forwards(files, *wanted, num_ranks=num_ranks):
             return on_gpu
         kernels.refuse_unused(f"they do not know the model {files.name}")
+    refuse_several_gpus(num_ranks, f"they do not know the model {files.name}" if slots else _what_runs(device))
     variant = chosen_variant() if device.type == "cpu" else None
     if device.type != "cpu":
         refuse_without_kernels(kv_dtype, files.name)
@@ -193,6 +197,7 @@ class TargetModel:
         kernels: CudaKernels = DEFAULT_KERNELS,
         kv_dtype: KVDtype | None = None,
         never_sampled_ids: Many[int] = (),
+        num_ranks: int = 1,
     ) -> TargetModel:
         """Load a model from its folder.
 
@@ -205,7 +210,8 @@ class TargetModel:
         wanted = slots if place.type == "cuda" else None
         if wanted is None:
             kernels.refuse_unused(_what_runs(place))
-        target = cls(load_forwards(files, DTYPES[dtype], place, wanted, kernels, kv_dtype), files, kv_offload)
+        forwards = load_forwards(files, DTYPES[dtype], place, wanted, kernels, kv_dtype, num_ranks)
+        target = cls(forwards, files, kv_offload)
         if never_sampled_ids:
             target.forwards.never_sampled_ids = torch.tensor(never_sampled_ids, device=target.device)
         check_model(target)

@@ -30,7 +30,7 @@ def located_model(model: str, run: Run) -> ModelFiles:
 def loaded_target(config: EngineConfig, files: ModelFiles, run: Run, textless_ids: tuple[int, ...]) -> TargetModel:
     """Load the model. Raises OtherModelError if a file changed meanwhile, and errors as `TargetModel.load` does."""
     computed = (config.dtype, config.device, config.kv_offload, _slots(config, files, run), config.cuda_kernels)
-    target = TargetModel.load(files, *computed, config.kv_dtype, textless_ids)
+    target = TargetModel.load(files, *computed, config.kv_dtype, textless_ids, config.num_gpus_per_worker)
     _refuse_changed_meanwhile(files)
     return target
 

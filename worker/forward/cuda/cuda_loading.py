@@ -56,6 +56,7 @@ def load_cuda_forwards(
     eos_token_ids: frozenset[int],
     kernels: CudaKernels,
     kv_dtype: KVDtype | None = None,
+    num_ranks: int = 1,
 ) -> CudaForwards | None:
     """Return forwards with as many slots as fit, or None if the kernels do not support the model.
 
