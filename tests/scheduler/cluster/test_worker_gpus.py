@@ -1,10 +1,9 @@
-"""Workers with several GPUs on a real Ray, whose node has four fake ones."""
+"""Workers with two GPUs each on a real Ray, whose node has four fake ones."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,24 +33,13 @@ with connect(None, num_workers=3) as cluster:
     fleet.stop()
 """
 
-pytestmark = [pytest.mark.ray, needs_gcc]
 
-
-def test_a_worker_gets_its_own_gpus_and_one_without_as_many_waits(tmp_path: Path) -> None:
-    num_gpus, started, held, num_waiting, _ = answers(tmp_path, "")
-    assert (num_gpus, held, num_waiting) == (4, [], 1)
-    assert sorted(gpu for gpus in started for gpu in gpus) == list(UUIDS[:4])
-    assert [len(gpus) for gpus in started] == [2, 2]
-
-
-def test_the_process_with_a_failed_gpu_holds_it_and_its_company(tmp_path: Path) -> None:
-    _, [started], held, num_waiting, num_most = answers(tmp_path, UUIDS[3])
-    assert sorted([*started, *held]) == list(UUIDS[:4])
+@pytest.mark.ray
+@needs_gcc
+def test_of_three_workers_one_gets_gpus_one_holds_a_failed_one_with_its_company_and_one_waits(tmp_path: Path) -> None:
+    place, answer = make_run(tmp_path / "run", {}).store.uri, tmp_path / "answer.json"
+    run_with_gpus(tmp_path, PROGRAM, place, f"{COUNTING}:CountingSession", UUIDS[3], str(answer), num_gpus=4)
+    num_gpus, [started], held, num_waiting, num_most = json.loads(answer.read_text())
+    assert sorted([*started, *held]) == list(UUIDS[:num_gpus])
     assert UUIDS[3] in held
-    assert (num_waiting, num_most) == (1, 1)
-
-
-def answers(folder: Path, failed: str) -> Any:
-    place, answer = make_run(folder / "run", {}).store.uri, folder / "answer.json"
-    run_with_gpus(folder, PROGRAM, place, f"{COUNTING}:CountingSession", failed, str(answer), num_gpus=4)
-    return json.loads(answer.read_text())
+    assert (num_gpus, len(started), num_waiting, num_most) == (4, 2, 1, 1)
