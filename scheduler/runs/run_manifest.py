@@ -196,6 +196,8 @@ def _new_manifest(settings: Settings) -> RunManifest:
         "num_threads": settings.said.get("num_threads", shared_cores),
         "clock": computation.clock or datetime.now().astimezone().isoformat(timespec="seconds"),
     }
+    if settings.num_gpus_per_worker > 1 and "linear" not in settings.said and resolved["device"] != "cpu":
+        computation = replace(computation, linear="triton")  # cuBLAS has other bits for a part of a product
     engine_entry(computation.engine, computation.engine_options)
     refuse_kernels(computation.cuda_kernels, str(resolved["device"]), computation.dtype, settings.address)
     refuse_kv_dtype(computation.kv_dtype, computation.cuda_kernels.attention)
