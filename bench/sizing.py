@@ -10,6 +10,7 @@ from bench.options import JSONOptions as Options
 from bench.tables import Record
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, SLOT_LENGTHS
 from swiftbatch.worker.kernels.kernel_sizes import MLASizes
+from swiftbatch.worker.kernels.rank_shares import RANK_CHOICES
 from swiftbatch.worker.kv.gpu_memory_plan import KEPT, GPUMemory, most_together, one_slot
 from swiftbatch.worker.kv.kv_capacity import GB, NUM_UNWRITTEN, held_in_windows
 from swiftbatch.worker.kv.model_sizes import ExpertSizes, ModelSizes, PackedPart
@@ -51,6 +52,22 @@ MODELS = {
     "Qwen2.5 32B": ModelSizes(32_763_876_352, 262_144, 40, 8, 128, 5120, 27648, 152_064, 2),
 }
 GPU = "H100 80 GB"
+QWEN3_235B = ModelSizes(235_093_634_560, 192_512, 64, 4, 128, 4096, 12288, 151_936, 2)
+LARGE = {  # with the parameters that every GPU has: embedding, norms and routers
+    "Llama 3.1 70B, bfloat16": replace(DENSE["Llama 3.1 70B"], num_on_every_gpu=128_256 * 8192 + 161 * 8192),
+    "Qwen3 235B A22B, FP8": replace(
+        QWEN3_235B,
+        packed=(PackedPart(233_798_893_568, 8, 128),),
+        experts=ExpertSizes(128, 8, 1536, 94 * 128 * 4096),
+        num_on_every_gpu=151_936 * 4096 + 94 * (128 * 4096 + 8448) + 4096,
+    ),
+    "gpt-oss-120b, MXFP4 experts": replace(
+        EXPERTS["gpt-oss-120b"][0],
+        packed=(PackedPart(EXPERTS["gpt-oss-120b"][2], 4, 32),),
+        experts=CHOSEN["gpt-oss-120b"],
+        num_on_every_gpu=201_088 * 2880 + 73 * 2880 + 36 * (128 * 2881 + 64),
+    ),
+}
 
 
 def packed_table() -> list[Record]:
@@ -86,6 +103,20 @@ def _window_rows() -> Iterator[list[str]]:
         yield [model, f"{length:,}", *figures, *(_most_jobs(sizes, gpu, length) for sizes in both)]
 
 
+def rank_table() -> list[Record]:
+    """Return GB of weights on each of several H100s that share a model, and the jobs that fit them."""
+    headers = ("model on several GPUs", "GPUs", "GB on each", *(f"jobs of {length:,}" for length in SLOT_LENGTHS))
+    return [dict(zip(headers, cells, strict=True)) for cells in _rank_rows()]
+
+
+def _rank_rows() -> Iterator[list[str]]:
+    gpu = GPUMemory(GPU_BYTES - CONTEXT_BYTES)
+    for (model, whole), num_ranks in product(LARGE.items(), RANK_CHOICES):
+        sizes = whole.of_a_rank(num_ranks)
+        jobs = [_most_jobs(sizes, gpu, length) for length in SLOT_LENGTHS]
+        yield [model, str(num_ranks), f"{sizes.weight_bytes / GB:.1f}", *jobs]
+
+
 def _most_jobs(sizes: ModelSizes, gpu: GPUMemory, length: int) -> str:
     return str(most_together(sizes, gpu, length) or "none")
 
@@ -115,4 +146,4 @@ def run(options: Options) -> Iterator[Record]:
     Example:
       python -m bench sizing --markdown
     """
-    yield from (*packed_table(), *window_table())
+    yield from (*packed_table(), *window_table(), *rank_table())

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from swiftbatch.worker.kernels.kernel_sizes import depth_of_part, parts_of_depth
 
+RANK_CHOICES = (1, 2, 4, 8)  # GPUs of a worker: they divide the parts of a depth
+
 
 @dataclass(frozen=True)
 class Rank:

@@ -223,8 +223,8 @@ def none_fits(plan: MemoryPlan) -> KVRoomError:
     return KVRoomError(
         f"the longest job, {plan.longest_job:,} positions, has no room on the GPU: weights {weights}, its keys and "
         f"values {slot}, its drafts {drafting} and work space {work} need {sum(parts) / GB:,.1f} GB, "
-        f"{plan.free_bytes / GB:,.1f} GB are free; use fewer max_tokens, --kv-dtype fp8 or int8, or a GPU with "
-        "more memory"
+        f"{plan.free_bytes / GB:,.1f} GB are free; use fewer max_tokens, --kv-dtype fp8 or int8, more "
+        "--gpus-per-worker, or a GPU with more memory"
     )
 
 

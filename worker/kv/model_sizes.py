@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -12,12 +13,13 @@ from typing import Any
 from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK_DEPTH, CUDA_SCALE_BYTES, MLASizes, fills_blocks
 from swiftbatch.worker.kernels.layer_specs import slot_bytes
+from swiftbatch.worker.kernels.rank_shares import Rank, columns_of
 from swiftbatch.worker.kv.kv_capacity import ITEM_SIZES, MAX_TREE_NODES, HeldPositions, bytes_per_position
-from swiftbatch.worker.model.architectures.attention_layers import Windows
+from swiftbatch.worker.model.architectures.attention_layers import UP, Windows
 from swiftbatch.worker.model.architectures.catalogue import recurrent_shape
-from swiftbatch.worker.model.architectures.moe_layers import MoEConfig
+from swiftbatch.worker.model.architectures.moe_layers import ROLES, MoEConfig
 from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentConfig, RecurrentShape
-from swiftbatch.worker.model.decoder_config import kernel_config
+from swiftbatch.worker.model.decoder_config import DecoderConfig, kernel_config
 from swiftbatch.worker.model.formats.contract import StoredTensor
 from swiftbatch.worker.model.formats.layout import heads_in
 from swiftbatch.worker.model.model_files import ModelFiles, read_config, stored_layout
@@ -161,6 +163,8 @@ class ModelSizes:
     latent: MLASizes | None = None  # caches then have one head, whose rows are both keys and values
     windows: Windows = ()  # () if none has one, or caches hold more than positions
     held: HeldPositions | None = None  # None: a GPU's caches keep all positions
+    num_on_every_gpu: int = 0  # parameters that GPUs do not share
+    num_ranks: int = 1  # GPUs that share the rest
 
     @property
     def value_dim(self) -> int:
@@ -202,7 +206,23 @@ class ModelSizes:
     def weight_bytes(self) -> int:
         num_plain = self.num_parameters - sum(part.num_parameters for part in self.packed)
         num_wider = 0 if self.experts is None else self.experts.num_floats * (FLOAT_BYTES - self.item_size)
-        return num_plain * self.item_size + num_wider + sum(part.num_bytes for part in self.packed)
+        whole = num_plain * self.item_size + num_wider + sum(part.num_bytes for part in self.packed)
+        if self.num_ranks == 1:
+            return whole
+        on_every_gpu = min(whole, self.num_on_every_gpu * self.item_size + num_wider)  # more, where some are packed
+        widest: float = columns_of(self.intermediate, Rank(0, self.num_ranks)).stop / self.intermediate
+        return on_every_gpu + math.ceil((whole - on_every_gpu) * max(widest, 1 / self.num_ranks))
+
+    def of_a_rank(self, num_ranks: int) -> ModelSizes:
+        """Return the sizes of what one of several GPUs has."""
+        num_kv_heads = max(1, self.num_kv_heads // num_ranks)
+        return replace(
+            self,
+            bytes_per_position=self.bytes_per_position * num_kv_heads // self.num_kv_heads,
+            num_heads=self.num_heads // num_ranks,
+            num_kv_heads=num_kv_heads,
+            num_ranks=num_ranks,
+        )
 
 
 def read_sizes(files: ModelFiles, dtype: str) -> ModelSizes | None:
@@ -218,7 +238,10 @@ def sizes_of_stored(config: dict[str, Any], heads: Mapping[str, StoredTensor], d
     experts = None if dense is None else dense.experts
     packed = packed_parts(heads, config, experts, None if dense is None else dense.mixer)
     sizes = sizes_of(config, number + num_beside(heads, config), dtype, packed)
-    if sizes is None or dense is None or experts is None:
+    if sizes is None or dense is None:
+        return sizes
+    sizes = replace(sizes, num_on_every_gpu=number - num_shared(heads, config, dense))
+    if experts is None:
         return sizes
     routing, floats = experts.routing, num_floats(heads, experts, dense.form.sinks)
     numbers = (routing.num_experts, routing.num_chosen, experts.width, floats)
@@ -254,6 +277,25 @@ def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[Pack
         latent=latent,
         windows=() if dense is None or dense.mixer is not None or latent is not None else dense.windows,
     )
+
+
+def num_shared(heads: Mapping[str, StoredTensor], config: dict[str, Any], dense: DecoderConfig) -> int:
+    """Count the parameters that several GPUs share: heads, MLPs, experts and the output layer."""
+    names, of_heads = set[str](), {"query", "value", "output", "head_gate", UP}
+    for number in range(dense.num_layers):
+        roles = of_heads if dense.latent is not None else of_heads | {"key"}
+        if dense.experts is None or number not in dense.experts.layers:
+            roles = roles | set(ROLES)
+        names |= {
+            f"model.layers.{number}.{name}.weight" for role, name in dense.linears(number).items() if role in roles
+        }
+    found = sum(head.num_numbers for name, head in heads.items() if name in names or name == HEAD)
+    if dense.experts is None:
+        return found
+    own = dense.experts.names
+    patterns = [_in_a_layer(name) for name in (own.each or {}).values()]
+    patterns += [] if own.fused is None else [_in_a_layer(each) for each in (own.fused.gate_up, own.fused.down)]
+    return found + sum(head.num_numbers for name, head in heads.items() if any(each.match(name) for each in patterns))
 
 
 def num_parameters(files: list[Path]) -> int:

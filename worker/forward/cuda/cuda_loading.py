@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.jobs.start_times import timed
 from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.forward.forward_interface import Forwards
 from swiftbatch.worker.kernels.cuda.cuda_row_table import compiled_library
 from swiftbatch.worker.kernels.cuda.gemm_probe import refuse_uneven_products
+from swiftbatch.worker.kernels.cuda.rank_weights import shared_weights
 from swiftbatch.worker.kernels.cuda.stacked_weights import handed_over, stacked_weights
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.gpu_kernel_choice import CUBLAS_WORKSPACES, DEFAULT_KERNELS, CudaKernels, refuse_latent
@@ -41,8 +45,10 @@ from swiftbatch.worker.kv.kv_capacity import (
 from swiftbatch.worker.kv.model_sizes import ModelSizes, read_sizes
 from swiftbatch.worker.kv.slot_arena import KVArena
 from swiftbatch.worker.kv.sparse_cache import CHUNK_SIZE, partial_positions
+from swiftbatch.worker.model.decoder_config import read_decoder_config
 from swiftbatch.worker.model.decoder_loading import dense_weights
-from swiftbatch.worker.model.model_files import ModelFiles
+from swiftbatch.worker.model.model_files import ModelFiles, read_config
+from swiftbatch.worker.model.rank_faults import ranks_fault
 
 # exactness was measured with cuBLAS; the environment may prefer cuBLASLt, which chooses other kernels
 BLAS_LIBRARY = "cublas"
@@ -58,10 +64,10 @@ def load_cuda_forwards(
     kv_dtype: KVDtype | None = None,
     num_ranks: int = 1,
 ) -> CudaForwards | None:
-    """Return forwards with as many slots as fit, or None if the kernels do not support the model.
+    """Return forwards with as many slots as fit on `num_ranks` GPUs, or None if the kernels do not support the model.
 
     Raises KVRoomError if memory is too small, KernelError without the compiled library, and ModelError if the requested
-    kernels do not support the model.
+    kernels or several GPUs do not support the model.
     """
     dtype_name = str(dtype).removeprefix("torch.")
     sizes = read_sizes(files, dtype_name)
@@ -74,10 +80,17 @@ def load_cuda_forwards(
     kernels.refuse_absent()
     kernels.refuse_unfit(dtype_name, sizes.head_dim)
     hold_gemms_steady()
-    gpu = GPUMemory(settled_free_bytes(device), kernels.attention, kernels.num_rows)
+    devices = [device]
+    if num_ranks > 1:
+        refuse_unshared(files, wanted, num_ranks, kernels)
+        wanted = replace(wanted, engine=None)
+        devices, sizes = connected_gpus(num_ranks), sizes.of_a_rank(num_ranks)
+    gpu = GPUMemory(min(map(settled_free_bytes, devices)), kernels.attention, kernels.num_rows)
     plan = plan_wanted(wanted, sizes, gpu)
-    staging = Staging(CudaLane(device), computing_stream(device))
-    return planned_forwards(files, dtype, device, plan, eos_token_ids, staging, kernels, kv_dtype)
+    stagings = [Staging(CudaLane(each), computing_stream(each)) for each in devices]
+    if num_ranks > 1:
+        return planned_ranks(files, dtype, devices, plan, eos_token_ids, stagings, kernels, kv_dtype)
+    return planned_forwards(files, dtype, device, plan, eos_token_ids, stagings[0], kernels, kv_dtype)
 
 
 def plan_wanted(wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory) -> MemoryPlan:
@@ -120,6 +133,65 @@ def planned_forwards(
         return CudaForwards(stacked, arena, eos_token_ids, kernels)
     except ValueError:  # the kernels have no tiles for these sizes
         return None
+
+
+def planned_ranks(
+    files: ModelFiles,
+    dtype: torch.dtype,
+    devices: Sequence[torch.device],
+    plan: MemoryPlan,
+    eos_token_ids: frozenset[int],
+    stagings: Sequence[Staging | None],
+    kernels: CudaKernels,
+    kv_dtype: KVDtype | None = None,
+) -> CudaForwards | None:
+    """Load a model on several GPUs as `planned_forwards` does on one; each reads its part from the host's memory."""
+    weights = dense_weights(files, dtype)
+    if weights is None:
+        return None
+    kernels = replace(kernels, linear="triton")  # cuBLAS sums a part of a depth in another order
+    shape = cuda_cache_shape(weights, devices[0], kv_dtype, plan.windows is not None)
+    try:
+        first, *others = ranks = shared_weights(weights, devices, handed_over(weights))
+    except ValueError as error:
+        raise ModelError(f"model {files.name}: {len(devices)} GPUs cannot share its weights: {error}") from None
+    if devices[0].type == "cuda":
+        with timed("probes"):
+            for each in ranks:
+                refuse_uneven_products(each, kernels.linear, kernels.num_rows)
+    pool = PoolSize(plan.num_pages, windows=plan.windows)
+    try:
+        arena = KVArena.of_ranks(shape, devices, plan.num_slots, plan.longest_job, pool, stagings)
+        return CudaForwards(first, arena, eos_token_ids, kernels, others=others)
+    except ValueError:  # the kernels have no tiles for these sizes
+        return None
+
+
+def connected_gpus(num_ranks: int) -> list[torch.device]:
+    """Return the worker's GPUs, each of which can then write in the others. Raises ModelError."""
+    devices = [torch.device("cuda", number) for number in range(num_ranks)]
+    if (found := torch.cuda.device_count()) < num_ranks:
+        raise ModelError(f"--gpus-per-worker {num_ranks}: this worker found {found}; use fewer")
+    for one, other in itertools.permutations(devices, 2):
+        if not torch.cuda.can_device_access_peer(one, other):
+            raise ModelError(
+                f"--gpus-per-worker {num_ranks}: {one} cannot write in the memory of {other}; use GPUs that NVLink "
+                "or PCIe connects, or --gpus-per-worker 1"
+            )
+        torch.zeros(1, device=one).copy_(torch.zeros(1, device=other))  # torch then lets `one` access `other`
+    return devices
+
+
+def refuse_unshared(files: ModelFiles, wanted: SlotsWanted, num_ranks: int, kernels: CudaKernels) -> None:
+    """Raise ModelError for a model, an engine or kernels that several GPUs cannot share."""
+    said = f"--gpus-per-worker {num_ranks}"
+    if kernels.attention == "flash":
+        raise ModelError(f"{said}: flash-attn runs on one GPU alone; use --attention triton")
+    if wanted.partial_budget or (wanted.engine is not None and not wanted.can_lack_engine):
+        raise ModelError(f"{said}: the engine drafts in kernels of one GPU; use another --engine, such as auto")
+    fault = ranks_fault(read_decoder_config(read_config(files.name, files.path)), num_ranks)
+    if fault is not None:
+        raise ModelError(f"{said}: the GPUs cannot share the model {files.name}: {fault}")
 
 
 def arena_of(shape: CacheShape, plan: MemoryPlan, staging: Staging | None) -> KVArena:

@@ -131,6 +131,7 @@ class LayerLaunches:
         if layer.mixer is not None and self.mixers is not None and self.tables.states is not None:
             found = out if layer.attention is None else buffers.beside
             yield partial(self.mixers.run, self.tables.states, mixing, layer.mixer, rows, found)
+            yield from self.meet()  # the next norm overwrites rows that other GPUs may still read
             if layer.attention is not None:
                 yield partial(out.add_, found)
         return out

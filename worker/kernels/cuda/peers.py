@@ -27,8 +27,9 @@ class Meeting:
         self._flags, self._distances, self._rank = flags, distances, rank
 
     def __call__(self) -> None:
-        if self._flags.device.type == "cuda":
-            meet[(1,)](self._flags, self._distances, **meeting_constants(self._rank))
+        if self._flags.device.type != "cuda":
+            return
+        meet[(1,)](self._flags, self._distances, **meeting_constants(self._rank))
 
 
 def meeting_constants(rank: Rank) -> dict[str, int]:

@@ -80,7 +80,7 @@ def normed_row(row, is_real, weight_ptr, columns, count, epsilon, FORM: tl.const
 
 @triton.jit
 def add_norm_row(
-    rows_ptr, state_ptr, delta_ptr, behind_ptr, weight_ptr, normed_ptr, states_ptr, normeds_ptr, epsilon,
+    rows_ptr, state_ptr, delta_ptr, behind_ptr, weight_ptr, normed_ptr, peer_states_ptr, peer_normed_ptr, epsilon,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_BEHIND: tl.constexpr,
     HAS_FRONT: tl.constexpr, DELTA_SCALE: tl.constexpr, FORM: tl.constexpr, NUM_PARTS: tl.constexpr,
     RANK: tl.constexpr, NUM_RANKS: tl.constexpr,
@@ -106,10 +106,10 @@ def add_norm_row(
         if DELTA_SCALE != 1.0:
             delta = rounded(delta * DELTA_SCALE, dtype)
         state = rounded(state + delta, dtype)
-        store_on_all(state_ptr, states_ptr, places, state, is_real, NUM_RANKS)
+        store_on_all(state_ptr, peer_states_ptr, places, state, is_real, NUM_RANKS)
     if HAS_FRONT:
         front = normed_row(state, is_real, weight_ptr, columns, HIDDEN, epsilon, FORM, dtype)
-        store_on_all(normed_ptr, normeds_ptr, places, front, is_real, NUM_RANKS)
+        store_on_all(normed_ptr, peer_normed_ptr, places, front, is_real, NUM_RANKS)
 
 
 @triton.jit

@@ -36,7 +36,7 @@ def files_of(kind: str, folder: Path) -> ModelFiles:
     return locate_model(str(folder))
 
 
-KINDS = ["experts", "latent", "states"]
+KINDS = ["experts", pytest.param("latent", marks=pytest.mark.slow), pytest.param("states", marks=pytest.mark.slow)]
 
 
 def on_ranks(files: ModelFiles, num_ranks: int) -> TargetModel:

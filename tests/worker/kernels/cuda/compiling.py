@@ -26,8 +26,17 @@ from tests.worker.sampling.cuda.compile_parts import drawing_launches
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 NUMBERS = {"scale_log2": "fp32", "epsilon": "fp32", "scale": "fp32"}
-INTEGERS = ("groups_ptr", "rows_ptr", "tail_slots_ptr", "token_ids_ptr", "packed_ptr", "feature_places_ptr")
+INTEGERS = (
+    "flags_ptr",
+    "groups_ptr",
+    "rows_ptr",
+    "tail_slots_ptr",
+    "token_ids_ptr",
+    "packed_ptr",
+    "feature_places_ptr",
+)
 INTEGERS += (
+    "flags_ptr",
     "pages_ptr",
     "full_slots_ptr",
     "num_chunks_ptr",
@@ -39,7 +48,15 @@ INTEGERS += (
 )
 INTEGERS += ("sequences_ptr", "paths_ptr", "moves_ptr")
 READ = ("numbers_ptr", "sums_ptr")  # by the kernel that only reads them
-LONG_INTEGERS = ("met_ptr", "words_ptr", "places_ptr", "addresses_ptr")
+LONG_INTEGERS = (
+    "met_ptr",
+    "words_ptr",
+    "places_ptr",
+    "addresses_ptr",
+    "peers_ptr",
+    "peer_states_ptr",
+    "peer_normed_ptr",
+)
 SUMS = (
     "lse_ptr",
     "curve_ptr",

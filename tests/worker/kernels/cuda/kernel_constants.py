@@ -15,6 +15,7 @@ from swiftbatch.worker.kernels.cuda import (
     gemm,
     mla_kernels,
     moe_router,
+    peers,
     tree_attention,
 )
 from swiftbatch.worker.kernels.cuda import mla_kernels as latent_products
@@ -33,6 +34,7 @@ from swiftbatch.worker.kernels.layer_specs import (
     RecurrentSizes,
     StepLayout,
 )
+from swiftbatch.worker.kernels.rank_shares import Rank
 from swiftbatch.worker.kv.kv_capacity import GPU_PAGE
 from tests.worker.kernels.cuda.product_constants import (
     DTYPES,
@@ -212,7 +214,11 @@ def kernels_besides_attention() -> dict[str, Made]:
         "DELTA_SCALE": 1.0,
         "FORM": 0,
         "NUM_PARTS": 1,
+        "RANK": 0,
+        "NUM_RANKS": 1,
     }
+    of_ranks = norm | {"NUM_PARTS": 8, "RANK": 1, "NUM_RANKS": 8}
+    norm |= {"peer_states_ptr": None, "peer_normed_ptr": None}
     front = without(norm, "HAS_BEHIND", "behind_ptr")
     behind = norm | {"HAS_BEHIND": True, "FORM": int(NormForm.ONCE)}
     heads = {"ALL": 3 * HIDDEN, "QUERIES": HIDDEN, "KEYS": HIDDEN, "WIDTH": HIDDEN, "FORM": int(NormForm.ONCE)}
@@ -232,6 +238,8 @@ def kernels_besides_attention() -> dict[str, Made]:
         "norm": (layers.add_norm_row, without(front, "HAS_DELTA", "delta_ptr")),
         "add and norm": (layers.add_norm_row, front),
         "add parts and norm": (layers.add_norm_row, front | {"NUM_PARTS": 8}),
+        "add parts and norm on 8 GPUs": (layers.add_norm_row, without(of_ranks, "HAS_BEHIND", "behind_ptr")),
+        "meeting of 8 GPUs": (peers.meet, peers.meeting_constants(Rank(1, 8))),
         "add, scaled, and norm": (layers.add_norm_row, front | {"DELTA_SCALE": 0.22}),
         "norm, add and norm": (layers.add_norm_row, behind),
         "norm and add": (layers.add_norm_row, without(behind, "HAS_FRONT", "weight_ptr", "normed_ptr")),

@@ -55,6 +55,7 @@ def linear_kernels(dtype: str) -> dict[str, Made]:
         "linear of 16 rows": product(weight, num_tile_rows=16),
         "linear of few columns": product(plain_zeros(dtype, HIDDEN)),
         "linear in parts": product(plain_zeros(dtype, HIDDEN), num_parts=8),
+        "linear in parts of 2 GPUs": product(plain_zeros(dtype, HIDDEN), num_parts=4, num_ranks=2),
         "linear with bias": product(weight, has_bias=True),
         "head": product(weight),
     }
@@ -93,6 +94,7 @@ def expert_kernels(dtype: str) -> dict[str, Made]:
         "experts' gates and ups": expert_product(QWEN3, plain, is_gated=True),
         "experts' ups alone": expert_product(QWEN3, plain, is_gated=True, has_gates=False),
         "experts' downs": expert_product(QWEN3, plain, is_gated=False),
+        "experts' downs on 8 GPUs": expert_product(QWEN3, plain, is_gated=False, num_ranks=8),
         "sum of choices": (moe_gemm.sum_choices, summed(False)),
         "sum of choices with a share": (moe_gemm.sum_choices, summed(True)),
     }
@@ -118,14 +120,22 @@ def chosen_by(
 
 
 def expert_product(
-    routing: Routing, weight: Weight, *, is_gated: bool, limit: float = 0.0, has_gates: bool = True
+    routing: Routing,
+    weight: Weight,
+    *,
+    is_gated: bool,
+    limit: float = 0.0,
+    has_gates: bool = True,
+    num_ranks: int = 1,
 ) -> Made:
     linear_of_all = linear_from(weight, torch.zeros(1) if limit else None)
-    gates = StackedExperts(
+    experts = StackedExperts(
         routing, torch.zeros(1, 1), linear_of_all, linear_of_all, None, None, limit, 1.702, has_gates
     )
-    constants = moe_gemm.tile_constants(routing, linear_of_all, gates if is_gated else None, Activation.SILU)
-    return moe_gemm.multiply_tile, constants | dict.fromkeys([*["bias_ptr"] * (not limit), *absent_parts(weight)])
+    experts = replace(experts, num_own=routing.num_experts // num_ranks)
+    constants = moe_gemm.tile_constants(experts, linear_of_all, is_gated, Activation.SILU) | {"NUM_RANKS": num_ranks}
+    absent = [*["bias_ptr"] * (not limit), *["peers_ptr"] * (num_ranks == 1), *absent_parts(weight)]
+    return moe_gemm.multiply_tile, constants | dict.fromkeys(absent)
 
 
 def absent_parts(weight: Weight) -> list[str]:
@@ -134,14 +144,17 @@ def absent_parts(weight: Weight) -> list[str]:
     return ["codes_ptr", "scales_ptr", "offsets_ptr"]
 
 
-def product(weight: Weight, *, has_bias: bool = False, num_tile_rows: int = NUM_ROWS, num_parts: int = 1) -> Made:
-    constants = gemm.multiply_constants(weight, has_bias, num_tile_rows, num_parts)
-    return gemm.multiply_columns, constants | dict.fromkeys(["bias_ptr"] * (not has_bias) + absent_parts(weight))
+def product(
+    weight: Weight, *, has_bias: bool = False, num_tile_rows: int = NUM_ROWS, num_parts: int = 1, num_ranks: int = 1
+) -> Made:
+    constants = gemm.multiply_constants(weight, has_bias, num_tile_rows, num_parts) | {"NUM_RANKS": num_ranks}
+    absent = ["bias_ptr"] * (not has_bias) + ["peers_ptr"] * (num_ranks == 1) + absent_parts(weight)
+    return gemm.multiply_columns, constants | dict.fromkeys(absent)
 
 
 def summed(has_share: bool) -> dict[str, Any]:
     constants = {"HIDDEN": 2048, "NUM_CHOSEN": 8, "COLUMNS": moe_gemm.SUMMED_COLUMNS}
-    return constants | {"HAS_SHARED": has_share, "HAS_SHARE": has_share}
+    return constants | {"HAS_SHARED": has_share, "HAS_SHARE": has_share, "RANK": 0, "NUM_RANKS": 1}
 
 
 def packed_zeros(

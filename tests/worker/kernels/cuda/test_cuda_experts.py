@@ -63,7 +63,8 @@ def run(weights: ExpertWeights, rows: Tensor, places: list[int], shared: Tensor 
     if shared is not None:
         out[places] = shared
     made = kernels_of(weights, rows.dtype, hidden)
-    made.run(table_of(places), stacked_experts(weights, CPU), normed, out, shared is not None)
+    for launch in made.launches(table_of(places), stacked_experts(weights, CPU), normed, out, shared is not None, None):
+        launch()
     assert out.isnan().all(dim=1).sum() == NUM_ROWS - num_rows, "padding stays as it is"
     return out[places]
 
@@ -256,6 +257,7 @@ def test_experts_are_six_launches_of_one_grid_whatever_rows_choose(monkeypatch: 
         table = table_of(real)
 
         def forward(table: Tensor = table) -> None:
-            made.run(table, experts, rows, out, has_shared=False)
+            for launch in made.launches(table, experts, rows, out, has_shared=False, peers=None):
+                launch()
 
         assert launched(monkeypatch, forward) == names

@@ -101,7 +101,7 @@ def test_a_job_that_has_no_room_is_refused_with_the_numbers_and_what_to_do() -> 
     assert str(caught.value) == (
         "the longest job, 100,000 positions, has no room on the GPU: weights 65.5, its keys and values 26.3, its "
         "drafts 0.0 and work space 2.3 need 94.1 GB, 83.4 GB are free; use fewer max_tokens, --kv-dtype fp8 or "
-        "int8, or a GPU with more memory"
+        "int8, more --gpus-per-worker, or a GPU with more memory"
     )
 
 
