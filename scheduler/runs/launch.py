@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.run import MANIFEST, Run
 from swiftbatch.jobs.run.run_records import RunManifest, RunState
 from swiftbatch.jobs.storage.folder_uri import local_path
@@ -45,7 +46,9 @@ from swiftbatch.worker.forward.nvml import own_gpus
 from swiftbatch.worker.kernels.gpu_kernel_choice import refuse_several_gpus
 from swiftbatch.worker.kv.kv_capacity import GB, KVRoomError, bytes_per_position, check_folder, refuse_other_caches
 from swiftbatch.worker.model.compute_path import path_on, refuse_on_gpu
+from swiftbatch.worker.model.decoder_config import read_decoder_config
 from swiftbatch.worker.model.model_files import CONFIG_FILES, model_folder, read_config
+from swiftbatch.worker.model.rank_faults import ranks_fault
 
 AWAY_SECONDS = 2.0  # shorter failures pass unseen
 TOLD_SECONDS = 60.0
@@ -219,6 +222,11 @@ def _look_at_gpus(run: Run, config: EngineConfig, settings: Settings, cluster: C
         return
     if cluster.is_embedded:
         _refuse_few_gpus(num_each, cluster.num_gpus)
+    if num_each > 1 and config.linear == "cublas":
+        raise ModelError(
+            f"--gpus-per-worker {num_each}: this run multiplies with cuBLAS, which sums a GPU's part in another order; "
+            "leave it away, or give another run --linear triton"
+        )
     if slow := slow_on_gpu(run.manifest.stored_model, num_each):
         display.note(slow)
     if cluster.is_embedded and settings.num_workers > cluster.num_gpus // num_each:
@@ -243,10 +251,12 @@ def slow_on_gpu(model: str, num_gpus_per_worker: int) -> SlowOnGpu | None:
     """Return a warning if the GPUs lack kernels for the model. Raises ModelError if it does not run on these GPUs."""
     config = read_config(model, model_folder(model, CONFIG_FILES))
     refuse_on_gpu(model, config)
-    if (reason := path_on("cuda", config).reason) is None:
-        return None
-    refuse_several_gpus(num_gpus_per_worker, f"they do not know the model {model}: {reason}")
-    return SlowOnGpu(reason)
+    if (reason := path_on("cuda", config).reason) is not None:
+        refuse_several_gpus(num_gpus_per_worker, f"they do not know the model {model}: {reason}")
+        return SlowOnGpu(reason)
+    if num_gpus_per_worker > 1 and (fault := ranks_fault(read_decoder_config(config), num_gpus_per_worker)):
+        raise ModelError(f"--gpus-per-worker {num_gpus_per_worker}: the GPUs cannot share the model {model}: {fault}")
+    return None
 
 
 def _engine_config(manifest: RunManifest, settings: Settings) -> EngineConfig:

@@ -142,6 +142,7 @@ def with_rows(manifest: RunManifest, files: ModelFiles, jobs: JobIndex, settings
     capability, free_bytes = (None, GPU_BYTES) if here is None else (here.capability[0], here.free_bytes)
     held = jobs.columns["num_prompt_tokens"] + jobs.columns["max_tokens"] / 2  # on average, if it ends at its limit
     num_jobs = min(settings.num_slots or len(jobs), -(-len(jobs) // settings.num_workers))
+    sizes = sizes.of_a_rank(settings.num_gpus_per_worker)
     if not engine_entry(manifest.engine).reads_caches:
         sizes = replace(sizes, held=held_in_windows(sizes.windows, NUM_UNWRITTEN))
     in_triton = bool(sizes.packed) or manifest.linear == "triton"

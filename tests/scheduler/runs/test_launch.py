@@ -170,14 +170,14 @@ def test_memory_that_was_asked_for_holds_so_many_positions_and_is_no_question_on
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "num_each", "is_told"), [(8, 1, False), (9, 1, True), (2, 4, False), (3, 4, True)]
+    ("num_workers", "num_each", "is_told"), [(8, 1, False), (9, 1, True), (4, 2, False), (5, 2, True)]
 )
 def test_more_workers_than_gpus_are_told_of(
     run: Run, monkeypatch: pytest.MonkeyPatch, num_workers: int, num_each: NumGPUs, is_told: bool
 ) -> None:
     cluster, settings = (
         Cluster(True, num_gpus=8, watch=None),
-        Settings({}, num_workers=num_workers, num_gpus_per_worker=num_each),
+        Settings({"linear": "triton"}, num_workers=num_workers, num_gpus_per_worker=num_each),
     )
     told = events_of_a_drive(run, monkeypatch, "embedded", cluster, settings)
     assert told == ([FewGpus(num_workers, 8, num_each)] if is_told else [])
@@ -186,14 +186,23 @@ def test_more_workers_than_gpus_are_told_of(
 def test_a_worker_s_gpus_are_more_than_a_machine_has_or_a_cpu_and_nothing_starts(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = Settings(num_gpus_per_worker=4)
-    with pytest.raises(ClusterError, match=r"^--gpus-per-worker 4: this machine has 2; use fewer, or --address of"):
-        events_of_a_drive(run, monkeypatch, "embedded", Cluster(True, num_gpus=2, watch=None), settings)
-    on_cpus = r"^--gpus-per-worker 4: .*, but the device is a CPU; leave it away$"
+    settings = Settings({"linear": "triton"}, num_gpus_per_worker=2)
+    with pytest.raises(ClusterError, match=r"^--gpus-per-worker 2: this machine has 1; use fewer, or --address of a"):
+        events_of_a_drive(run, monkeypatch, "embedded", Cluster(True, num_gpus=1, watch=None), settings)
+    on_cpus = r"^--gpus-per-worker 2: .*, but the device is a CPU; leave it away$"
     with pytest.raises(ModelError, match=on_cpus):
         events_of_a_drive(run, monkeypatch, "embedded", Cluster(False, num_gpus=0, watch=None), settings)
-    cluster = Cluster(False, num_gpus=2, watch=None)  # which may get more
+    cluster = Cluster(False, num_gpus=1, watch=None)  # which may get more
     assert events_of_a_drive(run, monkeypatch, "embedded", cluster, settings) == []
+
+
+def test_what_gpus_cannot_share_is_refused_before_workers_start(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(True, num_gpus=8, watch=None)
+    with pytest.raises(ModelError, match=r"^--gpus-per-worker 2: this run multiplies with cuBLAS, .* --linear triton$"):
+        events_of_a_drive(run, monkeypatch, "embedded", cluster, Settings(num_gpus_per_worker=2))
+    in_triton = Settings({"linear": "triton"}, num_gpus_per_worker=8)
+    with pytest.raises(ModelError, match=r"^--gpus-per-worker 8: the GPUs cannot share the model embedded: it has 4 h"):
+        events_of_a_drive(run, monkeypatch, "embedded", cluster, in_triton)
 
 
 @needs_gcc
@@ -220,7 +229,9 @@ def events_of_a_drive(
     told: list[object] = []
     driver = SimpleNamespace(run=lambda: "finished", reached_limit=None, request_stop=lambda: None)
     monkeypatch.setattr(launch, "Driver", lambda *_: driver)
-    config = EngineConfig(model=model, engine="autoregressive", num_gpus_per_worker=settings.num_gpus_per_worker)
+    config = EngineConfig(
+        model=model, engine="autoregressive", num_gpus_per_worker=settings.num_gpus_per_worker, **settings.said
+    )
     monkeypatch.setattr(run, "manifest", run.manifest.model_copy(update={"model": model}))
     display, spent, counters = SimpleNamespace(note=told.append), SimpleNamespace(), SimpleNamespace()
     parts: list[Any] = [run, None, None, None, spent, config, settings, cluster, display, counters]
