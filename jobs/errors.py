@@ -39,7 +39,7 @@ def line_code(error: Exception) -> LineCode:
 class GPUFailedError(UserError):
     """A GPU that no longer computes: its process must end, and no job is to blame."""
 
-    gpu: str | None = None  # its UUID
+    gpus: tuple[str, ...] = ()  # UUIDs of all that the process has, since the error seldom tells which one failed
 
 
 class ModelError(UserError):

@@ -303,7 +303,7 @@ class DriverCounters:
     )
     worker_seconds: dict[str, float] = exported(
         "worker_seconds_total",
-        "Time from a worker's readiness to its end, by device. A worker on a GPU has it to itself.",
+        "Time from a worker's readiness to its end, by device. A worker has its GPUs to itself.",
         by="device",
         known=("cpu", "gpu"),
     )
@@ -329,7 +329,7 @@ class DriverCounters:
         "preemptions_total", "Jobs taken back from a worker, by reason.", by="reason", known=PREEMPTION_REASONS
     )
     num_gpu_failures: Counter[str] = exported(
-        "gpu_failures_total", "Workers lost because their GPU failed, by its UUID.", by="gpu"
+        "gpu_failures_total", "Workers lost because a GPU failed, by the UUID of each GPU that they had.", by="gpu"
     )
     jobs_finished: Counter[str] = exported(
         "jobs_finished_total",

@@ -59,12 +59,16 @@ class Labels(NamedTuple):
 NO_LABELS: Mapping[str, str] = {}
 
 
-def engine_families(counters: EngineCounters, labels: Labels, gpu: GPUFigures | None = None) -> Iterator[Family]:
-    """Yield the metrics of a worker and of its GPU, if it has one."""
+def engine_families(counters: EngineCounters, labels: Labels, gpus: Iterable[GPUFigures] = ()) -> Iterator[Family]:
+    """Yield the metrics of a worker and of its GPUs."""
     named = labels._asdict()
     yield from _families(PREFIX, WORKER_METRICS, counters, named)
-    if gpu is not None:
-        yield from _families(PREFIX, GPU_METRICS, gpu, {**named, "gpu": gpu.uuid})
+    by_name: dict[str, Family] = {}  # since a family has the samples of all GPUs
+    for gpu in gpus:
+        for family in _families(PREFIX, GPU_METRICS, gpu, {**named, "gpu": gpu.uuid}):
+            known = by_name.setdefault(family.name, family)
+            known.samples += family.samples if known is not family else []
+    yield from by_name.values()
 
 
 def driver_families(

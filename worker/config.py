@@ -23,6 +23,7 @@ from swiftbatch.worker.drafters.catalogue import DEFAULT_ENGINE
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 
 CheckpointKind = Literal["tokens", "state"]
+NumGPUs = Literal[1, 2, 4, 8]  # that share a model
 
 
 @dataclass(frozen=True)
@@ -73,3 +74,5 @@ class CheckpointSettings:
 @dataclass(frozen=True)
 class EngineConfig(Computation, CheckpointSettings):
     """Settings of a worker."""
+
+    num_gpus_per_worker: NumGPUs = 1  # they share each forward; bits are the same on any number

@@ -118,9 +118,9 @@ THROUGHPUT_CHARTS = (
         "dtdurations",
     ),
     Panel(
-        "Tokens per GPU-hour",
-        "Tokens for each hour that a started worker was held. On CPUs: per worker's hour.",
-        (Query(_per_hour("gpu"), "per GPU-hour"), Query(_per_hour("cpu"), "per hour of a CPU worker")),
+        "Tokens per worker-hour",
+        "Tokens for each hour that a started worker was held, with all its GPUs.",
+        (Query(_per_hour("gpu"), "per hour of a GPU worker"), Query(_per_hour("cpu"), "per hour of a CPU worker")),
     ),
     stack(
         "Workers by state",

@@ -68,6 +68,7 @@ class SubmitOptions(TypedDict, total=False):
     engine_option: Mapping[str, object] | None  # values by name
     takeover: bool
     workers: int
+    gpus_per_worker: int
     slots: int | Literal["auto"]
     draft_model: str | None
     kv_offload: str | None

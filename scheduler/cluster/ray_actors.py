@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from swiftbatch.jobs.errors import GPUFailedError, ModelError
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.cluster import worker_code
-from swiftbatch.scheduler.cluster.worker_actor import RefusedGPU, WorkerInfo, WorkerSpec
+from swiftbatch.scheduler.cluster.worker_actor import RefusedGPUs, WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.cluster.worker_code import STARTING, Code, OtherCodeError
 from swiftbatch.worker.kv.kv_capacity import KVRoomError
 from swiftbatch.worker.model.model_files import OtherModelError
@@ -38,10 +38,10 @@ LOST_NODE = "its node has died"  # Ray's wording; if it changes, the reason is j
 
 
 class WorkerLostError(RuntimeError):
-    """A lost worker; `reason` is a label for metrics, `gpu` the UUID of a GPU that failed at the start."""
+    """A lost worker; `reason` is a label for metrics, `gpus` are its UUIDs if a GPU failed at the start."""
 
-    def __init__(self, reason: str, message: str, gpu: str | None = None) -> None:
-        self.reason, self.gpu = reason, gpu
+    def __init__(self, reason: str, message: str, gpus: tuple[str, ...] = ()) -> None:
+        self.reason, self.gpus = reason, gpus
         super().__init__(message)
 
 
@@ -72,15 +72,15 @@ def wait(calls: list[Any], seconds: float) -> list[Any]:
     return list(ready)
 
 
-def answer(call: Any) -> WorkerInfo | RefusedGPU | WorkReport:
+def answer(call: Any) -> WorkerInfo | RefusedGPUs | WorkReport:
     """Return the answer of an ended call. Raises WorkerLostError."""
     import ray
 
     try:
-        result: WorkerInfo | RefusedGPU | WorkReport = ray.get(call)
+        result: WorkerInfo | RefusedGPUs | WorkReport = ray.get(call)
     except ray.exceptions.RayError as error:
-        gpu = getattr(getattr(error, "cause", None), "gpu", None)
-        raise WorkerLostError(*_explain(error), gpu) from error
+        gpus = getattr(getattr(error, "cause", None), "gpus", ())
+        raise WorkerLostError(*_explain(error), gpus) from error
     return result
 
 

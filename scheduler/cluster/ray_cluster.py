@@ -135,9 +135,9 @@ class Cluster:
         """Return 0 for an embedded Ray; else 1, which makes autoscalers act."""
         return 0 if self.is_embedded else 1
 
-    def num_gpus_per_worker(self, device: str) -> int:
-        """Return 1 if each worker gets a GPU."""
-        return 1 if device == "cuda" or (device == "auto" and self.num_gpus > 0) else 0
+    def gives_gpus(self, device: str) -> bool:
+        """Return whether workers get GPUs."""
+        return device == "cuda" or (device == "auto" and self.num_gpus > 0)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from swiftbatch.jobs.errors import GPUFailedError
 from swiftbatch.jobs.start_times import SECONDS, timed
 from swiftbatch.worker.config import EngineConfig
-from swiftbatch.worker.forward.nvml import own_gpu_uuid
+from swiftbatch.worker.forward.nvml import own_gpus
 from swiftbatch.worker.kv.kv_capacity import HeldPositions, PoolSize
 
 if TYPE_CHECKING:
@@ -48,15 +48,15 @@ class WorkerInfo:
     num_state_positions: int = 0  # a job's extra positions for layer states
     pool_size: PoolSize | None = None  # pages of the shared caches on a GPU
     held_positions: HeldPositions | None = None  # positions held per job if layers forget some; None for all
-    gpu: str | None = None  # UUID
+    gpus: tuple[str, ...] = ()  # UUIDs
     start_seconds: Mapping[str, float] = field(default_factory=dict)  # what the start did, such as "weights"
 
 
 @dataclass(frozen=True)
-class RefusedGPU:
-    """The answer of a process on a GPU that failed too often. It holds the GPU, so that no worker gets it."""
+class RefusedGPUs:
+    """The answer of a process with a GPU that failed too often. It holds its GPUs, so that no worker gets them."""
 
-    gpu: str
+    gpus: tuple[str, ...]
 
 
 def prefer_expandable_segments() -> None:
@@ -67,16 +67,17 @@ def prefer_expandable_segments() -> None:
 
 def start_session(
     worker_id: str, spec: WorkerSpec, failed_gpus: frozenset[str]
-) -> tuple[WorkerSession | None, WorkerInfo | RefusedGPU]:
+) -> tuple[WorkerSession | None, WorkerInfo | RefusedGPUs]:
     """Load the model in this process, which is an actor of Ray and drains at SIGTERM and SIGINT.
 
-    Raises GPUFailedError with the GPU's UUID as `gpu`, and as the session.
+    Raises GPUFailedError with the UUIDs of its GPUs, and as the session.
     """
     import ray
 
-    gpu = None if spec.config.device == "cpu" else own_gpu_uuid()
-    if gpu is not None and gpu in failed_gpus:
-        return None, RefusedGPU(gpu)
+    seen = () if spec.config.device == "cpu" else own_gpus()[: spec.config.num_gpus_per_worker]
+    gpus = tuple(gpu.uuid for gpu in seen)
+    if not failed_gpus.isdisjoint(gpus):
+        return None, RefusedGPUs(gpus)
     prefer_expandable_segments()
     module, _, name = spec.session_factory.partition(":")
     with timed("imports"):
@@ -85,11 +86,11 @@ def start_session(
         with timed("session"):
             session: WorkerSession = factory(spec.config, spec.run_uri, worker_id, spec.metrics_host)
     except GPUFailedError as error:
-        error.gpu = gpu
+        error.gpus = gpus
         raise
     for number in (signal.SIGTERM, signal.SIGINT):  # Ray would end a call at SIGINT with a traceback
         signal.signal(number, lambda _number, _frame: session.request_drain())
     node_id = str(ray.get_runtime_context().get_node_id())
     where = (socket.gethostname(), os.getpid(), session.metrics_address, node_id)
     sizes = (session.num_free_positions, session.num_slots, session.num_state_positions, session.pool_size)
-    return session, WorkerInfo(*where, session.numerics, *sizes, session.held_positions, gpu, dict(SECONDS))
+    return session, WorkerInfo(*where, session.numerics, *sizes, session.held_positions, gpus, dict(SECONDS))

@@ -169,13 +169,15 @@ class StoreAway(Event):
 
 @dataclass(frozen=True)
 class FewGpus(Event):
-    """More workers are wanted than the machine has GPUs, and each needs one."""
+    """More workers are wanted than the machine has GPUs for, and each needs `num_gpus_per_worker`."""
 
     text: ClassVar[str] = (
-        "--workers {num_workers}: this machine has {num_gpus} GPUs, one for each worker; the others never start"
+        "--workers {num_workers}: this machine has {num_gpus} GPUs, {num_gpus_per_worker} for each worker; the others "
+        "never start"
     )
     num_workers: int
     num_gpus: int
+    num_gpus_per_worker: int = 1
 
 
 @dataclass(frozen=True)

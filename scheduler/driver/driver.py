@@ -148,7 +148,7 @@ class Driver:
     def _refuse_failed_gpus(self, events: list[Event]) -> None:
         """Raise DriverError if GPUs fail again and again and no job gets on."""
         for event in events:
-            if isinstance(event, Lost) and event.gpu and self._intake.num_vain_gpu_failures >= MAX_VAIN_GPU_FAILURES:
+            if isinstance(event, Lost) and event.gpus and self._intake.num_vain_gpu_failures >= MAX_VAIN_GPU_FAILURES:
                 self._drain_all("driver_stopped")
                 self._context.attempts.end()
                 failed = ", ".join(f"{gpu} ({num} times)" for gpu, num in sorted(self._fleet.gpu_failures.items()))

@@ -39,7 +39,7 @@ class QueuedJob:
     prompt: SharedPrompt = NOT_SHARED
     num_strikes: int = 0  # losses in a row without progress
     max_group: int = 0  # the most struck jobs on its worker, itself included; 0: it is not struck
-    failed_gpu: str = ""  # the GPU that failed under it last
+    failed_gpus: tuple[str, ...] = ()  # of the worker whose GPU failed under it last
     not_before: float = 0.0
     seniority: int | None = None  # order of first attempts over all jobs; None before
     worker_id: str = ""  # its present or last worker
@@ -92,10 +92,10 @@ class QueuedJob:
         self.max_group = max(1, num_lost // 2) if self.num_strikes >= most else 0
         self.num_tokens_at_last_loss = max(self.num_tokens_at_last_loss, self.num_generated_tokens)
 
-    def fails_gpus(self, gpu: str) -> bool:
-        """Note that this GPU failed under the job; return whether another one did so before, without progress since."""
-        is_second = self.failed_gpu not in ("", gpu) and not self.has_progressed
-        self.failed_gpu = gpu
+    def fails_gpus(self, gpus: tuple[str, ...]) -> bool:
+        """Note that one of these GPUs failed under the job; return whether others did so before, without progress."""
+        is_second = bool(self.failed_gpus) and not self.has_progressed and set(self.failed_gpus).isdisjoint(gpus)
+        self.failed_gpus = gpus
         self.num_tokens_at_last_loss = max(self.num_tokens_at_last_loss, self.num_generated_tokens)
         return is_second
 

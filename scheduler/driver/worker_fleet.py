@@ -14,7 +14,7 @@ from swiftbatch.jobs.storage.retries import Backoff
 from swiftbatch.scheduler.cluster import ray_actors
 from swiftbatch.scheduler.cluster.ray_actors import last_words
 from swiftbatch.scheduler.cluster.ray_cluster import AwakeClock
-from swiftbatch.scheduler.cluster.worker_actor import RefusedGPU, WorkerInfo, WorkerSpec
+from swiftbatch.scheduler.cluster.worker_actor import RefusedGPUs, WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.cluster.worker_code import Code, own_code
 from swiftbatch.scheduler.driver.run_limits import monotonic
 from swiftbatch.worker.session.work_messages import Orders, WorkReport
@@ -142,16 +142,16 @@ class Reported:
 
 @dataclass(frozen=True)
 class Lost:
-    """A lost worker, as in `WorkerLostError`; `gpu` is the UUID of the GPU that failed.
+    """A lost worker, as in `WorkerLostError`; `gpus` are its GPUs, if one of them failed.
 
-    `is_left_out` says that the GPU gets no more workers from now on, `is_last` that no other GPU is left.
+    Those that are `left_out` get no more workers from now on; `is_last` says that no others are left for a worker.
     """
 
     worker: Worker
     reason: str
     message: str
-    gpu: str | None = None
-    is_left_out: bool = False
+    gpus: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     is_last: bool = False
 
 
@@ -170,7 +170,7 @@ class Calls(Protocol):
 
     def wait(self, calls: list[Any], seconds: float) -> list[Any]: ...
 
-    def answer(self, call: Any) -> WorkerInfo | RefusedGPU | WorkReport: ...
+    def answer(self, call: Any) -> WorkerInfo | RefusedGPUs | WorkReport: ...
 
     def kill(self, actor: Any) -> None: ...
 
@@ -209,7 +209,7 @@ class Fleet:
         self.gpu_failures: Counter[str] = Counter()  # by UUID
         self._gpus: set[str] = set()  # UUIDs of all that had a worker
         self._failed_gpus: set[str] = set()  # those that get no more workers
-        self._placeholders: list[Any] = []  # actors that hold the slots of failed GPUs, so that no worker gets one
+        self._placeholders: list[Any] = []  # actors that hold failed GPUs, so that no worker gets them
 
     def fill(self, num_workers: int, now: float) -> None:
         """Start workers up to `num_workers`; after failed starts, with growing pauses."""
@@ -231,7 +231,7 @@ class Fleet:
         """Return how many workers there can be; a running cluster may get more GPUs."""
         if not self._placeholders or not self._cluster.is_embedded:
             return sys.maxsize
-        return self._cluster.num_gpus - len(self._placeholders)
+        return self._cluster.num_gpus // self.num_gpus_per_worker() - len(self._placeholders)
 
     def num_sharing(self, node_id: str) -> int:
         """Count the workers that share a node's memory, and all starting ones."""
@@ -242,7 +242,8 @@ class Fleet:
         return self._ended_seconds + sum(now - worker.ready_at for worker in self.workers if worker.info)
 
     def num_gpus_per_worker(self) -> int:
-        return self._cluster.num_gpus_per_worker(self._spec.config.device)
+        config = self._spec.config
+        return config.num_gpus_per_worker if self._cluster.gives_gpus(config.device) else 0
 
     def leaving(self) -> list[tuple[Worker, float]]:
         """Return working workers on leaving nodes, with the seconds left.
@@ -329,9 +330,10 @@ class Fleet:
             answer = self._calls.answer(call)
         except ray_actors.WorkerLostError as error:
             return self._lose(worker, error, now)
-        if isinstance(answer, RefusedGPU):
+        if isinstance(answer, RefusedGPUs):
             self._forget(worker)
             self._placeholders.append(worker.actor)
+            self._failed_gpus.update(answer.gpus)  # the others of the process are held as well
             return None
         self.idle[worker] = None
         if isinstance(answer, WorkerInfo):
@@ -339,8 +341,7 @@ class Fleet:
             self.num_failed_starts = 0
             self._num_starting -= 1
             self._num_on_nodes[answer.node_id] += 1
-            if answer.gpu is not None:
-                self._gpus.add(answer.gpu)
+            self._gpus.update(answer.gpus)
             return Started(worker, answer)
         worker.orders = Orders()
         self.pace.add(answer.num_jobs, answer.num_generated_tokens, self._clock.now() - worker.silent_since)
@@ -355,21 +356,20 @@ class Fleet:
             message += last_words(self._spec.log_folder, worker.id)
             self.num_failed_starts += self._blames_the_start(worker, error)
             self._restart_not_before = now + RESTART_BACKOFF.seconds(max(1, self.num_failed_starts))
-        gpu = error.gpu if worker.info is None else worker.info.gpu
-        if gpu is None or error.reason != ray_actors.GPU_FAILED:
+        gpus = error.gpus if worker.info is None else worker.info.gpus
+        if not gpus or error.reason != ray_actors.GPU_FAILED:
             return Lost(worker, error.reason, message)
-        return self._lose_gpu(worker, message, gpu)
+        return self._lose_gpus(worker, message, gpus)
 
-    def _lose_gpu(self, worker: Worker, message: str, gpu: str) -> Lost:
-        """Count a GPU's failure; behind two it gets no more workers, unless no other GPU is left."""
-        self.gpu_failures[gpu] += 1
-        self._gpus.add(gpu)
-        num_unseen = self._cluster.num_gpus - len(self._gpus)
-        is_last = num_unseen <= 0 and self._gpus - self._failed_gpus <= {gpu}
-        is_left_out = self.gpu_failures[gpu] == MAX_GPU_FAILURES and not is_last
-        if is_left_out:
-            self._failed_gpus.add(gpu)
-        return Lost(worker, ray_actors.GPU_FAILED, message, gpu, is_left_out, is_last)
+    def _lose_gpus(self, worker: Worker, message: str, gpus: tuple[str, ...]) -> Lost:
+        """Count a failure of each GPU; behind two it gets no more workers, unless too few others are left for one."""
+        self.gpu_failures.update(gpus)
+        self._gpus.update(gpus)
+        num_unseen = max(0, self._cluster.num_gpus - len(self._gpus))
+        is_last = num_unseen + len(self._gpus - self._failed_gpus - set(gpus)) < self.num_gpus_per_worker()
+        failed = [] if is_last else [gpu for gpu in gpus if self.gpu_failures[gpu] == MAX_GPU_FAILURES]
+        self._failed_gpus.update(failed)
+        return Lost(worker, ray_actors.GPU_FAILED, message, gpus, tuple(failed), is_last)
 
     def _blames_the_start(self, worker: Worker, error: ray_actors.WorkerLostError) -> bool:
         """Return whether a loss counts as a failed start.
@@ -377,6 +377,6 @@ class Fleet:
         Lost nodes and known GPUs do not count; of workers started together, only the first does.
         """
         reason = error.reason
-        if reason in (ray_actors.NODE_LOST, ray_actors.NODE_DRAINED) or error.gpu is not None:
+        if reason in (ray_actors.NODE_LOST, ray_actors.NODE_DRAINED) or error.gpus:
             return False
         return reason not in DEATH_REASONS or worker.num_failed_before == self.num_failed_starts

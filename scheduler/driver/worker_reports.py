@@ -185,7 +185,7 @@ class ReportIntake:
             case Lost(worker, reason, message):
                 if reason == STORE_FAILED and worker.drain_reason is None:
                     raise StoreError(message)
-                self.num_vain_gpu_failures += event.gpu is not None
+                self.num_vain_gpu_failures += bool(event.gpus)
                 if self._left_by(worker) or self._queue.of(worker.id).reserve:
                     self._reading.append((self._pool.submit(self._logs.found, [worker.id]), event))
                 else:
@@ -283,27 +283,25 @@ class ReportIntake:
         worker, reason, message = lost.worker, lost.reason, lost.message
         is_unblamed = worker.drain_reason is not None or reason == NODE_DRAINED
         self._display.note(WorkerLost(worker.id, reason, message))
-        self._note_failed_gpu(lost)
+        self._note_failed_gpus(lost)
         self._settlement.begin_found(worker)
         left = self._left_by(worker)
         alive = [job for job in left if not job.has_ended]
         num_lost = max(sum(not job.has_progressed for job in alive), min(2, len(alive)))  # 1 only if it was alone
         for job in left:
             self._lost_ids.add(job.job_id)
-            is_of_gpu = lost.gpu is not None and not job.fails_gpus(lost.gpu) and not lost.is_last
+            is_of_gpu = bool(lost.gpus) and not job.fails_gpus(lost.gpus) and not lost.is_last
             if job.has_ended or is_unblamed or is_of_gpu:
                 self._settlement.release(job.job_id, worker.drain_reason or reason)
             else:
                 self._settlement.put_back(job.job_id, reason, f"worker {worker.id} was lost: {message}", num_lost)
         self._settlement.lose_backlog(worker, is_unblamed=is_unblamed)
 
-    def _note_failed_gpu(self, lost: Lost) -> None:
-        """Count a GPU's failure, and tell that the GPU is left out from now on."""
-        if lost.gpu is None:
-            return
-        self._counters.num_gpu_failures[lost.gpu] += 1
-        if lost.is_left_out:
-            self._display.note(GpuLeftOut(lost.gpu, self._fleet.gpu_failures[lost.gpu], lost.message))
+    def _note_failed_gpus(self, lost: Lost) -> None:
+        """Count the failure, and tell which GPUs are left out from now on."""
+        self._counters.num_gpu_failures.update(lost.gpus)
+        for gpu in lost.left_out:
+            self._display.note(GpuLeftOut(gpu, self._fleet.gpu_failures[gpu], lost.message))
 
     def _left_by(self, worker: Worker) -> list[QueuedJob]:
         own = self._queue.of(worker.id)

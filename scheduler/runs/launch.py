@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.run import MANIFEST, Run
 from swiftbatch.jobs.run.run_records import RunManifest, RunState
 from swiftbatch.jobs.storage.folder_uri import local_path
@@ -38,12 +39,16 @@ from swiftbatch.scheduler.driver.worker_fleet import Fleet
 from swiftbatch.scheduler.process.signals import held
 from swiftbatch.scheduler.runs.run_manifest import computation_of, with_absolute_folders
 from swiftbatch.scheduler.runs.run_settings import Settings
-from swiftbatch.worker.config import EngineConfig
+from swiftbatch.worker.config import Computation, EngineConfig
 from swiftbatch.worker.drafters.catalogue import check_parts
 from swiftbatch.worker.forward.hardware import has_cuda
+from swiftbatch.worker.forward.nvml import own_gpus
+from swiftbatch.worker.kernels.gpu_kernel_choice import refuse_several_gpus
 from swiftbatch.worker.kv.kv_capacity import GB, KVRoomError, bytes_per_position, check_folder, refuse_other_caches
 from swiftbatch.worker.model.compute_path import path_on, refuse_on_gpu
+from swiftbatch.worker.model.decoder_config import read_decoder_config
 from swiftbatch.worker.model.model_files import CONFIG_FILES, model_folder, read_config
+from swiftbatch.worker.model.rank_faults import ranks_fault
 
 AWAY_SECONDS = 2.0  # shorter failures pass unseen
 TOLD_SECONDS = 60.0
@@ -64,13 +69,30 @@ class Outcome:
 
 
 def refuse_start(run_uri: str, settings: Settings) -> None:
-    """Raise ClusterError if a new run could not start: no cluster answers, or no GPU is here. Raises StoreError."""
+    """Raise ClusterError or ModelError if a new run could not start: no cluster answers, or GPUs lack here.
+
+    Raises StoreError.
+    """
     if Store(run_uri, settings.start_retries).exists(MANIFEST):
         return
+    device, is_here = settings.said.get("device", Computation.device), settings.address is None
     if settings.address is not None:
         refuse_unreachable(settings.address)
-    elif settings.said.get("device") == "cuda" and not has_cuda():
+    has_gpus = device != "cpu" and (not is_here or has_cuda())
+    if device == "cuda" and not has_gpus:
         raise ClusterError("--device cuda: this machine has no GPU; use --address or --device cpu")
+    if not has_gpus:
+        refuse_several_gpus(settings.num_gpus_per_worker, "the device is a CPU")
+    elif is_here and (gpus := own_gpus()):  # none without NVML
+        _refuse_few_gpus(settings.num_gpus_per_worker, len(gpus))
+
+
+def _refuse_few_gpus(num_wanted: int, num_gpus: int) -> None:
+    """Raise ClusterError if a machine has too few GPUs for a worker."""
+    if num_wanted > num_gpus:
+        raise ClusterError(
+            f"--gpus-per-worker {num_wanted}: this machine has {num_gpus}; use fewer, or --address of a cluster"
+        )
 
 
 def launch(hold: RunLease, settings: Settings, display: Display) -> Outcome:
@@ -144,12 +166,7 @@ def _drive(
     display: Display,
     counters: DriverCounters,
 ) -> tuple[RunState, str | None]:
-    if config.device == "cuda" and cluster.is_embedded and cluster.num_gpus == 0:
-        raise ClusterError("the run was made for cuda, and this machine has no GPU; use --address or another run")
-    if slow := slow_on_gpu(run.manifest.stored_model, cluster.num_gpus_per_worker(config.device)):
-        display.note(slow)
-    if cluster.is_embedded and cluster.num_gpus_per_worker(config.device) and settings.num_workers > cluster.num_gpus:
-        display.note(FewGpus(settings.num_workers, cluster.num_gpus))
+    _look_at_gpus(run, config, settings, cluster, display)
     metrics_host = settings.metrics_host or (LOOPBACK if cluster.is_embedded else EVERYWHERE)
     worker_host = metrics_host if cluster.is_embedded else EVERYWHERE  # one node's address is invalid on the others
     spec = WorkerSpec(
@@ -195,12 +212,33 @@ def _textfile_writer(run: Run, counters: DriverCounters, labels: Labels, path: s
     return textfile_writer(path, registry_of(lambda: driver_families(counters, labels, target_labels(run))))
 
 
+def _look_at_gpus(run: Run, config: EngineConfig, settings: Settings, cluster: Cluster, display: Display) -> None:
+    """Tell what is slow or lacks GPUs. Raises ClusterError and ModelError for workers that could not start."""
+    num_each = config.num_gpus_per_worker
+    if config.device == "cuda" and cluster.is_embedded and cluster.num_gpus == 0:
+        raise ClusterError("the run was made for cuda, and this machine has no GPU; use --address or another run")
+    if not cluster.gives_gpus(config.device):
+        refuse_several_gpus(num_each, "the device is a CPU")
+        return
+    if cluster.is_embedded:
+        _refuse_few_gpus(num_each, cluster.num_gpus)
+    if num_each > 1 and config.linear == "cublas":
+        raise ModelError(
+            f"--gpus-per-worker {num_each}: this run multiplies with cuBLAS, which sums a GPU's part in another order; "
+            "leave it away, or give another run --linear triton"
+        )
+    if slow := slow_on_gpu(run.manifest.stored_model, num_each):
+        display.note(slow)
+    if cluster.is_embedded and settings.num_workers > cluster.num_gpus // num_each:
+        display.note(FewGpus(settings.num_workers, cluster.num_gpus, num_each))
+
+
 def _most_positions(manifest: RunManifest, settings: Settings, cluster: Cluster) -> int | None:
     """Return the positions that fit a worker's requested cache memory. Raises KVRoomError."""
     if settings.kv_memory is None:
         return None
     asked = f"--kv-memory {settings.kv_memory:g}"
-    if cluster.num_gpus_per_worker(manifest.device):
+    if cluster.gives_gpus(manifest.device):
         raise KVRoomError(f"{asked}: found workers on GPUs, which share their own memory out; leave the option away")
     read = read_config(manifest.model, model_folder(manifest.stored_model, CONFIG_FILES))
     num_bytes = bytes_per_position(read, manifest.dtype, manifest.kv_dtype)
@@ -210,13 +248,15 @@ def _most_positions(manifest: RunManifest, settings: Settings, cluster: Cluster)
 
 
 def slow_on_gpu(model: str, num_gpus_per_worker: int) -> SlowOnGpu | None:
-    """Return a warning if the GPUs lack kernels for the model. Raises ModelError if it does not run on GPUs."""
-    if not num_gpus_per_worker:
-        return None
+    """Return a warning if the GPUs lack kernels for the model. Raises ModelError if it does not run on these GPUs."""
     config = read_config(model, model_folder(model, CONFIG_FILES))
     refuse_on_gpu(model, config)
-    path = path_on("cuda", config)
-    return None if path.reason is None else SlowOnGpu(path.reason)
+    if (reason := path_on("cuda", config).reason) is not None:
+        refuse_several_gpus(num_gpus_per_worker, f"they do not know the model {model}: {reason}")
+        return SlowOnGpu(reason)
+    if num_gpus_per_worker > 1 and (fault := ranks_fault(read_decoder_config(config), num_gpus_per_worker)):
+        raise ModelError(f"--gpus-per-worker {num_gpus_per_worker}: the GPUs cannot share the model {model}: {fault}")
+    return None
 
 
 def _engine_config(manifest: RunManifest, settings: Settings) -> EngineConfig:
@@ -234,7 +274,8 @@ def _engine_config(manifest: RunManifest, settings: Settings) -> EngineConfig:
         refuse_other_caches(manifest.model, config, manifest.kv_dtype, computation.kv_offload)
     if settings.address is None:  # a cluster's workers check their own
         check_folder(computation.kv_offload)
-    return EngineConfig(**asdict(with_absolute_folders(computation)), **asdict(settings.checkpoints))
+    computed, checkpoints = asdict(with_absolute_folders(computation)), asdict(settings.checkpoints)
+    return EngineConfig(**computed, **checkpoints, num_gpus_per_worker=settings.num_gpus_per_worker)
 
 
 @contextlib.contextmanager

@@ -162,6 +162,7 @@ def with_rows(manifest: RunManifest, files: ModelFiles, jobs: JobIndex, settings
     capability, free_bytes = (None, GPU_BYTES) if here is None else (here.capability[0], here.free_bytes)
     held = jobs.columns["num_prompt_tokens"] + jobs.columns["max_tokens"] / 2  # on average, if it ends at its limit
     num_jobs = min(settings.num_slots or len(jobs), -(-len(jobs) // settings.num_workers))
+    sizes = sizes.of_a_rank(settings.num_gpus_per_worker)
     if not engine_entry(manifest.engine).reads_caches:
         sizes = replace(sizes, held=held_in_windows(sizes.windows, NUM_UNWRITTEN))
     in_triton = bool(sizes.packed) or manifest.linear == "triton"
@@ -219,6 +220,8 @@ def _new_manifest(settings: Settings) -> RunManifest:
         "num_threads": settings.said.get("num_threads", shared_cores),
         "clock": computation.clock or datetime.now().astimezone().isoformat(timespec="seconds"),
     }
+    if settings.num_gpus_per_worker > 1 and "linear" not in settings.said and resolved["device"] != "cpu":
+        computation = replace(computation, linear="triton")  # cuBLAS has other bits for a part of a product
     engine_entry(computation.engine, computation.engine_options)
     refuse_kernels(computation.cuda_kernels, str(resolved["device"]), computation.dtype, settings.address)
     refuse_kv_dtype(computation.kv_dtype, computation.cuda_kernels.attention)

@@ -113,6 +113,7 @@ def test_no_name_is_longer_than_kuberay_takes() -> None:
         "tmp.size=much",
         "deadline=morning",
         "workers.spot=sometimes",
+        "workers.gpus=3",
     ],
 )
 def test_a_misspelt_value_is_refused(value: str) -> None:

@@ -65,7 +65,7 @@ class Breakage:
     def collect(self) -> Iterator[Family]:
         self.driver.take_in("w1", self.worker)
         yield from driver_families(self.driver, Labels("m", "suffix", "driver"), {"run": "broken", "team": "red"})
-        yield from engine_families(self.worker, Labels("m", "suffix", "w1"), self.gpu)
+        yield from engine_families(self.worker, Labels("m", "suffix", "w1"), [self.gpu])
         yield from server_families(self.server)
         for name, value in (
             ("kube_cronjob_next_schedule_time", self.began - HOUR),

@@ -24,7 +24,7 @@ def exported_names() -> set[str]:
     driver = DriverCounters(eta_seconds=1.0, last_beat=1.0, num_gpu_failures=Counter(["GPU-1"]))
     server = ServerCounters(disk={"free": 1})
     gpu = GPUFigures("GPU-1", 0, {}, 50, 1, 2, 0.5)
-    families = [*engine_families(worker, LABELS, gpu), *driver_families(driver, LABELS), *server_families(server)]
+    families = [*engine_families(worker, LABELS, [gpu]), *driver_families(driver, LABELS), *server_families(server)]
     return {sample.name for family in families for sample in family.samples}
 
 

@@ -55,7 +55,7 @@ NAMES = {
 }
 LABELS = {"__name__", "instance", "job", "run", "model_name", "drafter", "worker"}
 OWN_LABELS = {"le", "state", "reason", "kind", "phase", "position", "device", "draft", "stage", "status"}
-EMPTY_PANELS = {"throughput: Tokens per GPU-hour (timeseries, A)": "no worker has a GPU"}
+EMPTY_PANELS = {"throughput: Tokens per worker-hour (timeseries, A)": "no worker has a GPU"}
 COUNTERS = '{__name__=~"swiftbatch_.+(_total|_bucket|_count|_sum)"}'
 
 

@@ -28,6 +28,7 @@ NVML = """
 typedef unsigned long long u64;
 static u64 number(const char *name) { return getenv(name) ? strtoull(getenv(name), 0, 0) : 0; }
 int nvmlInitWithFlags(unsigned flags) { return 0; }
+int nvmlShutdown(void) { return 0; }
 const char *nvmlErrorString(int result) { return "fake"; }
 int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = number("FAKE_CUDA"); return 0; }
 int nvmlSystemGetDriverVersion(char *text, unsigned size) { strcpy(text, getenv("FAKE_DRIVER")); return 0; }

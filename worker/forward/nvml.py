@@ -96,11 +96,6 @@ def has_nvml() -> bool:
     return True
 
 
-def own_gpu_uuid() -> str | None:
-    """Return the UUID of this process's first GPU, or None without a GPU or NVML."""
-    return next((gpu.uuid for gpu in own_gpus()), None)
-
-
 def own_gpus() -> tuple[VisibleGPU, ...]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES leaves to this process, in its order; none without NVML.
 

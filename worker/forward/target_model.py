@@ -24,6 +24,7 @@ from swiftbatch.worker.kernels.gpu_kernel_choice import (
     DEFAULT_KERNELS,
     CudaKernels,
     refuse_kv_dtype,
+    refuse_several_gpus,
     refuse_without_kernels,
 )
 from swiftbatch.worker.kernels.native_library import chosen_variant
@@ -61,8 +62,11 @@ def load_forwards(
     kernels: CudaKernels = DEFAULT_KERNELS,
     kv_dtype: KVDtype | None = None,
     adapters: Many[AdapterWeights] = (),
+    num_ranks: int = 1,
 ) -> Forwards:
-    """Return the fastest exact forwards of a model, whose caches may have one of the `adapters`, numbered from 1 on.
+    """Return the fastest exact forwards of a model on `num_ranks` GPUs.
+
+    Caches may have one of the `adapters`, numbered from 1 on.
 
     Raises KernelError, KVRoomError, and ModelError as `load_transformers` does or if other kernels were requested.
     """
@@ -73,10 +77,11 @@ def load_forwards(
     if slots is not None:
         from swiftbatch.worker.forward.cuda.cuda_loading import load_cuda_forwards
 
-        eos_token_ids = eos_token_ids_of(files)
-        if on_gpu := load_cuda_forwards(files, dtype, device, slots, eos_token_ids, kernels, kv_dtype, adapters):
+        wanted = (dtype, device, slots, eos_token_ids_of(files), kernels, kv_dtype, adapters)
+        if on_gpu := load_cuda_forwards(files, *wanted, num_ranks=num_ranks):
             return on_gpu
         kernels.refuse_unused(f"they do not know the model {files.name}")
+    refuse_several_gpus(num_ranks, f"they do not know the model {files.name}" if slots else _what_runs(device))
     variant = chosen_variant() if device.type == "cpu" else None
     if device.type != "cpu":
         refuse_without_kernels(kv_dtype, files.name)
@@ -212,6 +217,7 @@ class TargetModel:
         kv_dtype: KVDtype | None = None,
         never_sampled_ids: Many[int] = (),
         loras: Many[LoraFiles] = (),
+        num_ranks: int = 1,
     ) -> TargetModel:
         """Load a model from its folder, and adapters for it.
 
@@ -225,7 +231,7 @@ class TargetModel:
         if wanted is None:
             kernels.refuse_unused(_what_runs(place))
         adapters = [adapter_weights(each, read_config(files.name, files.path)) for each in loras]
-        forwards = load_forwards(files, DTYPES[dtype], place, wanted, kernels, kv_dtype, adapters)
+        forwards = load_forwards(files, DTYPES[dtype], place, wanted, kernels, kv_dtype, adapters, num_ranks)
         target = cls(forwards, files, kv_offload)
         target._adapters = {each.name: number for number, each in enumerate(loras, 1)}
         if never_sampled_ids:

@@ -125,6 +125,14 @@ def refuse_latent(kv_dtype: KVDtype | None, model: str) -> None:
         )
 
 
+def refuse_several_gpus(num_gpus: int, why: str) -> None:
+    """Raise ModelError if several GPUs were chosen to share a model, but do not."""
+    if num_gpus > 1:
+        raise ModelError(
+            f"--gpus-per-worker {num_gpus}: GPUs share a model in our kernels for CUDA alone, but {why}; leave it away"
+        )
+
+
 def refuse_without_kernels(kv_dtype: KVDtype | None, model: str) -> None:
     """Raise ModelError for 8-bit keys and values of a model without GPU kernels."""
     if kv_dtype is not None:

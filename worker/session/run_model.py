@@ -42,7 +42,8 @@ def located_loras(run: Run) -> list[LoraFiles]:
 def loaded_target(config: EngineConfig, files: ModelFiles, run: Run, textless_ids: tuple[int, ...]) -> TargetModel:
     """Load the model. Raises OtherModelError if a file changed meanwhile, and errors as `TargetModel.load` does."""
     computed = (config.dtype, config.device, config.kv_offload, _slots(config, files, run), config.cuda_kernels)
-    target = TargetModel.load(files, *computed, config.kv_dtype, textless_ids, located_loras(run))
+    loras, num_ranks = located_loras(run), config.num_gpus_per_worker
+    target = TargetModel.load(files, *computed, config.kv_dtype, textless_ids, loras, num_ranks)
     _refuse_changed_meanwhile(files)
     return target
 

@@ -41,7 +41,8 @@ from swiftbatch.worker.engine.stopping import (
     rewound,
 )
 from swiftbatch.worker.exactness.doctor_verdicts import exactness_of
-from swiftbatch.worker.forward.hardware import gpu_failures, own_gpu
+from swiftbatch.worker.forward.hardware import gpu_failures
+from swiftbatch.worker.forward.nvml import own_gpus
 from swiftbatch.worker.forward.step_costs import step_costs_of
 from swiftbatch.worker.kv.cache_room import CachedJob
 from swiftbatch.worker.kv.kv_capacity import TOO_LONG, PagesError, TooLongError, check_folder
@@ -100,8 +101,8 @@ class WorkerSession:
         self.metrics_address: str | None = None
         if metrics_host is not None:
             labels = Labels(model_name=config.model, drafter=config.engine, worker=worker_id)
-            gpu = own_gpu() if target.device.type == "cuda" else None
-            registry = registry_of(lambda: engine_families(counters, labels, None if gpu is None else gpu.figures()))
+            gpus = own_gpus()[: config.num_gpus_per_worker] if target.device.type == "cuda" else ()
+            registry = registry_of(lambda: engine_families(counters, labels, [gpu.figures() for gpu in gpus]))
             self.metrics_address, _ = serve(registry, 0, host=metrics_host)
 
     @gpu_failures()

@@ -26,7 +26,7 @@ from swiftbatch.scheduler.commands.options.option_types import (
 from swiftbatch.scheduler.driver.run_limits import Limits
 from swiftbatch.scheduler.driver.worker_fleet import STORE_SLACK_SECONDS, WORKER_TIMEOUT
 from swiftbatch.scheduler.runs.run_settings import Settings
-from swiftbatch.worker.config import CheckpointKind, CheckpointSettings, Computation
+from swiftbatch.worker.config import CheckpointKind, CheckpointSettings, Computation, NumGPUs
 from swiftbatch.worker.drafters.catalogue import DEFAULT_ENGINE, ENGINES, PAPER_ENGINES, engine_entry
 from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS, ROW_CHOICES
 
@@ -185,6 +185,14 @@ WORKERS = (
         metavar="N",
         default=Settings.num_workers,
         help="Number of worker processes.",
+    ),
+    worker_option(
+        "--gpus-per-worker",
+        "num_gpus_per_worker",
+        type=click.Choice(get_args(NumGPUs)),
+        metavar="N",
+        default=Settings.num_gpus_per_worker,
+        help="1, 2, 4 or 8 share a model too large for one.",
     ),
     worker_option(
         "--slots",

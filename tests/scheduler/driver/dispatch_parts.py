@@ -120,7 +120,7 @@ class NoOpWorker:
 def idle_workers() -> Iterator[None]:
     """Make commands start no Ray, and workers that only write results."""
     cluster = SimpleNamespace(
-        is_embedded=True, num_cpus_per_worker=lambda: 1, num_gpus_per_worker=lambda device: 0, watch=None
+        is_embedded=True, num_cpus_per_worker=lambda: 1, gives_gpus=lambda device: False, watch=None
     )
 
     def create_actor(_: object, spec: WorkerSpec, *__: object, **___: object) -> NoOpWorker:
@@ -151,7 +151,7 @@ def with_driver(folder: Path, num_jobs: int, patch: pytest.MonkeyPatch) -> tuple
     patch.setattr(ray_actors, "kill", lambda actor: None)
     patch.setattr(os, "fsync", lambda descriptor: None)  # the disk's time is not the driver's
     cluster: Any = SimpleNamespace(
-        is_embedded=True, num_cpus_per_worker=lambda: 1, num_gpus_per_worker=lambda device: 0, watch=None
+        is_embedded=True, num_cpus_per_worker=lambda: 1, gives_gpus=lambda device: False, watch=None
     )
     driver = make_driver(dispatched.run, cluster, RecordingDisplay(), workers=NUM_WORKERS, slots=NUM_SLOTS)
     return dispatched, driver

@@ -14,9 +14,10 @@ import pytest
 from swiftbatch.jobs.storage.retries import Backoff
 from swiftbatch.scheduler.cluster import ray_actors
 from swiftbatch.scheduler.cluster.ray_actors import GPU_FAILED, WorkerLostError
-from swiftbatch.scheduler.cluster.worker_actor import RefusedGPU, WorkerInfo
+from swiftbatch.scheduler.cluster.worker_actor import RefusedGPUs, WorkerInfo
 from swiftbatch.scheduler.driver import worker_fleet
 from swiftbatch.scheduler.driver.driver import Driver, DriverError
+from swiftbatch.worker.config import EngineConfig, NumGPUs
 from swiftbatch.worker.session.work_messages import Orders, WorkReport
 from tests.scheduler.driver.dispatch_parts import NUM_SLOTS, Answer, Dispatched, Method, NoOpWorker
 from tests.scheduler.driver.driver_parts import RecordingDisplay, job_id, make_driver, make_run
@@ -27,11 +28,13 @@ BROKEN = (GPU_FAILED, "the GPU failed: CUDA error: unspecified launch failure")
 class Machine:
     """A machine whose GPUs go to waiting processes, the one that came free last first."""
 
-    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, gpus: list[str], num_jobs: int) -> None:
+    def __init__(
+        self, folder: Path, patch: pytest.MonkeyPatch, gpus: list[str], num_jobs: int, num_each: NumGPUs = 1
+    ) -> None:
         self.run = make_run(folder, {f"job-{i}": 8 + i % 50 for i in range(num_jobs)})
         self.fails: Callable[[str, set[str]], bool] = lambda gpu, names: False  # a GPU, names of new jobs
         self.fails_at_start: set[str] = set()
-        self.free, self.num_gpus = list(gpus), len(gpus)
+        self.free, self.num_gpus, self.num_each = list(gpus), len(gpus), num_each
         self.dispatched = Dispatched(self.run, num_jobs)
         self.failures: Counter[str] = Counter()
         self.workers: list[GPUWorker] = []
@@ -45,15 +48,16 @@ class Machine:
         cluster: Any = SimpleNamespace(
             is_embedded=True,
             num_cpus_per_worker=lambda: 1,
-            num_gpus_per_worker=lambda device: 1,
+            gives_gpus=lambda device: True,
             num_gpus=self.num_gpus,
             watch=None,
         )
-        return make_driver(
-            self.run, cluster, self.display, workers=self.num_gpus, slots=NUM_SLOTS, attempts=max_attempts
-        )
+        config, num_workers = EngineConfig(num_gpus_per_worker=self.num_each), self.num_gpus // self.num_each
+        sizes = {"workers": num_workers, "slots": NUM_SLOTS, "attempts": max_attempts}
+        return make_driver(self.run, cluster, self.display, config=config, **sizes)
 
-    def create_actor(self, *_: object, **__: object) -> GPUWorker:
+    def create_actor(self, *_: object, num_gpus: int, **__: object) -> GPUWorker:
+        assert num_gpus == self.num_each
         self.workers.append(GPUWorker(self))
         return self.workers[-1]
 
@@ -66,35 +70,35 @@ class Machine:
         return call.value
 
     def kill(self, actor: GPUWorker) -> None:
-        if actor.gpu is not None:
-            self.free.append(actor.gpu)
+        self.free += actor.gpus
         self.workers.remove(actor)
 
 
 class GPUWorker(NoOpWorker):
-    """A process that gets a GPU when it starts; without a free one, it waits for ever."""
+    """A process that gets its GPUs when it starts; without as many free ones, it waits for ever."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine.dispatched)
         self.machine = machine
-        self.gpu = machine.free.pop() if machine.free else None
+        num_free = len(machine.free)
+        self.gpus = () if num_free < machine.num_each else tuple(machine.free[num_free - machine.num_each :])
+        del machine.free[num_free - len(self.gpus) :]
         self.start, self.work = Method(self._started), Method(self._checked)
 
-    def _started(self, failed_gpus: frozenset[str]) -> WorkerInfo | RefusedGPU | WorkerLostError | None:
-        if self.gpu is None:
+    def _started(self, failed_gpus: frozenset[str]) -> WorkerInfo | RefusedGPUs | WorkerLostError | None:
+        if not self.gpus:
             return None
-        if self.gpu in failed_gpus:
-            return RefusedGPU(self.gpu)
-        if self.gpu in self.machine.fails_at_start:
-            self.machine.failures[self.gpu] += 1
-            return WorkerLostError(*BROKEN, self.gpu)
-        return replace(self.info, gpu=self.gpu)
+        if not failed_gpus.isdisjoint(self.gpus):
+            return RefusedGPUs(self.gpus)
+        if not self.machine.fails_at_start.isdisjoint(self.gpus):
+            self.machine.failures.update(self.gpus)
+            return WorkerLostError(*BROKEN, self.gpus)
+        return replace(self.info, gpus=self.gpus)
 
     def _checked(self, orders: Orders, seconds: float) -> WorkReport | WorkerLostError:
-        assert self.gpu is not None
         names = {each.record.job.custom_id for each in orders.assignments}
-        if self.machine.fails(self.gpu, names):
-            self.machine.failures[self.gpu] += 1
+        if failed := [gpu for gpu in self.gpus if self.machine.fails(gpu, names)]:
+            self.machine.failures.update(failed)
             return WorkerLostError(*BROKEN)
         return self.finish_all(orders, seconds)
 
@@ -149,6 +153,47 @@ def test_a_job_under_which_several_gpus_fail_is_given_up_before_all_gpus_are(
     assert machine.driver(max_attempts=5).run() == "finished"
     assert machine.dispatched.run.ended()[1] == {job_id(machine.run, "job-7")}
     assert sum(machine.failures.values()) < 2 * machine.num_gpus
+
+
+def test_a_gpu_that_fails_takes_along_those_that_share_its_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(tmp_path, monkeypatch, ["a", "b", "bad", "c"], 40, num_each=2)
+    machine.fails = lambda gpu, names: gpu == "bad"
+    assert machine.driver().run() == "finished"
+    assert machine.failures == {"bad": 2}
+    assert_all_finished(machine)
+    assert left_out(machine) == ["bad", "c"]
+    assert machine.workers == []
+
+
+def test_of_gpus_in_changing_company_the_one_that_fails_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(tmp_path, monkeypatch, ["e", "a", "b", "c", "bad"], 60, num_each=2)
+    machine.fails = lambda gpu, names: gpu == "bad"
+
+    def kill(actor: GPUWorker) -> None:
+        machine.kill(actor)
+        machine.free[:2] = reversed(machine.free[:2])
+
+    monkeypatch.setattr(ray_actors, "kill", kill)
+    assert machine.driver().run() == "finished"
+    assert machine.failures == {"bad": 2}
+    assert_all_finished(machine)
+    assert left_out(machine) == ["bad"]
+
+
+def test_gpus_without_which_no_worker_starts_are_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(tmp_path, monkeypatch, ["a", "b", "c", "d"], 40, num_each=4)
+    machine.fails = lambda gpu, names: gpu == "d" and "job-7" in names
+    assert machine.driver(max_attempts=3).run() == "finished"
+    assert machine.run.ended()[1] == {job_id(machine.run, "job-7")}
+    assert left_out(machine) == []
+
+
+def left_out(machine: Machine) -> list[str]:
+    return sorted(note.split()[1] for note in machine.display.notes if note.startswith("GPU "))
 
 
 def assert_all_finished(machine: Machine) -> None:

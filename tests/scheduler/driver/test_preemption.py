@@ -208,9 +208,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> SilentFleet:
     monkeypatch.setattr(ray_actors, "create_actor", lambda *_, **__: SimpleNamespace(start=method, work=method))
     monkeypatch.setattr(ray_actors, "wait", lambda calls, seconds: [])
     monkeypatch.setattr(ray_actors, "kill", killed.append)
-    cluster: Any = SimpleNamespace(
-        is_embedded=True, num_cpus_per_worker=lambda: 0, num_gpus_per_worker=lambda device: 0
-    )
+    cluster: Any = SimpleNamespace(is_embedded=True, num_cpus_per_worker=lambda: 0, gives_gpus=lambda device: False)
     fleet = Fleet(WorkerSpec(EngineConfig(), ""), cluster, timeout=20)
     fleet.fill(2, 0.0)
     return SilentFleet(fleet, killed, clock)
@@ -271,9 +269,7 @@ def test_a_worker_that_is_to_go_does_not_keep_its_successor_from_starting(monkey
     monkeypatch.setattr(
         ray_actors, "create_actor", lambda *_, **__: SimpleNamespace(start=SimpleNamespace(remote=lambda *_: object()))
     )
-    cluster: Any = SimpleNamespace(
-        is_embedded=True, num_cpus_per_worker=lambda: 0, num_gpus_per_worker=lambda device: 0
-    )
+    cluster: Any = SimpleNamespace(is_embedded=True, num_cpus_per_worker=lambda: 0, gives_gpus=lambda device: False)
     fleet = Fleet(WorkerSpec(EngineConfig(), ""), cluster, timeout=20)
     fleet.fill(2, 0.0)
     fleet.begin_drain(fleet.workers[0], "node_drained", 20.0)

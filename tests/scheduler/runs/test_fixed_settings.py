@@ -132,6 +132,17 @@ def test_a_new_run_has_the_rows_that_its_jobs_use_and_goes_on_with_them(
     assert with_rows(new.model_copy(update={"num_rows": 128}), files, jobs_of(5, 100), asked).num_rows == 128
 
 
+def test_gpus_share_the_products_of_a_new_run_and_go_on_with_those_of_another(tmp_path: Path) -> None:
+    """The number of GPUs is no setting of the run, so that its tokens are the same on any."""
+    uri, shared = str(tmp_path / "run"), replace(CLUSTER, num_gpus_per_worker=4)
+    new = kept_or_new_manifest(uri, shared)
+    assert (new.linear, kept_or_new_manifest(uri, CLUSTER).linear) == ("triton", "cublas")
+    assert kept_or_new_manifest(uri, replace(shared, said={"linear": "cublas", **CLUSTER.said})).linear == "cublas"
+    Run.planned(uri, new).made().write_error("j1", failed_line("broken"))
+    assert kept_or_new_manifest(uri, CLUSTER) == kept_or_new_manifest(uri, shared) == Run.open(uri).manifest
+    assert "gpus" not in (tmp_path / "run" / "run.json").read_text()
+
+
 def test_on_a_cpu_forwards_have_the_rows_that_they_need(tmp_path: Path) -> None:
     said = {"device": "cpu"}
     manifest = kept_or_new_manifest(str(tmp_path / "run"), Settings(said=said))

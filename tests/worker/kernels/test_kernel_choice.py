@@ -80,10 +80,14 @@ def test_rows_of_8_bits_are_refused_on_a_gpu(embedded_files: ModelFiles) -> None
 def test_a_model_that_the_kernels_do_not_know_is_refused_with_a_choice(
     embedded_files: ModelFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_loading, "load_cuda_forwards", lambda *args: None)
+    monkeypatch.setattr(cuda_loading, "load_cuda_forwards", lambda *args, **_: None)
     with pytest.raises(ModelError, match=r"^--attention flash: .* but they do not know the model embedded; leave it"):
         load_forwards(embedded_files, torch.float32, CPU, SlotsWanted(9), FLASH)
     load_forwards(embedded_files, torch.float32, CPU, SlotsWanted(9))
+    with pytest.raises(ModelError, match=r"^--gpus-per-worker 2: .*, but they do not know the model embedded; leave"):
+        load_forwards(embedded_files, torch.float32, CPU, SlotsWanted(9), num_ranks=2)
+    with pytest.raises(ModelError, match=r"^--gpus-per-worker 2: .*, but the device is a CPU; leave it away"):
+        TargetModel.load(embedded_files, "float32", "cpu", num_ranks=2)
 
 
 def test_a_gpu_is_asked_for_nothing_before_a_choice_is_refused(
