@@ -98,7 +98,7 @@ def test_where_a_job_has_no_room_beside_them_none_stays(target: TargetModel, mon
     assert engine.sharing.kept.num_bytes
     new_cache = target.new_cache
 
-    def with_little_room(max_length: int, num_held: int, forgets: bool) -> FullKVCache:
+    def with_little_room(max_length: int, num_held: int, forgets: bool, lora: str | None) -> FullKVCache:
         if engine.sharing.kept.num_bytes:
             raise KVRoomError("no room")
         return new_cache(max_length)

@@ -35,7 +35,9 @@ class SlottedTarget(TargetModel):
         self.arena.buffer.fill_(torch.nan)
         return self.arena
 
-    def new_cache(self, max_length: int, num_held: int = 0, forgets: bool = False) -> FullKVCache:
+    def new_cache(
+        self, max_length: int, num_held: int = 0, forgets: bool = False, lora: str | None = None
+    ) -> FullKVCache:
         return self.arena.new_cache(max_length)
 
 
