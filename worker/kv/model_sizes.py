@@ -220,7 +220,8 @@ class ModelSizes:
         if self.num_ranks == 1:
             return whole
         on_every_gpu = min(whole, self.num_on_every_gpu * self.item_size + num_wider)  # more, where some are packed
-        widest: float = columns_of(self.intermediate, Rank(0, self.num_ranks)).stop / self.intermediate
+        depth = self.intermediate
+        widest: float = columns_of(depth, Rank(0, self.num_ranks)).stop / depth if depth else 0.0
         return on_every_gpu + math.ceil((whole - on_every_gpu) * max(widest, 1 / self.num_ranks))
 
     def of_a_rank(self, num_ranks: int) -> ModelSizes:

@@ -15,7 +15,7 @@ from swiftbatch.worker.kernels.cuda.peers import run_together
 from swiftbatch.worker.kernels.cuda.rank_weights import shared_weights
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
-from swiftbatch.worker.kernels.kernel_sizes import MLASizes
+from swiftbatch.worker.kernels.kernel_sizes import IndexerSizes, MLASizes
 from swiftbatch.worker.kernels.rank_shares import RANK_CHOICES, Rank, kv_heads_of
 from tests.worker.kernels.cuda.arenas import NAN, Arena, Placed, random_arena, random_rows
 from tests.worker.kernels.cuda.test_decoder import CPU, NUM_POSITIONS, run, upload
@@ -33,6 +33,9 @@ SHAPES = {
     "no norms in front": replace(Shape(**WIDE), norms=BEHIND, windows=(40, None), caps=(3.0, 20.0)),
     "experts": Shape(**WIDE, experts=EXPERT_SHAPES["glm4_moe"]),
     "experts with biases and sinks": Shape(**WIDE, experts=EXPERT_SHAPES["gpt_oss"]),
+    "chosen keys": Shape(
+        head_dim=144, group=16, intermediate=1024, latent=MLASizes(80, 48, 16, 16, 64, IndexerSizes(17, 48, 100))
+    ),
     "latent": Shape(head_dim=80, group=16, intermediate=1024, latent=MLASizes(48, 32, 32, 32, 64)),
 }
 
