@@ -12,6 +12,7 @@ from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.json_records import Frozen
 from swiftbatch.worker.constraints.thinking import KNOWN
 from swiftbatch.worker.drafters.catalogue import ENGINES
+from swiftbatch.worker.kernels.rank_shares import RANK_CHOICES
 from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, most_together
 from swiftbatch.worker.kv.kv_capacity import (
     ITEM_SIZES,
@@ -27,6 +28,7 @@ from swiftbatch.worker.model.bucket import Bucket, is_in_bucket
 from swiftbatch.worker.model.compute_path import ComputePath, path_on
 from swiftbatch.worker.model.config_faults import config_fault, keys_fault
 from swiftbatch.worker.model.config_values import shown
+from swiftbatch.worker.model.decoder_config import kernel_config
 from swiftbatch.worker.model.digests import has_tekken_alone, weight_files
 from swiftbatch.worker.model.file_checks import (
     PICKLED,
@@ -52,6 +54,7 @@ from swiftbatch.worker.model.model_files import (
     what_refuses,
 )
 from swiftbatch.worker.model.mtp_layers import NoPredictorError, predictor_of
+from swiftbatch.worker.model.rank_faults import ranks_fault
 from swiftbatch.worker.model.text_config import is_of_text, text_view
 
 OTHER_WEIGHTS = frozenset((".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".onnx", ".pt", ".pth", ".safetensors"))
@@ -169,6 +172,7 @@ class Inspection(Frozen):
     cpu: ComputePath | None
     cuda: ComputePath | None
     slots: dict[int, int]  # counts jobs that fit on a GPU of 80 GB with plain decoding, by positions
+    gpus: dict[int, int]  # the fewest such GPUs that share the model for one job, where one is too few
     has_chat_template: bool
     thinking_markers: tuple[str, str] | None
     predictor: str | None  # says how multi-token prediction layers (MTP) are used; None without any
@@ -197,6 +201,7 @@ def inspect_model(model: str) -> Inspection:
     is_planned = sizes is not None and (paths["cuda"].name == "kernels" or shape is not None)
     num_bytes = bytes_per_position(config, DTYPE) if refusal is None else None
     held = held_of(config) if num_bytes is not None else None
+    slots = _slots(sizes, config["max_position_embeddings"]) if sizes is not None and is_planned else {}
     return Inspection(
         model=model,
         kind=shown(str(whole.get("model_type"))),
@@ -214,7 +219,8 @@ def inspect_model(model: str) -> Inspection:
         checkpointed_state_bytes=shape.checkpoint_bytes(ITEM_SIZES[DTYPE]) if shape else 0,
         cpu=paths.get("cpu"),
         cuda=paths.get("cuda"),
-        slots=_slots(sizes, config["max_position_embeddings"]) if sizes is not None and is_planned else {},
+        slots=slots,
+        gpus={} if sizes is None else _gpus(sizes, [length for length in slots if not slots[length]], config),
         has_chat_template=template is not None,
         thinking_markers=next((pair for pair in KNOWN if template and all(each in template for each in pair)), None),
         predictor=predictor,
@@ -255,9 +261,24 @@ def _formats(source: Source, layout: Layout | None) -> dict[str, int]:
 
 
 def _slots(sizes: ModelSizes, most_positions: int) -> dict[int, int]:
+    return {length: _num_together(sizes, length) for length in SLOT_LENGTHS if length <= most_positions}
+
+
+def _num_together(sizes: ModelSizes, length: int) -> int:
     sizes = replace(sizes, held=held_in_windows(sizes.windows, NUM_UNWRITTEN))
-    gpu = GPUMemory(GPU_BYTES - CONTEXT_BYTES)
-    return {length: most_together(sizes, gpu, length) for length in SLOT_LENGTHS if length <= most_positions}
+    return most_together(sizes, GPUMemory(GPU_BYTES - CONTEXT_BYTES), length)
+
+
+def _gpus(sizes: ModelSizes, lengths: list[int], config: dict[str, Any]) -> dict[int, int]:
+    """Return the fewest GPUs by a job's positions, without lengths for which none are enough."""
+    if (decoder := kernel_config(config)) is None:
+        return {}
+    able = [number for number in RANK_CHOICES[1:] if ranks_fault(decoder, number) is None]
+    fewest = {
+        length: next((number for number in able if _num_together(sizes.of_a_rank(number), length)), 0)
+        for length in lengths
+    }
+    return {length: number for length, number in fewest.items() if number}
 
 
 def _chat_template(path: Path) -> str | None:

@@ -80,6 +80,9 @@ def _running(found: Inspection) -> list[tuple[str, str]]:
         rows.append(
             ("80-GB GPU", f"jobs at a time, by positions, in forwards of up to {ROW_CHOICES[-1]} rows: {slots}")
         )
+    if found.gpus:
+        fewest = ", ".join(f"{number} for {length:,}" for length, number in found.gpus.items())
+        rows.append(("80-GB GPUs", f"--gpus-per-worker for one job, by positions: {fewest}"))
     thinking = f"; thinks between {' and '.join(found.thinking_markers)}" if found.thinking_markers else ""
     rows.append(("chat", f"{'template' if found.has_chat_template else 'no template'}{thinking}"))
     if found.predictor:

@@ -12,12 +12,12 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from bench.sizing import MODELS
+from bench.sizing import LARGE, MODELS
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.scheduler.cli import main
 from swiftbatch.worker.forward.native_forwards import NativeForwards
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, SLOT_LENGTHS, _slots, inspect_model
+from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, SLOT_LENGTHS, _gpus, _slots, inspect_model
 from swiftbatch.worker.kernels.native_library import chosen_variant
 from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, one_slot
 from swiftbatch.worker.kv.model_sizes import read_sizes
@@ -30,6 +30,7 @@ from tests.worker.model.kind_parts import EACH_KIND, OURS_ALONE, save_tiny, tiny
 from tests.worker.model.latent_configs import WITH_INDEXERS as PUBLISHED_INDEXED
 from tests.worker.model.latent_configs import WITH_LATENTS
 from tests.worker.model.test_nested_models import publish, whole_model
+from tests.worker.model.test_rank_faults import LLAMA
 
 
 def test_the_embedded_model_is_shown_as_it_is() -> None:
@@ -50,6 +51,12 @@ def test_latent_vectors_are_counted_in_place_of_keys_and_values(tmp_path: Path) 
     write_experts(WITH_LATENTS["GLM 4.7 Flash"], tmp_path)
     assert inspect_model(str(tmp_path)).bytes_per_position == 2 * 2 * (64 + 32)
     assert "384 bytes per position in bfloat16\n" in CliRunner().invoke(main, ["inspect", str(tmp_path)]).output
+
+
+def test_a_model_larger_than_a_gpu_says_how_many_gpus_have_room_for_a_job() -> None:
+    sizes = LARGE["Llama 3.1 70B, bfloat16"]
+    assert _gpus(sizes, [*SLOT_LENGTHS], LLAMA) == {8_192: 2, 32_768: 2, 100_000: 4}
+    assert _gpus(sizes, [8_192], LLAMA | {"num_attention_heads": 63, "num_key_value_heads": 63}) == {}
 
 
 def test_a_model_with_indexers_is_shown_to_run_on_both_devices(tmp_path: Path) -> None:
