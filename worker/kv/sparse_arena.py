@@ -24,7 +24,8 @@ from swiftbatch.worker.kernels.cuda.kv_kernels import (
 from swiftbatch.worker.kv.cache_rows import CacheShape
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, KVRoomError
-from swiftbatch.worker.kv.slot_arena import Place, SlotBuffer, SlotLease
+from swiftbatch.worker.kv.slot_arena import Place, SlotBuffer
+from swiftbatch.worker.kv.slot_leases import SlotLease
 from swiftbatch.worker.kv.sparse_cache import Entries, SparseCacheFactory
 from swiftbatch.worker.sampling.sequence import Sequence
 
