@@ -91,12 +91,24 @@ def load_forwards(
         kernels.refuse_integer_rows("torch runs here")
         _refuse_what_kernels_alone_do(files)
         return load_transformers(files, dtype, device, kv_dtype=kv_dtype)
+    return _on_cpu(files, dtype, variant, kernels, kv_dtype, adapters)
+
+
+def _on_cpu(
+    files: ModelFiles,
+    dtype: torch.dtype,
+    variant: str,
+    kernels: CudaKernels,
+    kv_dtype: KVDtype | None,
+    adapters: Many[AdapterWeights],
+) -> Forwards:
+    """Return forwards in our kernels, or in the layers of `transformers` around our attention."""
     try:
         weights = fitting_weights(files, dtype)
         return _native(weights, eos_token_ids_of(files), variant, kv_dtype, kernels, adapters)
     except OtherDecoderError as error:
         _refuse_what_kernels_alone_do(files, str(error))
-    loaded = load_transformers(files, dtype, device, variant, kv_dtype)
+    loaded = load_transformers(files, dtype, torch.device("cpu"), variant, kv_dtype)
     if taken := decoder_weights(loaded.model):
         with contextlib.suppress(OtherDecoderError):
             return _native(taken, loaded.eos_token_ids, variant, kv_dtype, kernels, adapters)
