@@ -17,10 +17,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from swiftbatch.worker.exactness.forward_comparisons import MAX_LENGTH, NUM_CACHES, compare, probe_rows
 from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
 from swiftbatch.worker.model.architectures.catalogue import ARCHITECTURES
-from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.model.text_config import text_view
-from tests.worker.model.gemma4_configs import GEMMA4, write_gemma4
+from tests.worker.model.gemma4_configs import ON_GPUS, write_gemma4
 from tests.worker.model.kind_parts import save_tiny, tiny_config
 
 pytestmark = [
@@ -43,9 +41,7 @@ def test_a_kind_says_what_transformers_says_and_its_rows_are_exact_on_cuda(kind:
     check_model(tmp_path, torch.device("cuda"))
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, config in GEMMA4.items() if path_on("cuda", text_view(config)).name == "kernels"]
-)
+@pytest.mark.parametrize("name", ON_GPUS)
 def test_heads_of_two_widths_do_so_on_cuda(name: str, tmp_path: Path) -> None:
     write_gemma4(name, tmp_path)
     check_model(tmp_path, torch.device("cuda"))
