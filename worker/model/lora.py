@@ -115,7 +115,7 @@ def _located(name: str, place: str) -> LoraFiles:
         if not is_in_bucket(place) and (place.startswith((".", "/", "~")) or HubName.of(place).name.count("/") != 1):
             raise ModelError(
                 f"adapter {name}: {place:.200} is no folder here, nor one in a bucket (s3://, gs://, az://), nor "
-                "ORG/ADAPTER on the hub; correct --lora"
+                "ORG/ADAPTER on the hub; put it back, or correct --lora"
             )
         path = Bucket(place).folder(FILES) if is_in_bucket(place) else hub_snapshot(place, FILES)
     for file in FILES:
