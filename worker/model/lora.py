@@ -16,13 +16,13 @@ from swiftbatch.jobs.run.run_records import at_commit
 from swiftbatch.worker.model.architectures.moe_layers import ROLES
 from swiftbatch.worker.model.architectures.spec import ATTENTION
 from swiftbatch.worker.model.bucket import Bucket, is_in_bucket
-from swiftbatch.worker.model.config_values import Config
+from swiftbatch.worker.model.config_values import Config, shown
 from swiftbatch.worker.model.decoder_config import DecoderConfig, OtherDecoderError, read_decoder_config
 from swiftbatch.worker.model.digests import fingerprint_of
 from swiftbatch.worker.model.file_checks import ADAPTER_FILE, json_object
 from swiftbatch.worker.model.formats.contract import FormatError, StoredTensor
 from swiftbatch.worker.model.formats.layout import heads_in
-from swiftbatch.worker.model.hub import commit_of, hub_snapshot
+from swiftbatch.worker.model.hub import HubName, commit_of, hub_snapshot
 from swiftbatch.worker.model.text_config import text_name
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -30,7 +30,7 @@ FILES = (ADAPTER_FILE, WEIGHTS_FILE)
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MOST_RANK = 256
 STORED = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
-LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
+LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,5})\.(.+)\.weight")
 FLOATS = ("BF16", "F16", "F32")
 READ = {"r", "lora_alpha", "target_modules", "layers_to_transform", "use_rslora", "rank_pattern", "alpha_pattern"}
 ABOUT_TRAINING = {  # keys of its config that do not change what a trained adapter computes
@@ -101,7 +101,7 @@ def with_absolute_places(said: Sequence[str]) -> tuple[str, ...]:
     for (name, _), (other, _) in pairwise(pairs):
         if name == other:
             raise ModelError(f"--lora: found {name} twice, expected a name of its own for each adapter")
-    return tuple(f"{name}={os.path.abspath(place) if Path(place).is_dir() else place}" for name, place in pairs)
+    return tuple(f"{name}={os.path.abspath(place) if os.path.isdir(place) else place}" for name, place in pairs)
 
 
 def locate_loras(said: Sequence[str], commits: Mapping[str, str]) -> list[LoraFiles]:
@@ -111,9 +111,12 @@ def locate_loras(said: Sequence[str], commits: Mapping[str, str]) -> list[LoraFi
 
 def _located(name: str, place: str) -> LoraFiles:
     path = Path(place)
-    if not path.is_dir():
-        if place.startswith((".", "/", "~")):
-            raise ModelError(f"adapter {name}: {place} is no folder here; correct --lora")
+    if not os.path.isdir(place):
+        if not is_in_bucket(place) and (place.startswith((".", "/", "~")) or HubName.of(place).name.count("/") != 1):
+            raise ModelError(
+                f"adapter {name}: {place:.200} is no folder here, nor one in a bucket (s3://, gs://, az://), nor "
+                "ORG/ADAPTER on the hub; put it back, or correct --lora"
+            )
         path = Bucket(place).folder(FILES) if is_in_bucket(place) else hub_snapshot(place, FILES)
     for file in FILES:
         if not (path / file).is_file():
@@ -147,7 +150,7 @@ def adapted_linears(files: LoraFiles, model_config: Config) -> list[AdaptedLinea
     except ValueError as error:
         raise files.fault(f"{files.path / WEIGHTS_FILE}: {error}") from None
     if absent := _targets_without_weights(config, {each.down for each in found}):
-        raise files.fault(f"{ADAPTER_FILE} has the target {absent}, and {WEIGHTS_FILE} has no weights of it")
+        raise files.fault(f"{ADAPTER_FILE} has the target {absent[0]!r:.80}, and {WEIGHTS_FILE} has no weights of it")
     return found
 
 
@@ -157,7 +160,7 @@ def _config_fault(config: Mapping[str, Any]) -> str | None:
             return f"{key} is {config[key]!r:.80}, not supported; expected {' or '.join(map(repr, allowed))}"
     unknown = sorted({*config} - {*ONE_MEANING, *ABOUT_TRAINING, *READ})
     if said := [key for key in unknown if config[key] not in OFF]:
-        return f"{said[0]} is {config[said[0]]!r:.80}, not supported; expected plain LoRA of linear layers"
+        return f"{shown(said[0])} is {config[said[0]]!r:.80}, not supported; expected plain LoRA of linear layers"
     if not _is_count(config.get("r")):
         return f"r is {config.get('r')!r:.80}, expected a rank from 1 to {MOST_RANK}"
     patterns = [config.get(key) or {} for key in ("rank_pattern", "alpha_pattern")]
@@ -165,6 +168,8 @@ def _config_fault(config: Mapping[str, Any]) -> str | None:
         return "rank_pattern or alpha_pattern is no object, expected one with a number for each name"
     if not all(map(_is_number, [config.get("lora_alpha"), *patterns[1].values()])):
         return "lora_alpha or a number of alpha_pattern is no number, expected numbers"
+    if config.get("use_rslora") not in (None, True, False):
+        return f"use_rslora is {config['use_rslora']!r:.80}, expected true or false"
     return None
 
 
@@ -187,10 +192,13 @@ def _adapted(
         modules.setdefault(named["module"], {})[named["part"]] = key
     if not modules:
         raise ValueError("found no weights, expected some")
+    places = dict[tuple[int, str], str]()
     for module, parts in modules.items():
         if lacking := {"A", "B"} - {*parts}:
             raise ValueError(f"found {module!a:.120} without its lora_{lacking.pop()}.weight, expected both")
         layer, name, roles = _place(module, dense, model_config)
+        if (other := places.setdefault((layer, name), module)) != module:
+            raise ValueError(f"found {other!a:.120} and {module!a:.120}, expected one pair for each linear layer")
         if not _is_target(module, layer, config):
             raise ValueError(f"found weights of {module!a:.120}, expected targets of {ADAPTER_FILE} alone")
         rank = _of_module(module, config, "r", "rank_pattern")
@@ -236,7 +244,7 @@ def _place(module: str, dense: DecoderConfig, model_config: Config) -> tuple[int
 
 def _is_target(module: str, layer: int, config: Mapping[str, Any]) -> bool:
     said, layers = config.get("target_modules"), config.get("layers_to_transform")
-    if layers is not None and layer not in (layers if isinstance(layers, list) else [layers]):
+    if layers not in (None, []) and layer not in (layers if isinstance(layers, list) else [layers]):
         return False
     if isinstance(said, str):
         return said == "all-linear" or _matches(said, module)
@@ -246,7 +254,7 @@ def _is_target(module: str, layer: int, config: Mapping[str, Any]) -> bool:
 def _matches(pattern: str, module: str) -> bool:
     try:
         return re.fullmatch(pattern, module) is not None
-    except re.error:
+    except (re.error, OverflowError, RecursionError):
         raise ValueError(
             f"found the pattern {pattern!a:.120} in {ADAPTER_FILE}, expected a regular expression"
         ) from None
@@ -259,12 +267,12 @@ def _of_module(module: str, config: Mapping[str, Any], key: str, pattern_key: st
     return next(own, config[key])
 
 
-def _targets_without_weights(config: Mapping[str, Any], stored: set[str]) -> str | None:
+def _targets_without_weights(config: Mapping[str, Any], stored: set[str]) -> list[Any]:
     said = config.get("target_modules")
     names = [STORED.fullmatch(key) for key in stored]
     modules = [found["module"] for found in names if found]
     targets = said if isinstance(said, list) else []
-    return next((each for each in targets if not any(f".{module}".endswith(f".{each}") for module in modules)), None)
+    return [each for each in targets if not any(f".{module}".endswith(f".{each}") for module in modules)]
 
 
 def _depth(dense: DecoderConfig, layer: int, role: str) -> int:

@@ -15,6 +15,7 @@ from swiftbatch.worker.kernels.quantized_weights import plain
 from swiftbatch.worker.model.config_values import Config
 from swiftbatch.worker.model.decoder_config import DecoderConfig, read_decoder_config
 from swiftbatch.worker.model.decoder_loading import rows_by_role
+from swiftbatch.worker.model.file_checks import ADAPTER_FILE
 from swiftbatch.worker.model.lora import WEIGHTS_FILE, AdaptedLinear, LoraFiles, adapted_linears
 
 
@@ -30,6 +31,9 @@ def adapter_weights(files: LoraFiles, model_config: Config) -> AdapterWeights:
             raise files.fault(f"{files.path / WEIGHTS_FILE}: {name} has numbers that are not finite; copy it again")
     layers: list[dict[str, tuple[Tensor, Tensor]]] = [{} for _ in range(dense.num_layers)]
     for linear in linears:
+        tensors[linear.up] *= torch.tensor(linear.scale, dtype=torch.float32)
+        if not tensors[linear.up].isfinite().all():
+            raise files.fault(f"{linear.up} times its scale, {linear.scale:g}, exceeds float32; correct {ADAPTER_FILE}")
         layers[linear.layer] |= _by_role(linear, tensors, dense)
     return AdapterWeights(layers)
 
@@ -37,9 +41,9 @@ def adapter_weights(files: LoraFiles, model_config: Config) -> AdapterWeights:
 def _by_role(
     linear: AdaptedLinear, tensors: dict[str, Tensor], dense: DecoderConfig
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return `down` and `up` of the roles that a linear layer has, scaled, and padded to the kernels' ranks."""
+    """Return `down` and `up` of the roles that a linear layer has, padded to the kernels' ranks."""
     num_padded = -linear.rank % LANES
     down = pad(tensors[linear.down], (0, 0, 0, num_padded))
-    up = pad(tensors[linear.up] * torch.tensor(linear.scale, dtype=torch.float32), (0, num_padded))
+    up = pad(tensors[linear.up], (0, num_padded))
     parts = rows_by_role(up, linear.name, linear.roles, linear.layer, dense)
     return {role: (down, plain(part.weight)) for role, part in parts.items()}

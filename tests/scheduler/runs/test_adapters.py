@@ -106,7 +106,14 @@ def test_an_adapter_is_part_of_the_run_and_of_its_jobs(
 @pytest.mark.parametrize(
     ("lora", "words"),
     [
-        ("a=./nowhere", "adapter a: ./nowhere is no folder here; correct --lora"),
+        (
+            "a=./nowhere",
+            "adapter a: ./nowhere is no folder here, nor one in a bucket .*; put it back, or correct --lora",
+        ),
+        (
+            "a=" + "long" * 1000,
+            "adapter a: longlong.* is no folder here, nor .* nor ORG/ADAPTER on the hub; put it back, or",
+        ),
         ("a={folder}", "found no adapter_config.json in"),
     ],
 )

@@ -104,7 +104,16 @@ REFUSED = {
     "r is 300, expected a rank from 1 to 256": said(r=300),
     "lora_alpha or a number of alpha_pattern is no number": said(lora_alpha=None),
     "expected targets of adapter_config.json alone": said(target_modules=["v_proj"]),
-    "has the target other_proj, and": said(target_modules=[*ALL, "other_proj"]),
+    "has the target 'other_proj', and": said(target_modules=[*ALL, "other_proj"]),
+    "has the target '', and": said(target_modules=[*ALL, ""]),
+    "in adapter_config.json, expected a regular expression": said(target_modules="a{99999999999}"),
+    "(((( in adapter_config.json, expected a regular expression": said(rank_pattern={"(" * 3000: 8}),
+    r"a\nkey is 3, not supported": said(**{"a\nkey": 3}),
+    "use_rslora is 'false', expected true or false": said(use_rslora="false"),
+    "times its scale, 124999, exceeds float32": lambda folder: (
+        said(lora_alpha=999_992)(folder),
+        stored(lambda tensors: tensors[B].fill_(1e38))(folder),
+    ),
     "expected [16, 128] in": said(r=16),
     "adapter_config.json cannot be read": lambda folder: (folder / "adapter_config.json").write_text("{", "utf-8"),
     "found no adapter_model.safetensors": lambda folder: (folder / WEIGHTS_FILE).unlink(),
@@ -114,6 +123,11 @@ REFUSED = {
     "lora_A.weight has numbers that are not finite": stored(lambda tensors: tensors[A].fill_(torch.nan)),
     "those of embeddings, heads and towers are not supported": named("lm_head.lora_A.weight", "lm_head.lora_B.weight"),
     "expected weights of LoRA in linear layers alone": named("model.embed_tokens.lora_embedding_A"),
+    "expected one pair for each linear layer": stored(
+        lambda tensors: tensors.update(
+            {key.replace(".model.model", ".model.language_model.model"): tensors[key].clone() for key in (A, B)}
+        )
+    ),
     "expected linear layers in the model's 2 layers": named(*(BEYOND.format(part) for part in "AB")),
 }
 
