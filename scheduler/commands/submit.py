@@ -248,9 +248,8 @@ def submit(
     may_take_over: bool,
     **options: Any,
 ) -> None:
-    """Run the jobs of one or more files, and wait. The same files again run the missing jobs.
-
-    \b
+    """\b
+    Run the jobs of one or more files, and wait. The same files again run the missing jobs.
     JOBS: JSON lines (short or OpenAI Batch) or Parquet: paths, 'a-*.gz', `-`, s3://, gs://, hf://.
     Exit code: 0 all finished, 1 some failed, 2 wrong input, 3 at a limit, 130 interrupted.
     Example:

@@ -7,13 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from swiftbatch.worker.kernels.rank_shares import Rank
-
-MOST_POLLS = 1 << 26  # of a meeting, about a minute; then a GPU is lost, and the worker must end
 
 
 class Meeting:
@@ -29,28 +25,9 @@ class Meeting:
     def __call__(self) -> None:
         if self._flags.device.type != "cuda":
             return
-        meet[(1,)](self._flags, self._distances, **meeting_constants(self._rank))
+        from swiftbatch.worker.kernels.cuda.meeting_kernel import launch_meeting  # a machine may lack Triton
 
-
-def meeting_constants(rank: Rank) -> dict[str, int]:
-    return {"RANK": rank.number, "NUM_RANKS": rank.num_ranks, "MOST_POLLS": MOST_POLLS, "num_warps": 1}
-
-
-@triton.jit
-def meet(
-    flags_ptr, peers_ptr, RANK: tl.constexpr, NUM_RANKS: tl.constexpr, MOST_POLLS: tl.constexpr
-):  # fmt: skip
-    """Single program: tells all GPUs the number of the meeting, and waits until all have told it."""
-    number = tl.load(flags_ptr + NUM_RANKS) + 1
-    tl.store(flags_ptr + NUM_RANKS, number)
-    for rank in tl.static_range(NUM_RANKS):
-        tl.atomic_xchg(flags_ptr + tl.load(peers_ptr + rank) + RANK, number, sem="release", scope="sys")
-    polls = 0
-    for rank in tl.static_range(NUM_RANKS):
-        while (tl.atomic_add(flags_ptr + rank, 0, sem="acquire", scope="sys") - number < 0) & (polls < MOST_POLLS):
-            polls += 1
-    if polls >= MOST_POLLS:
-        tl.inline_asm_elementwise("trap; mov.u32 $0, $1;", "=r,r", [number], tl.int32, is_pure=False, pack=1)
+        launch_meeting(self._flags, self._distances, self._rank)
 
 
 @dataclass(frozen=True)
