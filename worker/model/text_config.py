@@ -76,8 +76,9 @@ def text_name(name: str, config: Config) -> str | None:
 def _is_of_shared_keys(name: str, number: int, config: Config) -> bool:
     form = architecture_of(config)
     num_shared = config.get(form.shared_keys_key) if form is not None and form.shared_keys_key else 0
-    first = (config.get("num_hidden_layers") or 0) - (num_shared or 0)
-    return number >= first and name.removeprefix(f"model.layers.{number}.").startswith(OF_KEYS)
+    num_layers = config.get("num_hidden_layers") or 0
+    is_sharing = num_layers - (num_shared or 0) <= number < num_layers
+    return is_sharing and name.removeprefix(f"model.layers.{number}.").startswith(OF_KEYS)
 
 
 def class_name(name: str, config: Config) -> str:

@@ -23,7 +23,7 @@ PROSE = " ".join(GPU_PAGE.split())
 @pytest.mark.long
 def test_the_page_has_the_tables_that_the_command_prints() -> None:
     found = tables(run(Options()), is_markdown=True).split("\n\n")
-    assert len(found) == 2
+    assert len(found) == 3
     for each in found:
         assert each in GPU_PAGE, "python -m bench sizing --markdown prints the new one"
 

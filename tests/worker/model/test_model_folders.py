@@ -167,7 +167,9 @@ def test_a_generation_config_that_would_be_passed_over_is_refused(folder: Path, 
 
 def test_an_adapter_is_refused_and_neither_dropped_nor_followed(folder: Path) -> None:
     write(folder / "adapter_config.json", {"peft_type": "LORA", "base_model_name_or_path": "elsewhere"})
-    assert "adapter_config.json says that it is an adapter; merge it" in refusal(folder, load=False)
+    assert "adapter_config.json says that it is an adapter; give its base model, and this as --lora" in refusal(
+        folder, load=False
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bool])

@@ -167,12 +167,13 @@ class LayerLaunches:
         else:
             yield from self._take_heads(layer, in_front, rows, kept, table)
         yield partial(attention.attend, number, kept, table, buffers.mixed)
-        found = of_width(buffers.mixed, behind.weight.shape[1])
-        if sizes.gates_heads:
-            yield partial(gate_heads, self.tables.rows.rows, of_width(buffers.qkv, in_front.weight.shape[0]), found)
         if layer.latent is not None and self.latents is not None:
             yield partial(self.latents.find_values, layer.latent, buffers.mixed, self.tables.rows)
             found = self.latents.found
+        else:
+            found = of_width(buffers.mixed, behind.weight.shape[1])
+        if sizes.gates_heads:
+            yield partial(gate_heads, self.tables.rows.rows, of_width(buffers.qkv, in_front.weight.shape[0]), found)
         if layer.shared is not None:
             return (yield from self._multiply_together(found, behind, layer.shared.output))
         adapters = layer.adapters.get("output")

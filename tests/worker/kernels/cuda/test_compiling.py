@@ -320,6 +320,7 @@ def test_every_kernel_that_is_launched_is_among_them() -> None:
     assert launched == {kernel.__name__ for kernel, _ in kernels("bf16").values()}
     others = {*kernels_besides_attention(), *linear_kernels("bf16"), *packed_kernels(), *expert_kernels("bf16")}
     others |= {*coded_kernels("bf16"), *wide_kernels("bf16"), *latent_kernels("bf16"), *state_kernels("bf16")}
+    others |= {*striped_kernels("bf16")}
     assert set(kernels("bf16")) == {*ATTENTION, *WIDE, *others}
     of_every_day = {kernel.__name__ for name, (kernel, _) in kernels("bf16").items() if name not in IN_OTHER_FORMS}
     assert launched == of_every_day
