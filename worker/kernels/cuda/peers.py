@@ -25,7 +25,7 @@ class Meeting:
     def __call__(self) -> None:
         if self._flags.device.type != "cuda":
             return
-        from swiftbatch.worker.kernels.cuda.meeting_kernel import launch_meeting  # a machine may lack Triton
+        from swiftbatch.worker.kernels.cuda.triton_primitives import launch_meeting  # a machine may lack Triton
 
         launch_meeting(self._flags, self._distances, self._rank)
 

@@ -14,10 +14,10 @@ from swiftbatch.worker.kernels.cuda import (
     cuda_recurrent_layers,
     gemm,
     indexer_kernels,
-    meeting_kernel,
     mla_kernels,
     moe_router,
     tree_attention,
+    triton_primitives,
 )
 from swiftbatch.worker.kernels.cuda import lora_kernels as lora
 from swiftbatch.worker.kernels.cuda import mla_kernels as latent_products
@@ -287,7 +287,7 @@ def kernels_besides_attention() -> dict[str, Made]:
         "add and norm": (layers.add_norm_row, front),
         "add parts and norm": (layers.add_norm_row, front | {"NUM_PARTS": 8}),
         "add parts and norm on 8 GPUs": (layers.add_norm_row, without(of_ranks, "HAS_BEHIND", "behind_ptr")),
-        "meeting of 8 GPUs": (meeting_kernel.meet, meeting_kernel.meeting_constants(Rank(1, 8))),
+        "meeting of 8 GPUs": (triton_primitives.meet, triton_primitives.meeting_constants(Rank(1, 8))),
         "add, scaled, and norm": (layers.add_norm_row, front | {"DELTA_SCALE": 0.22}),
         "norm, add and norm": (layers.add_norm_row, behind),
         "norm, add, scale and norm": (
