@@ -244,7 +244,7 @@ def _place(model: str) -> str:
 
 
 PLACED: dict[str, Callable[[Any], Any]] = {"model": _place, "lora": with_absolute_places}
-"""What finds the absolute places of a setting."""
+"""Functions that make the places in a setting absolute, by the setting's name."""
 
 
 def versions() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What LoRA adapters add to the products of a forward on a GPU: each row meets its own adapter alone."""
+"""LoRA adapters in a forward on a GPU: each row adds the products of its own adapter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LayerAdapter = Mapping[str, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class StackedAdapters:
-    """What all adapters add to the columns of one product; those of roles that none adapts are left out."""
+    """Weights of all adapters for the columns of one product, without roles that no adapter has."""
 
     down: Tensor  # [num_adapters, num_roles, rank, depth] float32
     up: Tensor  # [num_adapters, num_columns, rank] float32

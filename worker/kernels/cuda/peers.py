@@ -32,7 +32,7 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Peers:
-    """What one GPU knows of the others: by how many numbers each of their buffers is away from its own."""
+    """Places of the other GPUs' buffers, as distances from the own ones, counted in numbers."""
 
     rank: Rank
     meeting: Meeting
@@ -49,7 +49,7 @@ def distances(buffers: Sequence[Tensor], own: Tensor) -> Tensor:
 
 
 def meet_all(buffers: Sequence[Sequence[Tensor]]) -> list[Peers]:
-    """Return what each rank knows of the others' `buffers`, which every rank lists in the same order."""
+    """Return each rank's view of all ranks' `buffers`, which every rank lists in the same order."""
     num_ranks = len(buffers)
     flags = [torch.zeros(num_ranks + 1, dtype=torch.int32, device=each[0].device) for each in buffers]
     found = []

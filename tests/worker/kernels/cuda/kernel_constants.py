@@ -315,7 +315,7 @@ def kernels_besides_attention() -> dict[str, Made]:
 
 
 def lora_kernels() -> dict[str, Made]:
-    """Those of queries, keys and values, with the usual rank and the largest."""
+    """Return the LoRA kernels for queries, keys and values, with the usual rank and the largest."""
     found: dict[str, Made] = {}
     for rank in (16, 256):
         shared = {"RANK": rank, "TILE": lora.tile_of(rank), "WIDTH": 3 * rank}
