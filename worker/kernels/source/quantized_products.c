@@ -41,8 +41,8 @@ INLINE group_numbers numbers_of_group(const int code, const int fate, const quan
 }
 
 INLINE void next_weights(const int code, const int fate, codebook book, const group_numbers *group, const uint8_t *from,
-                         const int step, vec out[2]) {
-    unpack(code, book, from, step, out);
+                         const int step, words *held, vec out[2]) {
+    unpack(code, book, from, step, held, out);
     for (int i = 0; i < 2; i++) {
         out[i] = vec_fma(out[i], group->scale[i], group->offset[i]);
         if (fate == ROUNDED) out[i] = round_weight(out[i]);
@@ -120,13 +120,14 @@ INLINE void add_group(const int rows, const int count, const int code, const int
         groups[n] = numbers_of_group(code, fate, part, state->headers + n * part->header_bytes, group);
     for (int i = 0; i < part->group_size; i += span) {
         const uint8_t *from = state->from + place * bytes;
+        words held[MOST_FEW_BLOCKS];
         ask_ahead(state, MOST_ABREAST * bytes);
 #pragma GCC unroll 4
         for (int step = 0; step < span / 2; step++, state->offset += step_bytes) {
-            LOAD_AGAIN();  // codes, else they push scales out of the registers
+            if (!HOLDS_WORDS) LOAD_AGAIN();
             for (int n = 0; n < count; n++) {
                 vec weights[2];
-                next_weights(code, fate, book, &groups[n], from + n * bytes, step, weights);
+                next_weights(code, fate, book, &groups[n], from + n * bytes, step, &held[n], weights);
                 add_step(fate, rows, weights, state->a, state->offset, state->sums[n]);
             }
         }
@@ -215,13 +216,15 @@ INLINE void fill_panel(const int code, const int fate, quantized_block block, in
         group_numbers numbers = numbers_of_group(code, fate, part, header, group % together);
         end = (group + 1) * part->group_size;
         if (end > first + count) end = first + count;
-        for (int i = k; i < end; i += span, from += abreast * bytes)
+        for (int i = k; i < end; i += span, from += abreast * bytes) {
+            words held;
 #pragma GCC unroll 4
             for (int step = 0; step < span / 2; step++) {
                 vec weights[2];
-                next_weights(code, fate, book, &numbers, from, step, weights);
+                next_weights(code, fate, book, &numbers, from, step, &held, weights);
                 out = store_step(fate, weights, out);
             }
+        }
     }
     const vec nothing[2] = {vec_set(0.0f), vec_set(0.0f)};
     for (int k = first + count; fate == PAIRED && k % BF16_DEPTH; k += 2) out = store_step(fate, nothing, out);

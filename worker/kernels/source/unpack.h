@@ -11,9 +11,11 @@ typedef struct {
 // CODE_TABLE with the codes themselves as numbers, which loading finds where `HAS_LINEAR`.
 enum { CODE_LINEAR = CODE_E4M3 + 1 };
 #if defined(__AVX512F__)
-#define HAS_LINEAR 0  // one permutation looks up all lanes
+#define HAS_LINEAR 0   // one permutation looks up all lanes
+#define HOLDS_WORDS 0  // codes are loaded again at every step, else they push scales out of the registers
 #else
 #define HAS_LINEAR 1
+#define HOLDS_WORDS 1  // codes wait in a register, shifted by those that are taken
 #endif
 
 INLINE int code_bits(int code) { return code == CODE_TABLE || code == CODE_LINEAR ? 4 : 8; }
@@ -139,13 +141,15 @@ INLINE vec vec_load_half(const void *from) {
 }
 #endif
 
-// Unpacks two vectors, at 2 * step and 2 * step + 1, of the span that begins at `from`.
-INLINE void unpack(const int code, codebook book, const uint8_t *from, const int step, vec out[2]) {
+// Unpacks two vectors, at 2 * step and 2 * step + 1, of the span that begins at `from`. Steps come in order; `held`
+// goes from one to the next.
+INLINE void unpack(const int code, codebook book, const uint8_t *from, const int step, words *held, vec out[2]) {
     if (code_bits(code) == 4) {
-        words both = words_load(from);
+        if (step == 0 || !HOLDS_WORDS) *held = words_load(from);
         for (int i = 0; i < 2; i++) {
-            words shifted = words_shift(both, 8 * step + 4 * i);
-            out[i] = code == CODE_LINEAR ? words_codes(shifted) : words_lookup(shifted, book);
+            words lowest = HOLDS_WORDS ? *held : words_shift(*held, 8 * step + 4 * i);
+            out[i] = code == CODE_LINEAR ? words_codes(lowest) : words_lookup(lowest, book);
+            if (HOLDS_WORDS) *held = words_shift(*held, 4);
         }
     } else {
         out[0] = byte_numbers(code, book, from);
