@@ -13,7 +13,7 @@ from swiftbatch.jobs.json_records import Frozen
 from swiftbatch.worker.constraints.thinking import KNOWN
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.kernels.rank_shares import RANK_CHOICES
-from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, most_together
+from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, fewest_gpus, most_together
 from swiftbatch.worker.kv.kv_capacity import (
     ITEM_SIZES,
     NUM_UNWRITTEN,
@@ -54,7 +54,6 @@ from swiftbatch.worker.model.model_files import (
     what_refuses,
 )
 from swiftbatch.worker.model.mtp_layers import NoPredictorError, predictor_of
-from swiftbatch.worker.model.rank_faults import ranks_fault
 from swiftbatch.worker.model.text_config import is_of_text, text_view
 
 OTHER_WEIGHTS = frozenset((".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".onnx", ".pt", ".pth", ".safetensors"))
@@ -149,6 +148,7 @@ def _refuse_without_pickles(model: str) -> None:
 DTYPE = "bfloat16"  # bytes and slots are reported for it
 GPU_BYTES = 84_000_000_000  # 80 GiB less what programs cannot use
 CONTEXT_BYTES = 600_000_000  # an estimate of CUDA's own memory
+H100 = GPUMemory(GPU_BYTES - CONTEXT_BYTES)
 SLOT_LENGTHS = (8_192, 32_768, 100_000)
 
 
@@ -266,18 +266,15 @@ def _slots(sizes: ModelSizes, most_positions: int) -> dict[int, int]:
 
 def _num_together(sizes: ModelSizes, length: int) -> int:
     sizes = replace(sizes, held=held_in_windows(sizes.windows, NUM_UNWRITTEN))
-    return most_together(sizes, GPUMemory(GPU_BYTES - CONTEXT_BYTES), length)
+    return most_together(sizes, H100, length)
 
 
 def _gpus(sizes: ModelSizes, lengths: list[int], config: dict[str, Any]) -> dict[int, int]:
     """Return the fewest GPUs by a job's positions, without lengths for which none are enough."""
     if (decoder := kernel_config(config)) is None:
         return {}
-    able = [number for number in RANK_CHOICES[1:] if ranks_fault(decoder, number) is None]
-    fewest = {
-        length: next((number for number in able if _num_together(sizes.of_a_rank(number), length)), 0)
-        for length in lengths
-    }
+    sizes = replace(sizes, held=held_in_windows(sizes.windows, NUM_UNWRITTEN))
+    fewest = {length: fewest_gpus(sizes, decoder, H100, length, RANK_CHOICES[1:]) for length in lengths}
     return {length: number for length, number in fewest.items() if number}
 
 

@@ -84,6 +84,11 @@ class JobIndex:
         """Drop columns to free their memory."""
         return JobIndex({name: each for name, each in self.columns.items() if name not in names}, self.places)
 
+    @property
+    def longest(self) -> int:
+        """Return the longest job's positions, or 0 without jobs."""
+        return int(max(self.columns["num_prompt_tokens"] + self.columns["max_tokens"], default=0))
+
     def entry(self, row: int) -> JobEntry:
         fields: dict[str, Any] = {name: self.columns[name][row].as_py() for name in TEXTS}
         fields |= {name: int(self.columns[name][row]) for name in ENTRY[len(TEXTS) :]}

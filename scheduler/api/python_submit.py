@@ -68,7 +68,7 @@ class SubmitOptions(TypedDict, total=False):
     engine_option: Mapping[str, object] | None  # values by name
     takeover: bool
     workers: int
-    gpus_per_worker: int
+    gpus_per_worker: Literal[1, 2, 4, 8, "auto"]
     slots: int | Literal["auto"]
     draft_model: str | None
     kv_offload: str | None

@@ -181,6 +181,14 @@ class FewGpus(Event):
 
 
 @dataclass(frozen=True)
+class GpusShareModel(Event):
+    """A worker has `num_gpus_per_worker` GPUs, the fewest that hold the model and the longest job."""
+
+    text: ClassVar[str] = "model and longest job need more than one GPU: {num_gpus_per_worker} share them"
+    num_gpus_per_worker: int
+
+
+@dataclass(frozen=True)
 class DriverStarted(Event):
     """The driver holds the run with claim number `epoch` and starts workers."""
 

@@ -26,7 +26,15 @@ from swiftbatch.scheduler.cluster.ray_cluster import (
 )
 from swiftbatch.scheduler.cluster.worker_actor import WorkerSpec
 from swiftbatch.scheduler.display.display import Display
-from swiftbatch.scheduler.display.events import FewGpus, LimitReached, LineDamaged, ShardWritten, SlowOnGpu, StoreAway
+from swiftbatch.scheduler.display.events import (
+    FewGpus,
+    GpusShareModel,
+    LimitReached,
+    LineDamaged,
+    ShardWritten,
+    SlowOnGpu,
+    StoreAway,
+)
 from swiftbatch.scheduler.driver.attempt_numbers import Attempts
 from swiftbatch.scheduler.driver.driver import Driver, DriverError
 from swiftbatch.scheduler.driver.job_queue import JobQueue
@@ -37,6 +45,7 @@ from swiftbatch.scheduler.driver.run_progress import DriverContext, served_metri
 from swiftbatch.scheduler.driver.shard_writing import finish_shards
 from swiftbatch.scheduler.driver.worker_fleet import Fleet
 from swiftbatch.scheduler.process.signals import held
+from swiftbatch.scheduler.runs.gpu_sharing import gpus_per_worker
 from swiftbatch.scheduler.runs.run_manifest import computation_of, with_absolute_folders
 from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.worker.config import Computation, EngineConfig
@@ -81,10 +90,11 @@ def refuse_start(run_uri: str, settings: Settings) -> None:
     has_gpus = device != "cpu" and (not is_here or has_cuda())
     if device == "cuda" and not has_gpus:
         raise ClusterError("--device cuda: this machine has no GPU; use --address or --device cpu")
+    num_each = settings.num_gpus_per_worker or 1
     if not has_gpus:
-        refuse_several_gpus(settings.num_gpus_per_worker, "the device is a CPU")
+        refuse_several_gpus(num_each, "the device is a CPU")
     elif is_here and (gpus := own_gpus()):  # none without NVML
-        _refuse_few_gpus(settings.num_gpus_per_worker, len(gpus))
+        _refuse_few_gpus(num_each, len(gpus))
 
 
 def _refuse_few_gpus(num_wanted: int, num_gpus: int) -> None:
@@ -115,7 +125,7 @@ def launch(hold: RunLease, settings: Settings, display: Display) -> Outcome:
         spent = Spending.so_far(hold.before, queue.num_generated_tokens)
         reached = settings.limits.reached(spent) if queue.num_unfinished else None
         if queue.num_unfinished and reached is None:
-            config = _engine_config(run.manifest, settings)
+            config = _engine_config(run.manifest, run.longest_job(), settings)
             with connect(settings.address, settings.num_workers) as cluster:
                 state, reached = _drive(run, hold, queue, attempts, spent, config, settings, cluster, display, counters)
         else:
@@ -227,6 +237,8 @@ def _look_at_gpus(run: Run, config: EngineConfig, settings: Settings, cluster: C
             f"--gpus-per-worker {num_each}: this run multiplies with cuBLAS, which sums a GPU's part in another order; "
             "leave it away, or give another run --linear triton"
         )
+    if num_each > 1 and settings.num_gpus_per_worker is None:
+        display.note(GpusShareModel(num_each))
     if slow := slow_on_gpu(run.manifest.stored_model, num_each):
         display.note(slow)
     if cluster.is_embedded and settings.num_workers > cluster.num_gpus // num_each:
@@ -259,7 +271,7 @@ def slow_on_gpu(model: str, num_gpus_per_worker: int) -> SlowOnGpu | None:
     return None
 
 
-def _engine_config(manifest: RunManifest, settings: Settings) -> EngineConfig:
+def _engine_config(manifest: RunManifest, longest_job: int, settings: Settings) -> EngineConfig:
     """Return the settings of the workers' engines. Raises ModelError, KVRoomError."""
     computation = computation_of(manifest, settings)
     check_parts(
@@ -275,7 +287,8 @@ def _engine_config(manifest: RunManifest, settings: Settings) -> EngineConfig:
     if settings.address is None:  # a cluster's workers check their own
         check_folder(computation.kv_offload)
     computed, checkpoints = asdict(with_absolute_folders(computation)), asdict(settings.checkpoints)
-    return EngineConfig(**computed, **checkpoints, num_gpus_per_worker=settings.num_gpus_per_worker)
+    num_gpus = gpus_per_worker(manifest, longest_job, settings)
+    return EngineConfig(**computed, **checkpoints, num_gpus_per_worker=num_gpus)
 
 
 @contextlib.contextmanager

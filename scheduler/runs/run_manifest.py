@@ -20,6 +20,7 @@ from swiftbatch.jobs.run.job_index import JobIndex
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import RunError, RunManifest
 from swiftbatch.jobs.storage.folder_uri import shown_uri
+from swiftbatch.scheduler.runs.gpu_sharing import gpus_per_worker
 from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.drafters.catalogue import PLAIN_ENGINE, engine_entry
@@ -150,6 +151,14 @@ def with_adapters(manifest: RunManifest, files: ModelFiles) -> tuple[RunManifest
     return manifest.model_copy(update=found | commits), adapters
 
 
+def with_linear(manifest: RunManifest, files: ModelFiles, jobs: JobIndex, settings: Settings) -> RunManifest:
+    """Multiply in Triton if several GPUs will share the model: cuBLAS sums a GPU's part in another order."""
+    in_triton = manifest.model_copy(update={"linear": "triton"})
+    if "linear" in settings.said or gpus_per_worker(in_triton, jobs.longest, settings) == 1:
+        return manifest
+    return with_model(in_triton, files)
+
+
 def with_rows(manifest: RunManifest, files: ModelFiles, jobs: JobIndex, settings: Settings) -> RunManifest:
     """Add the number of rows in a GPU's forwards: the requested number, or the fastest one.
 
@@ -162,7 +171,7 @@ def with_rows(manifest: RunManifest, files: ModelFiles, jobs: JobIndex, settings
     capability, free_bytes = (None, GPU_BYTES) if here is None else (here.capability[0], here.free_bytes)
     held = jobs.columns["num_prompt_tokens"] + jobs.columns["max_tokens"] / 2  # on average, if it ends at its limit
     num_jobs = min(settings.num_slots or len(jobs), -(-len(jobs) // settings.num_workers))
-    sizes = sizes.of_a_rank(settings.num_gpus_per_worker)
+    sizes = sizes.of_a_rank(gpus_per_worker(manifest, jobs.longest, settings))
     if not engine_entry(manifest.engine).reads_caches:
         sizes = replace(sizes, held=held_in_windows(sizes.windows, NUM_UNWRITTEN))
     in_triton = bool(sizes.packed) or manifest.linear == "triton"
@@ -220,8 +229,6 @@ def _new_manifest(settings: Settings) -> RunManifest:
         "num_threads": settings.said.get("num_threads", shared_cores),
         "clock": computation.clock or datetime.now().astimezone().isoformat(timespec="seconds"),
     }
-    if settings.num_gpus_per_worker > 1 and "linear" not in settings.said and resolved["device"] != "cpu":
-        computation = replace(computation, linear="triton")  # cuBLAS has other bits for a part of a product
     engine_entry(computation.engine, computation.engine_options)
     refuse_kernels(computation.cuda_kernels, str(resolved["device"]), computation.dtype, settings.address)
     refuse_kv_dtype(computation.kv_dtype, computation.cuda_kernels.attention)

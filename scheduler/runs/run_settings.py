@@ -10,7 +10,7 @@ from swiftbatch.jobs.storage.retries import START_RETRY_SECONDS, Retries
 from swiftbatch.scheduler.driver.job_queue import MAX_ATTEMPTS
 from swiftbatch.scheduler.driver.run_limits import Limits
 from swiftbatch.scheduler.driver.worker_fleet import NUM_WORKERS, worker_patience
-from swiftbatch.worker.config import CheckpointSettings, EngineConfig, NumGPUs
+from swiftbatch.worker.config import CheckpointSettings, NumGPUs
 
 if TYPE_CHECKING:
     from swiftbatch.jobs.run.shards import ShardSettings
@@ -24,7 +24,7 @@ class Settings:
     said: Mapping[str, Any] = field(default_factory=dict)  # named fields of `Computation`
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
     num_workers: int = NUM_WORKERS  # they share the cores if no thread count is given
-    num_gpus_per_worker: NumGPUs = EngineConfig.num_gpus_per_worker  # they share each forward
+    num_gpus_per_worker: NumGPUs | None = None  # they share each forward; None: the fewest that hold model and a job
     num_slots: int | None = None  # jobs at a time per worker; None: as many as fit in memory
     kv_memory: float | None = None  # GB of caches per CPU worker; None: most of the free memory
     address: str | None = None  # a running cluster's, with its own devices; None: embedded Ray

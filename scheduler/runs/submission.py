@@ -36,6 +36,7 @@ from swiftbatch.scheduler.runs.run_manifest import (
     computation_of,
     kept_or_new_manifest,
     with_adapters,
+    with_linear,
     with_markers,
     with_model,
     with_rows,
@@ -314,7 +315,8 @@ def submission(
         if is_strict and (rejects := _in_order(reader, notes)):
             raise StrictError(said[0], rejects)
         if is_for_gpus:
-            manifest = with_rows(manifest, files, JobIndex.of(parts_of(table, COLUMNS)), settings)
+            index = JobIndex.of(parts_of(table, COLUMNS))
+            manifest = with_rows(with_linear(manifest, files, index, settings), files, index, settings)
         planned = Run.planned(run_uri, manifest, settings.start_retries)
         with RunLease(planned, may_take_over, forgets_cancel=True) as hold:
             run = _made(planned, manifest)

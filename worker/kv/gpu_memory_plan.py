@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,9 +28,11 @@ from swiftbatch.worker.kv.kv_capacity import (
     pages_of,
 )
 from swiftbatch.worker.kv.model_sizes import ModelSizes
+from swiftbatch.worker.model.rank_faults import ranks_fault
 
 if TYPE_CHECKING:
     from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentShape
+    from swiftbatch.worker.model.decoder_config import DecoderConfig
 
 
 CAPACITY_BLOCK = 64  # attention kernels read whole blocks of a slot
@@ -362,3 +364,14 @@ def most_rows(capability: int | None, item_size: int, is_packed: bool) -> int:
 def most_together(sizes: ModelSizes, gpu: GPUMemory, length: int) -> int:
     plans = {num_rows: one_slot(sizes, replace(gpu, num_rows=num_rows), length) for num_rows in ROW_CHOICES}
     return max(min(most_slots(num_rows), plan.num_fitting) for num_rows, plan in plans.items())
+
+
+def fewest_gpus(
+    sizes: ModelSizes, decoder: DecoderConfig, gpu: GPUMemory, length: int, choices: Iterable[int]
+) -> int | None:
+    """Return the smallest of `choices` with which a job of `length` positions fits, or None without any.
+
+    Each GPU has the memory of `gpu`.
+    """
+    able = (number for number in choices if ranks_fault(decoder, number) is None)
+    return next((number for number in able if most_together(sizes.of_a_rank(number), gpu, length)), None)

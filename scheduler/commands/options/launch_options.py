@@ -189,10 +189,12 @@ WORKERS = (
     worker_option(
         "--gpus-per-worker",
         "num_gpus_per_worker",
-        type=click.Choice(get_args(NumGPUs)),
-        metavar="N",
+        type=click.Choice((*get_args(NumGPUs), "auto")),
+        callback=lambda _context, _parameter, value: None if value == "auto" else value,
+        metavar="N|auto",
         default=Settings.num_gpus_per_worker,
-        help="1, 2, 4 or 8 share a model too large for one.",
+        show_default=False,
+        help="1, 2, 4 or 8 share a model. [default: auto]",
     ),
     worker_option(
         "--slots",

@@ -15,7 +15,13 @@ from swiftbatch.jobs.run.job_index import JobIndex
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import Exactness, RunError
 from swiftbatch.scheduler.runs import run_manifest as manifests
-from swiftbatch.scheduler.runs.run_manifest import computation_of, kept_or_new_manifest, with_model, with_rows
+from swiftbatch.scheduler.runs.run_manifest import (
+    computation_of,
+    kept_or_new_manifest,
+    with_linear,
+    with_model,
+    with_rows,
+)
 from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.exactness.doctor import diagnose
@@ -134,10 +140,11 @@ def test_a_new_run_has_the_rows_that_its_jobs_use_and_goes_on_with_them(
 
 def test_gpus_share_the_products_of_a_new_run_and_go_on_with_those_of_another(tmp_path: Path) -> None:
     """The number of GPUs is no setting of the run, so that its tokens are the same on any."""
-    uri, shared = str(tmp_path / "run"), replace(CLUSTER, num_gpus_per_worker=4)
+    uri, shared, files = str(tmp_path / "run"), replace(CLUSTER, num_gpus_per_worker=4), locate_model("embedded")
     new = kept_or_new_manifest(uri, shared)
-    assert (new.linear, kept_or_new_manifest(uri, CLUSTER).linear) == ("triton", "cublas")
-    assert kept_or_new_manifest(uri, replace(shared, said={"linear": "cublas", **CLUSTER.said})).linear == "cublas"
+    of_cublas = replace(shared, said={"linear": "cublas", **CLUSTER.said})
+    found = [with_linear(new, files, jobs_of(2, 100), each).linear for each in (shared, CLUSTER, of_cublas)]
+    assert found == ["triton", "cublas", "cublas"]
     Run.planned(uri, new).made().write_error("j1", failed_line("broken"))
     assert kept_or_new_manifest(uri, CLUSTER) == kept_or_new_manifest(uri, shared) == Run.open(uri).manifest
     assert "gpus" not in (tmp_path / "run" / "run.json").read_text()

@@ -14,7 +14,7 @@ from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.cluster.ray_cluster import Cluster, ClusterError, ClusterLostError
 from swiftbatch.scheduler.commands.options.launch_options import make_settings
-from swiftbatch.scheduler.display.events import Event, FewGpus, SlowOnGpu
+from swiftbatch.scheduler.display.events import Event, FewGpus, GpusShareModel, SlowOnGpu
 from swiftbatch.scheduler.driver.driver import DriverError
 from swiftbatch.scheduler.runs import launch
 from swiftbatch.scheduler.runs.run_settings import Settings
@@ -56,8 +56,8 @@ def invoke(*args: str) -> tuple[int, str]:
 
 
 def test_a_run_goes_on_with_its_own_engine_unless_another_one_is_asked_for(run: Run) -> None:
-    assert launch._engine_config(run.manifest, Settings()).engine == "autoregressive"
-    config = launch._engine_config(run.manifest, Settings({"engine": "suffix"}))
+    assert launch._engine_config(run.manifest, 0, Settings()).engine == "autoregressive"
+    config = launch._engine_config(run.manifest, 0, Settings({"engine": "suffix"}))
     assert config.engine == "suffix"
     assert (config.model, config.dtype, config.num_threads) == ("counting", "float32", 1)
 
@@ -67,7 +67,7 @@ def test_the_options_reach_the_workers(run: Run) -> None:
     names["num_gpus_per_worker"] = 4
     settings = make_settings(num_workers=2, num_slots=3, grace_seconds=4.0, store_retry_seconds=9.0, **names)
     assert (settings.num_workers, settings.num_slots) == (2, 3)
-    config = launch._engine_config(run.manifest, settings)
+    config = launch._engine_config(run.manifest, 0, settings)
     assert (config.grace_seconds, config.store_retry_seconds) == (4.0, 9.0)
     assert {name: getattr(config, name) for name in names} == names
 
@@ -148,9 +148,9 @@ def test_a_model_that_does_not_run_on_a_gpu_is_refused_before_workers_start(tmp_
 def test_caches_that_a_model_cannot_have_are_refused_before_workers_start(run: Run, tmp_path: Path) -> None:
     write_experts(WITH_LATENTS["GLM 4.7 Flash"], tmp_path)
     manifest = run.manifest.model_copy(update={"model": str(tmp_path)})
-    launch._engine_config(manifest, Settings())
+    launch._engine_config(manifest, 0, Settings())
     with pytest.raises(ModelError, match=r"\A--kv-dtype int8: caches of .* hold a latent vector per position"):
-        launch._engine_config(manifest.model_copy(update={"kv_dtype": "int8"}), Settings())
+        launch._engine_config(manifest.model_copy(update={"kv_dtype": "int8"}), 0, Settings())
 
 
 @pytest.mark.parametrize(("num_gpus", "expected"), [(1, [SlowOnGpu]), (0, [])])
@@ -185,6 +185,12 @@ def test_more_workers_than_gpus_are_told_of(
     )
     told = events_of_a_drive(run, monkeypatch, "embedded", cluster, settings)
     assert told == ([FewGpus(num_workers, 8, num_each)] if is_told else [])
+
+
+def test_gpus_that_nobody_asked_for_are_told_of(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, parts = Cluster(True, num_gpus=8, watch=None), {"num_gpus_per_worker": 2, "linear": "triton"}
+    told = events_of_a_drive(run, monkeypatch, "embedded", cluster, Settings(), **parts)
+    assert told == [GpusShareModel(2)]
 
 
 def test_a_worker_s_gpus_are_more_than_a_machine_has_or_a_cpu_and_nothing_starts(
@@ -228,14 +234,13 @@ def test_a_new_run_is_refused_before_its_model_is_read(tmp_path: Path, device: s
 
 
 def events_of_a_drive(
-    run: Run, monkeypatch: pytest.MonkeyPatch, model: str, cluster: Cluster, settings: Settings
+    run: Run, monkeypatch: pytest.MonkeyPatch, model: str, cluster: Cluster, settings: Settings, **computed: Any
 ) -> list[object]:
     told: list[object] = []
     driver = SimpleNamespace(run=lambda: "finished", reached_limit=None, request_stop=lambda: None)
     monkeypatch.setattr(launch, "Driver", lambda *_: driver)
-    config = EngineConfig(
-        model=model, engine="autoregressive", num_gpus_per_worker=settings.num_gpus_per_worker, **settings.said
-    )
+    computed = {"num_gpus_per_worker": settings.num_gpus_per_worker or 1, **settings.said, **computed}
+    config = EngineConfig(model=model, engine="autoregressive", **computed)
     monkeypatch.setattr(run, "manifest", run.manifest.model_copy(update={"model": model}))
     display, spent, counters = SimpleNamespace(note=told.append), SimpleNamespace(), SimpleNamespace()
     parts: list[Any] = [run, None, None, None, spent, config, settings, cluster, display, counters]
