@@ -194,7 +194,7 @@ WORKERS = (
         metavar="N|auto",
         default=Settings.num_gpus_per_worker,
         show_default=False,
-        help="1, 2, 4 or 8 share a model. [default: auto]",
+        help="1, 2, 4, 8 share a model. [default: the fewest]",
     ),
     worker_option(
         "--slots",
