@@ -169,11 +169,12 @@ class ModelSizes:
     num_on_every_gpu: int = 0  # parameters that GPUs do not share
     num_ranks: int = 1  # GPUs that share the rest
     stripes: tuple[int, ...] = ()  # heads of a cache that each layer takes; () if all take `num_kv_heads`
-    own_heads: LayerHeads | None = None  # of some layers, wider than others'; None if all have the same
+    own_heads: LayerHeads | None = None  # of some layers, other than the rest's; None if all have the same
+    narrow_values: int = 0  # width of a head's values; 0: that of its keys
 
     @property
     def value_dim(self) -> int:
-        return self.widest_dim if self.latent is None else self.latent.rank
+        return (self.narrow_values or self.widest_dim) if self.latent is None else self.latent.rank
 
     @property
     def widest_dim(self) -> int:
@@ -289,6 +290,7 @@ def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[Pack
         windows=() if dense is None or dense.mixer is not None or latent is not None else dense.kept_windows,
         stripes=() if dense is None else dense.stripes,
         own_heads=None if dense is None else dense.own_heads,
+        narrow_values=0 if dense is None else dense.value_dim,
     )
 
 

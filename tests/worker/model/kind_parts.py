@@ -287,7 +287,7 @@ def asks_for(target: TargetModel) -> str:
 def where_it_runs(kind: str) -> tuple[str, str]:
     """Name what computes a published kind, on a CPU and on a GPU."""
     if ARCHITECTURES[kind].kernels_lack is None:
-        return "kernels", "none" if ARCHITECTURES[kind].on_cpu_alone else "kernels"
+        return "kernels", "kernels"
     config = text_view(tiny_config(kind, has_wide_heads=True).to_dict())
     return path_on("cpu", config).name, path_on("cuda", config).name
 
@@ -392,7 +392,7 @@ and a row reads one line of it per layer. These models run on CPUs alone.
 
 MiMo-V2-Flash has heads of 192 with values of 128, and layers with windows have twice the heads of keys of others, and
 sinks. A cache's rows are as wide as keys, so a sixth of it holds zeros: 267 KB per position, and 28 KB behind the
-newest positions. It runs on CPUs alone.
+newest positions. It runs on GPUs, too. Refused are engines with trained parts, `--kv-offload` and `--attention flash`.
 
 ## Layers with states
 

@@ -48,7 +48,7 @@ class DecoderBuffers:
         is_beside = any(layer.attention is not None and layer.mixer is not None for layer in layers)
         is_beside |= any(layer.experts is not None and layer.experts.behind_norm is not None for layer in layers)
         attending = [layer.attention[0].weight.shape[0] for layer in layers if layer.attention is not None]
-        value_dim = max([sizes.head_dim, *(layer.heads.head_dim for layer in layers if layer.heads is not None)])
+        widest = max([sizes.head_dim, *(layer.heads.head_dim for layer in layers if layer.heads is not None)])
         most_lowered = max((each.lowered_width for layer in layers for each in layer.adapters.values()), default=0)
         width = max((layer.dense_mlp[1].weight.shape[1] for layer in layers if layer.dense_mlp), default=0)
         return cls(
@@ -58,7 +58,7 @@ class DecoderBuffers:
             beside=rows(sizes.hidden if is_beside else 0),
             scaled=rows(sizes.hidden if sizes.attention_in_scale != 1.0 else 0),
             qkv=rows(max(attending, default=0) if latent is None else 0),
-            mixed=rows(sizes.num_heads, value_dim if latent is None else latent.rank),
+            mixed=rows(sizes.num_heads, (sizes.value_dim or widest) if latent is None else latent.rank),
             gate_up=rows((1 + sizes.has_gates) * width),
             activated=rows(width),
             hidden=rows(sizes.hidden),
