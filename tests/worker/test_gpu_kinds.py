@@ -18,7 +18,7 @@ from swiftbatch.worker.exactness.forward_comparisons import MAX_LENGTH, NUM_CACH
 from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
 from swiftbatch.worker.model.architectures.catalogue import ARCHITECTURES
 from swiftbatch.worker.model.model_files import locate_model
-from tests.worker.model.gemma4_configs import ON_GPUS, write_gemma4
+from tests.worker.model.gemma4_configs import GEMMA4, write_gemma4
 from tests.worker.model.kind_parts import save_tiny, tiny_config
 from tests.worker.model.mimo_configs import write_mimo
 
@@ -42,7 +42,7 @@ def test_a_kind_says_what_transformers_says_and_its_rows_are_exact_on_cuda(kind:
     check_model(tmp_path, torch.device("cuda"))
 
 
-@pytest.mark.parametrize("name", ON_GPUS)
+@pytest.mark.parametrize("name", GEMMA4)
 def test_heads_of_two_widths_do_so_on_cuda(name: str, tmp_path: Path) -> None:
     write_gemma4(name, tmp_path)
     check_model(tmp_path, torch.device("cuda"))

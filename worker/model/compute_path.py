@@ -37,8 +37,6 @@ def path_on(device: Literal["cpu", "cuda"], config: Config, stored: set[str] | N
     form = architecture_of(config)
     try:
         dense = read_decoder_config(config)
-        if device == "cuda" and (words := dense.on_cpu_alone) is not None:
-            return ComputePath("none", f"its layers have {words}, which our kernels for CPUs know alone")
         if device == "cuda" and dense.own_heads is not None and (fault := dense.own_heads.gpu_fault(dense.head_dim)):
             return ComputePath("none", f"its layers have heads that our kernels for GPUs do not know: {fault}")
         if stored is not None:

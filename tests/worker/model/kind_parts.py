@@ -386,7 +386,7 @@ others. With `--kv-dtype`, both halves of a wide head have a scale.
 In Gemma 4 E2B and E4B the last layers read keys and values of an earlier layer, so caches and checkpoints have none for
 them: 18 KB per position of E2B, and 6 KB behind the newest positions. Each layer also adds an embedding of
 its own for a token (per-layer embeddings). Their table has half of the weights: it stays in bf16 in a run in float32,
-and a row reads one line of it per layer. These models run on CPUs alone.
+and a row reads one line of it per layer. On a GPU, it is in the GPU's memory.
 
 ## Values narrower than keys
 

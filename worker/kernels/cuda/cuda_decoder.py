@@ -34,9 +34,10 @@ from swiftbatch.worker.kernels.cuda.mla_kernels import CudaMLA, MLAShape
 from swiftbatch.worker.kernels.cuda.moe_gemm import CudaExperts
 from swiftbatch.worker.kernels.cuda.peers import Launch, meet_all
 from swiftbatch.worker.kernels.cuda.row_kernels import embed, softcap_logits
-from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
+from swiftbatch.worker.kernels.cuda.stacked_weights import StackedLayer, StackedWeights
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, KeptLayer
 from swiftbatch.worker.kernels.cuda.wide_attention import WideShape
+from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
 from swiftbatch.worker.kernels.gpu_kernel_choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView
@@ -200,6 +201,9 @@ class CudaDecoder:
     def _begin(self) -> Iterator[Launch]:
         table, weights, sizes = self._table, self._weights, self.sizes
         yield partial(embed, table.rows, table.token_ids, weights.embedding, self.buffers.state, sizes.embedding_scale)
+        if (ple := weights.ple) is not None:
+            projection = ple.projection
+            yield partial(self._linear, self.buffers.state, projection.weight, projection.bias, self.buffers.ple)
 
     def _end(self, delta: Delta) -> Iterator[Launch]:
         """Yield the launches of the final norm and the head."""
@@ -268,11 +272,25 @@ def _own_shape(weights: StackedWeights, num_rows: int) -> AttentionShape | WideS
 
 def _kept_layers(weights: StackedWeights, caches: DeviceCaches) -> tuple[list[bool], list[KeptLayer]]:
     """Return whether each attending layer is in the windows' pool, and its caches."""
-    layers = [layer for layer in weights.layers if layer.attention is not None]
-    in_windows = [caches.windowed is not None and layer.window is not None for layer in layers]
-    views = [AttentionView(layer.window, weights.sizes.score_softcap or None, layer.sinks) for layer in layers]
-    places = zip(caches.layers(weights.sizes, in_windows), views, strict=True)
-    return in_windows, [KeptLayer(rows[0], rows[-1], None, view, pages) for (rows, pages), view in places]
+    layers = dict(enumerate(weights.layers))
+    is_in_windows = {
+        number: caches.windowed is not None and layer.window is not None
+        for number, layer in layers.items()
+        if layer.keeps_keys
+    }
+    places = dict(zip(is_in_windows, caches.layers(weights.sizes, [*is_in_windows.values()]), strict=True))
+    in_windows, kept = list[bool](), list[KeptLayer]()
+    for number, layer in layers.items():
+        if layer.attention is not None:
+            source = number if layer.shared_keys is None else layer.shared_keys
+            (rows, pages), view = places[source], _view_of(weights.sizes, layer)
+            in_windows.append(is_in_windows[source])
+            kept.append(KeptLayer(rows[0], rows[-1], None, view, pages))
+    return in_windows, kept
+
+
+def _view_of(sizes: DecoderSizes, layer: StackedLayer) -> AttentionView:
+    return AttentionView(layer.window, sizes.score_softcap or None, layer.sinks)
 
 
 def _recurrent_layers_of(

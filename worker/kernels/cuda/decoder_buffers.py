@@ -35,6 +35,7 @@ class DecoderBuffers:
     hidden: Tensor
     features: Tensor  # outputs of layers, side by side
     logits: Tensor  # float32
+    ple: Tensor  # all layers' projections for per-layer embeddings
     lowered: Tensor  # float32: what LoRA adapters make of rows; empty without any
     delta_parts: Tensor | None  # [MOST_PARTS, num_rows, hidden] float32: results that the next norm sums
 
@@ -50,7 +51,7 @@ class DecoderBuffers:
         attending = [layer.attention[0].weight.shape[0] for layer in layers if layer.attention is not None]
         widest = max([sizes.head_dim, *(layer.heads.head_dim for layer in layers if layer.heads is not None)])
         most_lowered = max((each.lowered_width for layer in layers for each in layer.adapters.values()), default=0)
-        width = max((layer.dense_mlp[1].weight.shape[1] for layer in layers if layer.dense_mlp), default=0)
+        width = max(sizes.ple_dim, *(layer.dense_mlp[1].weight.shape[1] for layer in layers if layer.dense_mlp), 0)
         return cls(
             state=rows(sizes.hidden),
             normed=rows(sizes.hidden),
@@ -64,6 +65,7 @@ class DecoderBuffers:
             hidden=rows(sizes.hidden),
             features=rows(0),
             logits=rows(sizes.vocab, dtype=torch.float32),
+            ple=rows(0 if weights.ple is None else weights.ple.table.shape[1]),
             lowered=rows(most_lowered, dtype=torch.float32),
             delta_parts=torch.zeros(MOST_PARTS, num_rows, sizes.hidden, device=device) if has_parts else None,
         )

@@ -21,6 +21,7 @@ from swiftbatch.worker.kernels.cuda.lora_kernels import StackedAdapters, add_ada
 from swiftbatch.worker.kernels.cuda.mla_kernels import CudaMLA
 from swiftbatch.worker.kernels.cuda.moe_gemm import CudaExperts
 from swiftbatch.worker.kernels.cuda.peers import Launch, Peers
+from swiftbatch.worker.kernels.cuda.ple_kernels import gate_embeddings
 from swiftbatch.worker.kernels.cuda.row_kernels import activate, add_norm, gate_heads, norm_heads, rope_store
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedExperts, StackedLayer, StackedWeights
 from swiftbatch.worker.kernels.cuda.tree_attention import KeptLayer, first_of
@@ -127,7 +128,8 @@ class LayerLaunches:
             if not has_features:
                 yield from self.keep_features(number - 1)
             read = rows if self.weights.sizes.is_parallel else normed
-            return Delta((yield from self._of_mlp(layer, read)), layer.down_norm, layer.layer_scale)
+            delta = Delta((yield from self._of_mlp(layer, read)), layer.down_norm, layer.layer_scale)
+            return delta if layer.ple is None else (yield from self._add_embedding(layer, number, delta))
         if not has_features:  # the layer has nothing to add
             yield from self.add(delta, None, buffers.normed)
             yield from self.keep_features(number - 1)
@@ -197,7 +199,7 @@ class LayerLaunches:
         yield partial(
             rope_store, qkv, self.angles.of_layer(layer), layer.qk_norms, sizes.epsilon, table.rows, attention.query,
             kept.keys, kept.values, attention.places(table), sizes.norm_form, sizes.norms_after_rope,
-            self.angles.query_scales, sizes.norms_values, 1 + layer.has_values,
+            self.angles.query_scales, sizes.norms_values, layer.num_stored,
             heads.head_dim // sizes.head_dim, sizes.value_dim,
         )  # fmt: skip
 
@@ -219,6 +221,19 @@ class LayerLaunches:
         if layer.experts is not None and self.experts is not None:
             yield from self._of_experts(self.experts, layer.experts, rows, out, layer.dense_mlp is not None)
         return out
+
+    def _add_embedding(self, layer: StackedLayer, number: int, delta: Delta) -> Generator[Launch, None, Delta]:
+        """Add the MLP's result; return what the layer's own embedding of the rows' tokens adds to them."""
+        buffers, sizes, table, of_all = self.buffers, self.weights.sizes, self.tables.rows, self.weights.ple
+        assert layer.ple is not None
+        assert of_all is not None
+        rows = yield from self.add(delta._replace(scale=None), None, buffers.normed)
+        gates, gated = (of_width(each, sizes.ple_dim) for each in (buffers.gate_up, buffers.activated))
+        yield partial(self.linear, rows, layer.ple.gate.weight, layer.ple.gate.bias, gates)
+        given = (table.rows, table.token_ids, buffers.ple, of_all.table, layer.ple.norm, number, sizes)
+        yield partial(gate_embeddings, *given, gates, layer.curve, gated)
+        out = yield from self._multiply(gated, layer.ple.output, 1.0, True, None)
+        return Delta(out, layer.ple.output_norm, layer.layer_scale)
 
     def _of_experts(
         self, launches: CudaExperts, experts: StackedExperts, rows: Tensor, out: Tensor, has_shared: bool

@@ -231,8 +231,8 @@ def rope_store_heads(
 ):  # fmt: skip
     """Program (row, KV head): rotates and stores its query heads and its key, and stores its value.
 
-    If only one of `NUM_STORED` heads is there for key and value, the value is the key before its norm and rotation. A
-    head takes `STRIPES` heads of the cache.
+    If only one of `NUM_STORED` heads is there for key and value, the value is the key before its norm and rotation;
+    without any, none is stored. A head takes `STRIPES` heads of the cache.
     """
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -246,7 +246,7 @@ def rope_store_heads(
     is_value = (index == HEADS_PER_KV + 1)[:, None]
     columns = tl.arange(0, WIDTH)[None, :]
     is_column = columns < HEAD_DIM // 2
-    is_real = (index < HEADS_PER_KV + 2)[:, None] & is_column
+    is_real = (index < HEADS_PER_KV + (2 if NUM_STORED > 0 else 0))[:, None] & is_column
     query_head = kv_head * HEADS_PER_KV + index
     after_queries = kv_head + (index - HEADS_PER_KV) * (NUM_STORED - 1) * NUM_KV_HEADS
     head = tl.where(index < HEADS_PER_KV, query_head, num_heads + after_queries)
@@ -323,7 +323,7 @@ def rope_store(
     norms_after_rope: bool = False,  # norms are applied after the rotation
     query_scales: Tensor | None = None,  # [num_angles] float32, of rotated queries
     norms_values: bool = False,  # values are normed, too, without weights
-    num_stored: int = 2,  # 1: values are keys before their norm and rotation
+    num_stored: int = 2,  # 1: values are keys before their norm and rotation; 0: queries alone are written
     stripes: int = 1,  # heads of the arena that a head takes
     narrow_values: int = 0,  # width of a head's values; 0: that of its keys
 ) -> None:

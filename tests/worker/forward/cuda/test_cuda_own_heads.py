@@ -32,17 +32,17 @@ from tests.worker.forward.cuda.cuda_parts import (
 from tests.worker.kv.memory.test_packed_sizes import loaded_bytes
 from tests.worker.model.formats.examples import EXAMPLES
 from tests.worker.model.formats.twins import make_twins
-from tests.worker.model.gemma4_configs import GEMMA4, ON_GPUS, STRIPES, write_gemma4
+from tests.worker.model.gemma4_configs import GEMMA4, STRIPES, write_gemma4
 from tests.worker.model.mimo_configs import MIMO, MIMO_STRIPES, write_mimo
 
 pytestmark = pytest.mark.long
 
-DENSE, WITH_EXPERTS, NARROW = "Gemma 4 31B", "Gemma 4 26B A4B", "MiMo-V2-Flash"
+DENSE, WITH_EXPERTS, SMALLEST, NARROW = "Gemma 4 31B", "Gemma 4 26B A4B", "Gemma 4 E2B", "MiMo-V2-Flash"
 CONFIGS = GEMMA4 | {NARROW: MIMO}
 BESIDE = ("model.embed_vision.", "model.mtp.")
 OWN_STRIPES = STRIPES | {NARROW: MIMO_STRIPES}
 SLOW = pytest.mark.slow
-EACH = pytest.mark.parametrize("name", [*ON_GPUS, NARROW])
+EACH = pytest.mark.parametrize("name", CONFIGS)
 TEXT = [7 * each % 200 for each in range(232)]
 TREE = DraftTree([9, 8, 7, 6, 5, 4, 3], [-1, 0, 0, 1, 3, 4, 4])
 
@@ -68,7 +68,7 @@ def test_choices_are_those_of_transformers(name: str, num_rows: int, tmp_path: P
     assert found.num_same_choices == found.num_rows == num_rows
 
 
-@pytest.mark.parametrize("name", [DENSE, NARROW])
+@pytest.mark.parametrize("name", [DENSE, SMALLEST, NARROW])
 def test_the_doctor_s_model_gives_the_same_choices(name: str, tmp_path: Path) -> None:
     parts = Parts.of(files_of(name, tmp_path), "float32", torch.device("cpu"))
     assert parts.loaded is not None
@@ -93,7 +93,7 @@ def test_each_layer_s_output_is_that_of_a_cpu(name: str, tmp_path: Path) -> None
     assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
-@pytest.mark.parametrize("name", [DENSE, WITH_EXPERTS, NARROW])
+@pytest.mark.parametrize("name", [DENSE, WITH_EXPERTS, SMALLEST, NARROW])
 def test_rows_of_two_trees_have_the_bits_of_plain_decoding(name: str, tmp_path: Path) -> None:
     check_rows_of_two_trees(cuda_target(files_of(name, tmp_path), torch.bfloat16), 4, TEXT[:64], TEXT[64:70])
 
@@ -107,6 +107,8 @@ def test_rows_of_two_trees_have_the_bits_of_plain_decoding(name: str, tmp_path: 
         pytest.param(NARROW, "fp8", marks=SLOW),
         pytest.param(NARROW, None, marks=SLOW),
         pytest.param(DENSE, None, marks=SLOW),
+        pytest.param(SMALLEST, None, marks=SLOW),
+        pytest.param(SMALLEST, "fp8", marks=SLOW),
     ],
 )
 def test_rows_have_the_bits_of_caches_that_forget_nothing(name: str, kv_dtype: KVDtype | None, tmp_path: Path) -> None:
@@ -130,7 +132,7 @@ def test_rows_have_the_bits_of_caches_that_forget_nothing(name: str, kv_dtype: K
     assert (ours.kv(3 * PAGE, ours.length) == theirs.kv(3 * PAGE, ours.length)).all()
 
 
-@pytest.mark.parametrize(("name", "has_windows"), [(DENSE, False), (DENSE, True), (NARROW, True)])
+@pytest.mark.parametrize(("name", "has_windows"), [(DENSE, False), (DENSE, True), (SMALLEST, True), (NARROW, True)])
 def test_a_checkpoint_is_that_of_a_cpu_and_gives_the_same_bits(name: str, has_windows: bool, tmp_path: Path) -> None:
     files = files_of(name, tmp_path)
     windows = WindowPages(14, HeldPositions(240, 0.0)) if has_windows else None
@@ -152,12 +154,14 @@ def test_a_checkpoint_is_that_of_a_cpu_and_gives_the_same_bits(name: str, has_wi
 
 
 @SLOW  # rows of trees have those bits, as a test above shows
-@pytest.mark.parametrize("name", [WITH_EXPERTS, NARROW])
+@pytest.mark.parametrize("name", [WITH_EXPERTS, SMALLEST, NARROW])
 def test_drafts_beside_a_resumed_job_give_plain_decoding_s_tokens(name: str, tmp_path: Path) -> None:
     check_drafts_beside_a_resumed_job(cuda_target(files_of(name, tmp_path), torch.bfloat16), 4)
 
 
-@pytest.mark.parametrize("name", [DENSE, *(pytest.param(each, marks=SLOW) for each in (WITH_EXPERTS, NARROW))])
+@pytest.mark.parametrize(
+    "name", [DENSE, *(pytest.param(each, marks=SLOW) for each in (WITH_EXPERTS, SMALLEST, NARROW))]
+)
 def test_a_row_has_the_same_bits_in_forwards_of_every_number_of_rows(name: str, tmp_path: Path) -> None:
     files = files_of(name, tmp_path)
     targets = [cuda_target(files, torch.bfloat16, num_rows=num_rows) for num_rows in (64, 128)]
@@ -171,7 +175,7 @@ def test_a_row_has_the_same_bits_in_forwards_of_every_number_of_rows(name: str, 
     assert all(torch.equal(each, logits[0]) for each in logits)
 
 
-@pytest.mark.parametrize("name", [DENSE, WITH_EXPERTS, NARROW])
+@pytest.mark.parametrize("name", [DENSE, WITH_EXPERTS, SMALLEST, NARROW])
 def test_packed_weights_give_their_twins_logits_and_take_what_a_plan_counts(name: str, tmp_path: Path) -> None:
     files_of(name, tmp_path / "plain")
     stored = load_file(tmp_path / "plain" / "model.safetensors")
@@ -189,6 +193,17 @@ def test_packed_weights_give_their_twins_logits_and_take_what_a_plan_counts(name
         scales = 2 * sum(layer.layer_scale is not None for layer in weights.layers)  # these are no tensors on a GPU
         assert sizes.weight_bytes == loaded_bytes(stacked) + scales
     assert torch.equal(*logits)
+
+
+def test_a_plan_counts_the_table_of_a_run_in_float32_as_it_is_stored(tmp_path: Path) -> None:
+    files = files_of(SMALLEST, tmp_path)
+    weights, sizes = dense_weights(files, torch.float32), read_sizes(files, "float32")
+    assert weights is not None
+    assert sizes is not None
+    stacked = stacked_weights(weights, torch.device("cpu"))
+    assert stacked.ple is not None
+    assert stacked.ple.table.dtype == torch.bfloat16
+    assert sizes.weight_bytes == loaded_bytes(stacked) + 4 * len(weights.layers)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])

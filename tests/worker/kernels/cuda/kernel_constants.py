@@ -26,6 +26,7 @@ from swiftbatch.worker.kernels.cuda import tree_attention as tail_attention
 from swiftbatch.worker.kernels.cuda.attention_backends import packed_constants, tail_merge_packed
 from swiftbatch.worker.kernels.cuda.cuda_recurrence import MOVE_WARPS, MOVED_WORDS, move_step_words
 from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import finish_constants, finish_group
+from swiftbatch.worker.kernels.cuda.ple_kernels import embedding_constants, gate_embedding_row
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape
 from swiftbatch.worker.kernels.cuda.wide_attention import WideShape, wide_prefix_split, wide_tail_merge
 from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES, IndexerSizes, MLASizes
@@ -203,17 +204,21 @@ def coded_kernels(dtype: str) -> dict[str, Made]:
 
 
 def striped_kernels(dtype: str) -> dict[str, Made]:
-    """Return kernels of Gemma 4 31B's layers without a window."""
+    """Return kernels of Gemma 4 31B's layers without a window, and of the embeddings and shared keys of E2B."""
     shape = WideShape(4, 8, 512, DTYPES[dtype])
     rope = layers.rope_constants(4, 8, 512) | {"FORM": int(NormForm.ONCE), "HAS_NORM": True, "NORMS_VALUES": True}
     rope |= {"NORMS_TURNED": False, "NORMS_DIFFER": False, "ALL": (32 + 4) * 512, "NUM_STORED": 1, "STRIPES": 2}
     rope |= without({}, "IS_PACKED", "packed_ptr") | without({}, "HAS_SCALES", "query_scales_ptr")
+    queries, own = {"NUM_STORED": 0, "ALL": 8 * 512}, dict[str, Any](embedding_constants(35 * 256, 256, 1536))
+    own |= {"SCALE": 16.0, "FORM": int(NormForm.ONCE), "ACTIVATION": int(Activation.GELU_TANH), "curve_ptr": None}
     found: dict[str, Made] = {
         "striped prefix": (wide_prefix_split, shape.prefix_constants(shape.dtype) | PAGES),
         "striped tail": (wide_tail_merge, shape.tail_constants()),
         "striped tail in e4m3": (wide_tail_merge, shape.tail_constants()),
         "rope of striped heads": (layers.rope_store_heads, rope),
         "rope of striped heads in int8": (layers.rope_store_heads, rope),
+        "rope of queries alone": (layers.rope_store_heads, rope | layers.rope_constants(1, 8, 512) | queries),
+        "embedding of a layer": (gate_embedding_row, own),
     }
     if dtype == "bf16":  # in float32, decoded keys do not fit into registers
         coded = shape.prefix_constants(torch.int8) | PAGES

@@ -80,6 +80,7 @@ IN_OTHER_FORMS = (  # their own form is compiled daily
     "norm, add and norm",
     *("latent prefix of many heads", "latent prefix with biases"),
     *("striped prefix in e4m3", "striped tail in e4m3", "rope of striped heads", "norm, add, scale and norm"),
+    "rope of queries alone",
     *(name for name in narrow_kernels("bf16") if "window" not in name),
     "choice of Gemma 4",
     *("kept latents beside index keys", "index scores of GLM 5"),
