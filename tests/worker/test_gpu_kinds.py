@@ -18,8 +18,9 @@ from swiftbatch.worker.exactness.forward_comparisons import MAX_LENGTH, NUM_CACH
 from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
 from swiftbatch.worker.model.architectures.catalogue import ARCHITECTURES
 from swiftbatch.worker.model.model_files import locate_model
-from tests.worker.model.gemma4_configs import ON_GPUS, write_gemma4
+from tests.worker.model.gemma4_configs import GEMMA4, write_gemma4
 from tests.worker.model.kind_parts import save_tiny, tiny_config
+from tests.worker.model.mimo_configs import write_mimo
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Triton interprets; run with TRITON_INTERPRET=0"),
 ]
 
-OTHERS = {"granitemoehybrid", "kimi_linear", "mimo_v2_flash"}  # the tiny form of the first is no published one
+OTHERS = {"granitemoehybrid", "kimi_linear", "mimo_v2_flash"}  # published forms of the last are below
 RUN = {kind: form for kind, form in ARCHITECTURES.items() if form.kernels_lack is None and kind not in OTHERS}
 NUM_COMPARED, NUM_PROBED = 200, 60  # rows; windows have 100 positions
 SINCE = {"bamba": "5.23", "cohere2_moe": "5.23"}  # transformers 5.17 has another forward or config
@@ -41,9 +42,14 @@ def test_a_kind_says_what_transformers_says_and_its_rows_are_exact_on_cuda(kind:
     check_model(tmp_path, torch.device("cuda"))
 
 
-@pytest.mark.parametrize("name", ON_GPUS)
+@pytest.mark.parametrize("name", GEMMA4)
 def test_heads_of_two_widths_do_so_on_cuda(name: str, tmp_path: Path) -> None:
     write_gemma4(name, tmp_path)
+    check_model(tmp_path, torch.device("cuda"))
+
+
+def test_values_narrower_than_keys_do_so_on_cuda(tmp_path: Path) -> None:
+    write_mimo(tmp_path)
     check_model(tmp_path, torch.device("cuda"))
 
 

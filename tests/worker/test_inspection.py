@@ -106,7 +106,7 @@ def test_the_path_that_is_told_is_the_one_that_is_taken(kind: str) -> None:
 def test_every_kind_that_the_kernels_do_not_take_has_its_reason() -> None:
     for kind in ARCHITECTURES:
         told = path_on("cuda", {"model_type": kind})
-        assert told.name == ("none" if ARCHITECTURES[kind].needs_kernels else "transformers")
+        assert told.name == ("none" if ARCHITECTURES[kind].kernels_alone else "transformers")
         assert told.reason != "its layers are of another form"
 
 

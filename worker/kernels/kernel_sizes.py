@@ -57,7 +57,8 @@ class LayerHeads:
 
     def gpu_fault(self, head_dim: int) -> str | None:
         """Return why the kernels for GPUs do not support them beside heads of `head_dim`, or None if they do."""
-        if self.head_dim != WIDE_STRIPES * head_dim or head_dim & (head_dim - 1):
+        is_wide = self.head_dim == WIDE_STRIPES * head_dim and head_dim & (head_dim - 1) == 0
+        if self.head_dim != head_dim and not is_wide:
             return f"found heads of {self.head_dim} beside {head_dim}, expected twice as many dimensions, a power of 2"
         return None
 

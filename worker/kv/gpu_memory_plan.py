@@ -204,7 +204,7 @@ def _row_bytes(sizes: ModelSizes, num_rows: int, logit_bytes: int = LOGIT_BYTES)
         given = sizes.num_heads * latent.query_dim
         of_vectors = 2 * latent.query_rank + given if latent.query_rank else given
         heads = of_vectors + latent.entry_dim + query + sizes.num_heads * (latent.rank + latent.value_dim)
-    widths = 4 * sizes.hidden + heads + 3 * sizes.intermediate
+    widths = 4 * sizes.hidden + heads + 3 * sizes.intermediate + sizes.ple_width
     if sizes.experts is not None:
         widths += sizes.experts.num_chosen * (sizes.experts.width + sizes.hidden)
     numbers = MOST_PARTS * sizes.hidden + (0 if sizes.recurrent is None else _mixed_numbers(sizes.recurrent))

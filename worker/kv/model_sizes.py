@@ -19,6 +19,7 @@ from swiftbatch.worker.model.architectures.attention_layers import INDEX_LINEARS
 from swiftbatch.worker.model.architectures.catalogue import recurrent_shape
 from swiftbatch.worker.model.architectures.moe_layers import ROLES, MoEConfig
 from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentConfig, RecurrentShape
+from swiftbatch.worker.model.architectures.spec import PLE_LINEARS, PLE_OF_ALL, PLE_TABLE
 from swiftbatch.worker.model.decoder_config import DecoderConfig, kernel_config
 from swiftbatch.worker.model.formats.contract import StoredTensor
 from swiftbatch.worker.model.formats.layout import heads_in
@@ -63,10 +64,11 @@ def packed_parts(
 
     If a matrix's packed form can be told only from its values, the matrix counts as dequantized.
     """
-    last = EMBEDDING if config.get("tie_word_embeddings") else HEAD
+    alone = {EMBEDDING if config.get("tie_word_embeddings") else HEAD, f"{PLE_OF_ALL['ple_projection']}.weight"}
     products = defaultdict[str, list[StoredTensor]](list)
     named = [] if experts is None else list(_products_of(experts))
     named += [] if mixer is None else list(_products_of_mixer(mixer))
+    named += [(_in_a_layer(f"{name}.weight"), role) for role, name in PLE_LINEARS.items()]
     named += [
         (_in_a_layer(f"{name}.weight"), "index_query" if role == "index_query" else "index_narrow")
         for role, name in INDEX_LINEARS.items()
@@ -76,7 +78,7 @@ def packed_parts(
             products[of_experts[0]].append(head)
         elif (found := PRODUCT.match(name)) is not None and found[2] != OF_HEADS:
             products[f"{found[1]}{STACKED.get(found[2], found[2])}"].append(head)
-        elif name == last:
+        elif name in alone:
             products[name].append(head)
     return tuple(part for parts in products.values() if (part := _part(parts)) is not None)
 
@@ -169,11 +171,14 @@ class ModelSizes:
     num_on_every_gpu: int = 0  # parameters that GPUs do not share
     num_ranks: int = 1  # GPUs that share the rest
     stripes: tuple[int, ...] = ()  # heads of a cache that each layer takes; () if all take `num_kv_heads`
-    own_heads: LayerHeads | None = None  # of some layers, wider than others'; None if all have the same
+    own_heads: LayerHeads | None = None  # of some layers, other than the rest's; None if all have the same
+    narrow_values: int = 0  # width of a head's values; 0: that of its keys
+    ple_width: int = 0  # of per-layer embeddings in all layers
+    num_half: int = 0  # parameters that take two bytes in every dtype
 
     @property
     def value_dim(self) -> int:
-        return self.widest_dim if self.latent is None else self.latent.rank
+        return (self.narrow_values or self.widest_dim) if self.latent is None else self.latent.rank
 
     @property
     def widest_dim(self) -> int:
@@ -216,6 +221,7 @@ class ModelSizes:
     def weight_bytes(self) -> int:
         num_plain = self.num_parameters - sum(part.num_parameters for part in self.packed)
         num_wider = 0 if self.experts is None else self.experts.num_floats * (FLOAT_BYTES - self.item_size)
+        num_wider -= self.num_half * (self.item_size - 2)
         whole = num_plain * self.item_size + num_wider + sum(part.num_bytes for part in self.packed)
         if self.num_ranks == 1:
             return whole
@@ -251,7 +257,9 @@ def sizes_of_stored(config: dict[str, Any], heads: Mapping[str, StoredTensor], d
     sizes = sizes_of(config, number + num_beside(heads, config), dtype, packed)
     if sizes is None or dense is None:
         return sizes
-    sizes = replace(sizes, num_on_every_gpu=number - num_shared(heads, config, dense))
+    table = heads.get(PLE_TABLE)
+    num_half = table.num_numbers if table is not None and table.dtype == "BF16" else 0
+    sizes = replace(sizes, num_on_every_gpu=number - num_shared(heads, config, dense), num_half=num_half)
     if experts is None:
         return sizes
     routing, floats = experts.routing, num_floats(heads, experts, dense.form.sinks)
@@ -289,6 +297,8 @@ def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[Pack
         windows=() if dense is None or dense.mixer is not None or latent is not None else dense.kept_windows,
         stripes=() if dense is None else dense.stripes,
         own_heads=None if dense is None else dense.own_heads,
+        narrow_values=0 if dense is None else dense.value_dim,
+        ple_width=0 if dense is None else dense.num_layers * dense.ple_dim,
     )
 
 

@@ -149,12 +149,6 @@ class DecoderConfig:
         return tuple(self.windows[number] for number in self._keeping)
 
     @property
-    def on_cpu_alone(self) -> str | None:
-        """Return what the model has that only our kernels for CPUs know, beside what its kind has, or None."""
-        has = {"embeddings of their own": self.ple_dim > 0, "keys of earlier layers": bool(self.shared_keys)}
-        return " and ".join(words for words, is_so in has.items() if is_so) or None
-
-    @property
     def _keeping(self) -> list[int]:
         return [number for number in range(self.num_layers) if number not in self.shared_keys]
 

@@ -25,7 +25,7 @@ from tests.scheduler.commands.command_parts import pretend_to_run
 from tests.scheduler.driver.driver_parts import make_run
 from tests.worker.fake_gpus import needs_gcc, run_with_gpus
 from tests.worker.model.expert_configs import write_experts
-from tests.worker.model.gemma4_configs import write_gemma4
+from tests.worker.model.gemma4_configs import GEMMA4
 from tests.worker.model.latent_configs import WITH_LATENTS
 
 NEW_RUN = """
@@ -136,8 +136,9 @@ def test_a_model_that_no_kernels_compute_on_a_gpu_is_told_of_before_workers_star
 
 
 def test_a_model_that_does_not_run_on_a_gpu_is_refused_before_workers_start(tmp_path: Path) -> None:
-    write_gemma4("Gemma 4 E4B", tmp_path)
-    with pytest.raises(ModelError, match="which our kernels for CPUs know alone; use --device cpu"):
+    config = GEMMA4["Gemma 4 31B"] | {"global_head_dim": 192}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"heads that our kernels for GPUs do not know: .*; use --device cpu"):
         launch.slow_on_gpu(str(tmp_path), num_gpus_per_worker=1)
     config = {"model_type": "glm_moe_dsa", "max_position_embeddings": 1024, "vocab_size": 97}
     (tmp_path / "config.json").write_text(json.dumps(config))

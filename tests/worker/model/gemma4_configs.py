@@ -75,7 +75,6 @@ GEMMA4["Gemma 4 12B"] = {
     for key, value in EVERYWHERE.items()
     if key not in ("enable_moe_block", "hidden_size_per_layer_input", "vocab_size_per_layer_input")
 } | {"model_type": "gemma4_unified_text"}
-ON_GPUS = [name for name, config in GEMMA4.items() if not config["num_kv_shared_layers"]]
 STRIPES = dict.fromkeys(GEMMA4, (4, 2, 4, 2)) | {
     "Gemma 4 whose values have a projection": (2, 4, 2, 4),
     "Gemma 4 E2B": (1, 2, 1, 2),

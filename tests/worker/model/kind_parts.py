@@ -287,7 +287,7 @@ def asks_for(target: TargetModel) -> str:
 def where_it_runs(kind: str) -> tuple[str, str]:
     """Name what computes a published kind, on a CPU and on a GPU."""
     if ARCHITECTURES[kind].kernels_lack is None:
-        return "kernels", "none" if ARCHITECTURES[kind].on_cpu_alone else "kernels"
+        return "kernels", "kernels"
     config = text_view(tiny_config(kind, has_wide_heads=True).to_dict())
     return path_on("cpu", config).name, path_on("cuda", config).name
 
@@ -386,13 +386,13 @@ others. With `--kv-dtype`, both halves of a wide head have a scale.
 In Gemma 4 E2B and E4B the last layers read keys and values of an earlier layer, so caches and checkpoints have none for
 them: 18 KB per position of E2B, and 6 KB behind the newest positions. Each layer also adds an embedding of
 its own for a token (per-layer embeddings). Their table has half of the weights: it stays in bf16 in a run in float32,
-and a row reads one line of it per layer. These models run on CPUs alone.
+and a row reads one line of it per layer. On a GPU, it is in the GPU's memory.
 
 ## Values narrower than keys
 
 MiMo-V2-Flash has heads of 192 with values of 128, and layers with windows have twice the heads of keys of others, and
 sinks. A cache's rows are as wide as keys, so a sixth of it holds zeros: 267 KB per position, and 28 KB behind the
-newest positions. It runs on CPUs alone.
+newest positions. It runs on GPUs, too. Refused are engines with trained parts, `--kv-offload` and `--attention flash`.
 
 ## Layers with states
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.exactness.forward_comparisons import compare, probe_rows
 from swiftbatch.worker.forward.step_costs import measure_step_costs
-from swiftbatch.worker.forward.target_model import TargetModel, load_forwards
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.kv.kv_capacity import bytes_per_position, held_of
@@ -34,79 +34,24 @@ from tests.worker.model.kind_promises import (
     loaded,
     sequences,
 )
+from tests.worker.model.mimo_configs import MIMO, MIMO_STRIPES, write_mimo
 
 pytestmark = [pytest.mark.long, needs_kernels]
 
-PUBLISHED: dict[str, Any] = {  # cut down; its class in transformers would take these layers for others
-    "architectures": ["MiMoV2FlashForCausalLM"],
-    "model_type": "mimo_v2_flash",
-    "num_hidden_layers": 7,
-    "hidden_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 96,
-    "v_head_dim": 64,
-    "intermediate_size": 96,
-    "vocab_size": 200,
-    "max_position_embeddings": 262144,
-    "rope_theta": 5000000,
-    "swa_rope_theta": 10000,
-    "partial_rotary_factor": 0.334,
-    "sliding_window": 40,
-    "sliding_window_size": 40,
-    "attention_chunk_size": 40,
-    "swa_num_attention_heads": 4,
-    "swa_num_key_value_heads": 2,
-    "swa_head_dim": 96,
-    "swa_v_head_dim": 64,
-    "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, 1],
-    "moe_layer_freq": [0, 1, 1, 1, 1, 1, 1],
-    "moe_intermediate_size": 48,
-    "n_routed_experts": 8,
-    "n_shared_experts": None,
-    "num_experts_per_tok": 3,
-    "norm_topk_prob": True,
-    "scoring_func": "sigmoid",
-    "n_group": 1,
-    "topk_group": 1,
-    "topk_method": "noaux_tc",
-    "routed_scaling_factor": None,
-    "hidden_act": "silu",
-    "layernorm_epsilon": 1e-05,
-    "attention_dropout": 0.0,
-    "attention_bias": False,
-    "attention_value_scale": 0.707,
-    "add_swa_attention_sink_bias": True,
-    "add_full_attention_sink_bias": False,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-}
-STRIPES = (1, 2, 2, 2, 2, 1, 2)
 ENGINES = ("auto", "token-recycling", "prompt-lookup", "suffix")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a random model with the published names, and a layer that predicts further tokens."""
     found = tmp_path_factory.mktemp("model")
-    torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**PUBLISHED))
-    for each in [*model.parameters(), *(buffer for key, buffer in model.named_buffers() if "correction" in key)]:
-        each.data += 0.15 * torch.randn_like(each)
-    model.to(torch.bfloat16).save_pretrained(found)
-    tensors = load_file(found / "model.safetensors")
-    assert "model.layers.1.self_attn.attention_sink_bias" in tensors
-    tensors["model.mtp.layers.0.eh_proj.weight"] = torch.ones(8, 8)
-    save_file(tensors, found / "model.safetensors", metadata={"format": "pt"})
-    (found / "config.json").write_text(json.dumps(PUBLISHED))
+    write_mimo(found)
     return found
 
 
 def test_logits_and_greedy_texts_are_those_of_transformers(folder: Path) -> None:
     target = loaded(folder, "float32")
     kinds = load_causal_lm(target.files, torch.float32).config.layer_types
-    assert [each == "sliding_attention" for each in kinds] == list(map(bool, PUBLISHED["hybrid_layer_pattern"]))
+    assert [each == "sliding_attention" for each in kinds] == list(map(bool, MIMO["hybrid_layer_pattern"]))
     check_texts_are_those_of_transformers(target)
 
 
@@ -157,12 +102,12 @@ def test_what_a_checkpoint_holds_and_what_was_forgotten_gives_the_same_bits(
 def test_caches_take_what_each_layer_has_and_plans_count_it(folder: Path) -> None:
     target, config = loaded(folder, "bfloat16"), read_config("", folder)
     shape = target.cache_shape
-    assert shape.stripes == STRIPES
-    assert bytes_per_position(config, "bfloat16") == shape.bytes_per_position() == 2 * 2 * 96 * sum(STRIPES)
+    assert shape.stripes == MIMO_STRIPES
+    assert bytes_per_position(config, "bfloat16") == shape.bytes_per_position() == 2 * 2 * 96 * sum(MIMO_STRIPES)
     held = held_of(config)
     assert held == shape.held_positions()
     assert held is not None
-    assert held.share == 2 / sum(STRIPES)
+    assert held.share == 2 / sum(MIMO_STRIPES)
     found = inspect_model(str(folder))
     assert (found.refusal, found.bytes_per_position) == (None, shape.bytes_per_position())
     assert measure_step_costs(target) is not None
@@ -173,7 +118,7 @@ def test_packed_weights_give_the_bits_of_their_dequantized_twin(example: str, fo
     tensors = {
         name: each for name, each in load_file(folder / "model.safetensors").items() if not name.startswith("model.mtp")
     }
-    packed, dense = make_twins(EXAMPLES[example], tmp_path, PUBLISHED, tensors)
+    packed, dense = make_twins(EXAMPLES[example], tmp_path, MIMO, tensors)
     assert inspect_model(str(packed)).refusal is None
     ours, theirs = (logits_of(loaded(each, "bfloat16")) for each in (packed, dense))
     assert torch.equal(ours, theirs)
@@ -185,17 +130,18 @@ def test_sinks_and_values_change_logits(part: str, folder: Path, tmp_path: Path)
     tensors = load_file(folder / "model.safetensors")
     tensors[f"model.layers.{part}"] += 1
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
+    (tmp_path / "config.json").write_text(json.dumps(MIMO))
     ours, theirs = (logits_of(loaded(each, "float32")) for each in (tmp_path, folder))
     assert not torch.allclose(ours, theirs, atol=1e-2)
 
 
-def test_a_gpu_and_what_reads_a_part_of_a_cache_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_gpu_runs_it(folder: Path) -> None:
     found = inspect_model(str(folder))
     assert found.cuda is not None
-    assert found.cuda.name == "none"
-    with pytest.raises(ModelError, match=r"it does not run on a GPU: its layers have values narrower than keys"):
-        load_forwards(locate_model(str(folder)), torch.bfloat16, torch.device("cuda"))
+    assert (found.cuda.name, bool(found.slots)) == ("kernels", True)
+
+
+def test_what_reads_a_part_of_a_cache_is_refused(folder: Path, tmp_path: Path) -> None:
     target = loaded(folder, "bfloat16")
     with pytest.raises(ModelError, match="layers with heads of different sizes"):
         create_drafter("griffin", target, measure_step_costs(target))
@@ -224,14 +170,14 @@ def test_a_gpu_and_what_reads_a_part_of_a_cache_are_refused(folder: Path, tmp_pa
     ],
 )
 def test_other_forms_are_refused_in_a_line(said: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED | said))
+    (tmp_path / "config.json").write_text(json.dumps(MIMO | said))
     with pytest.raises(ModelError, match=reason) as caught:
         locate_model(str(tmp_path))
     assert "\n" not in str(caught.value)
 
 
 def test_a_config_is_read_as_its_class_writes_it(folder: Path, tmp_path: Path) -> None:
-    written = AutoConfig.for_model(**PUBLISHED)
+    written = AutoConfig.for_model(**MIMO)
     written.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     assert compare(loaded(tmp_path, "float32")).agrees

@@ -142,7 +142,7 @@ class OneLayer:
         self._table = self._layout.table(self._buffer)
         kernel = ATTENTION_KERNELS[parts.kernels.attention]
         self.attention = new_attention(kernel, shape, self._layout, sizes.scale, parts.device)
-        self._value_dim = sizes.head_dim if sizes.latent is None else sizes.latent.rank
+        self._value_dim = (sizes.value_dim or sizes.head_dim) if sizes.latent is None else sizes.latent.rank
         self._mixed = self._rows(self._value_dim)
         self._caches = [self.arena.new_cache(longest) for _ in range(num_slots)]
         for end in range(BLOCK, longest, BLOCK):

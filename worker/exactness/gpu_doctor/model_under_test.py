@@ -117,7 +117,7 @@ class Parts:
     def cache_shape(self, num_layers: int | None = None) -> CacheShape:
         """Return the shape of the model's caches, or of `num_layers` attending layers."""
         sizes, layers = self.sizes, self.weights.layers
-        own_heads = [layer.heads for layer in layers if layer.attention is not None and num_layers is None]
+        own_heads = [layer.heads for layer in layers if layer.keeps_keys and num_layers is None]
         num_attending, stripes = len(own_heads) if num_layers is None else num_layers, stripes_of(sizes, own_heads)
         mixers = [layer.mixer.sizes for layer in layers if layer.mixer is not None and num_layers is None]
         heads, num_parts = (sizes.num_kv_heads, sizes.head_dim), 2 if sizes.latent is None else 1

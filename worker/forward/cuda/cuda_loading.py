@@ -219,7 +219,7 @@ def whole_arena(shape: CacheShape, num_slots: int, max_length: int, staging: Sta
 def cuda_cache_shape(
     weights: DecoderWeights, device: torch.device, kv_dtype: KVDtype | None, forgets: bool = False
 ) -> CacheShape:
-    windows = tuple(layer.window for layer in weights.layers) if forgets else ()
+    windows = tuple(layer.window for layer in weights.layers if layer.keeps_keys) if forgets else ()
     return replace(CacheShape.of(weights, device, kv_dtype), kv_scale_bytes=CUDA_SCALE_BYTES, windows=windows)
 
 

@@ -92,15 +92,15 @@ class TritonAttention(RowsInOrder):
         device: torch.device,
         memory: RowsInOrder | None = None,
     ) -> None:
-        """Share the `memory` of wider heads, which other layers have, or allocate."""
+        """Share the `memory` of other layers, whose heads are as wide or wider, or allocate."""
         num_rows, num_heads, head_dim = shape.num_rows, shape.num_kv_heads * shape.heads_per_kv, shape.head_dim
         self.shape, self.scale = shape, scale
         if memory is None:
             splits = num_splits(layout.capacity, HEAD_BLOCKS)
-            self.scratch = Scratch.empty(splits, num_heads, head_dim, device, num_rows)
+            self.scratch = Scratch.empty(splits, num_heads, shape.value_dim, device, num_rows)
             self.query = torch.zeros(num_rows, num_heads, head_dim, dtype=shape.dtype, device=device)
         else:
-            self.scratch = memory.scratch.narrowed(num_rows, head_dim)
+            self.scratch = memory.scratch.narrowed(num_rows, shape.value_dim)
             self.query = first_of(memory.query, num_rows, num_heads, head_dim)
 
     @property
@@ -171,8 +171,8 @@ def tail_merge_packed(
     query = load_rows(query_ptr + offsets, is_real, columns, HEAD_DIM, True)
     cache = slot * stride_slot + kv_head.to(tl.int64) * stride_head
     highest, total, acc = attend_tail(
-        query, key_ptr + cache, value_ptr + cache, tail_slots_ptr + row * BLOCK, tail_length, columns, scale_log2,
-        stride_entry, HEAD_DIM, BLOCK,
+        query, key_ptr + cache, value_ptr + cache, tail_slots_ptr + row * BLOCK, tail_length, columns, columns,
+        scale_log2, stride_entry, HEAD_DIM, HEAD_DIM, BLOCK,
     )  # fmt: skip
 
     group_row = tl.load(packed_ptr + row) % ROWS_PER_GROUP
@@ -266,7 +266,7 @@ def in_pages(kept: Tensor, page: int) -> Tensor:
 
 def packed_constants(shape: AttentionShape) -> dict[str, Any]:
     given = shape.tail_constants() | {"ROWS_PER_GROUP": shape.rows_per_group}
-    unknown = ("NUM_ROWS", "LEAST_BLOCKS", "WINDOW", "SOFTCAP_LOG2", "HAS_SINKS")
+    unknown = {"NUM_ROWS", "LEAST_BLOCKS", "VALUE_DIM", "VALUE_WIDTH", "WINDOW", "SOFTCAP_LOG2", "HAS_SINKS"}
     return {name: value for name, value in given.items() if name not in unknown}
 
 
@@ -282,18 +282,31 @@ def shape_of(sizes: DecoderSizes, num_rows: int) -> AttentionShape | MLAShape:
     """Return the shape that the kernels are compiled for. Raises ValueError if they do not support the sizes."""
     if sizes.latent is not None:
         return MLAShape(sizes.num_heads, sizes.latent, sizes.dtype, num_rows)
-    heads = (sizes.num_kv_heads, sizes.num_heads // sizes.num_kv_heads, sizes.head_dim)
-    return AttentionShape(*heads, sizes.dtype, num_rows)
+    return _shape_of_heads(sizes, LayerHeads(sizes.num_kv_heads, sizes.head_dim), num_rows)
 
 
-def wide_attention(sizes: DecoderSizes, heads: LayerHeads, layout: TableLayout, device: torch.device) -> WideAttention:
-    """Return the attention of layers with wide heads. Raises ValueError if it does not support the sizes."""
+def own_shape_of(sizes: DecoderSizes, heads: LayerHeads, num_rows: int) -> AttentionShape | WideShape:
+    """Return the shape of layers with heads of their own. Raises ValueError if the kernels do not support it."""
     if fault := heads.gpu_fault(sizes.head_dim):
         raise ValueError(fault)
-    if sizes.score_softcap:
-        raise ValueError("found a soft cap of scores beside wide heads")
+    if heads.head_dim == sizes.head_dim:
+        return _shape_of_heads(sizes, heads, num_rows)
+    if sizes.score_softcap or sizes.value_dim:
+        raise ValueError("found a soft cap of scores or narrow values beside wide heads")
     counts = (heads.num_kv_heads, sizes.num_heads // heads.num_kv_heads, heads.head_dim)
-    return WideAttention(WideShape(*counts, sizes.dtype, layout.num_rows), layout, sizes.scale, device)
+    return WideShape(*counts, sizes.dtype, num_rows)
+
+
+def _shape_of_heads(sizes: DecoderSizes, heads: LayerHeads, num_rows: int) -> AttentionShape:
+    counts = (heads.num_kv_heads, sizes.num_heads // heads.num_kv_heads, heads.head_dim)
+    return AttentionShape(*counts, sizes.dtype, num_rows, sizes.value_dim)
+
+
+def own_attention(
+    shape: AttentionShape | WideShape, layout: TableLayout, scale: float, device: torch.device
+) -> TritonAttention:
+    """Return the attention of layers with heads of their own."""
+    return (WideAttention if isinstance(shape, WideShape) else TritonAttention)(shape, layout, scale, device)
 
 
 def new_attention(
@@ -302,17 +315,19 @@ def new_attention(
     layout: TableLayout,
     scale: float,
     device: torch.device,
-    wide: WideAttention | None = None,
+    own: TritonAttention | None = None,
 ) -> Attention:
-    """Return a decoder's attention by a kernel, beside that of wide heads.
+    """Return a decoder's attention by a kernel, beside that of layers with heads of their own.
 
     Raises ValueError if it does not support the caches.
     """
-    if wide is not None:
+    if own is not None:
         if kernel is not TritonAttention or isinstance(shape, MLAShape):
-            raise ValueError("found heads of two widths, which flash-attn does not take; attend with triton")
-        return TritonAttention(shape, layout, scale, device, wide)
+            raise ValueError("found heads of two forms, which flash-attn does not take; attend with triton")
+        return TritonAttention(shape, layout, scale, device, own)
     if not isinstance(shape, MLAShape):
+        if shape.narrow_values and kernel is not TritonAttention:
+            raise ValueError("found values narrower than keys, which flash-attn does not take; attend with triton")
         return kernel(shape, layout, scale, device)
     if kernel is not TritonAttention:
         raise ValueError("found caches of latent vectors, which flash-attn does not take; attend with triton")

@@ -17,10 +17,10 @@ from swiftbatch.worker.kernels.cuda.attention_backends import (
     Attention,
     RowsInOrder,
     TritonAttention,
-    WideAttention,
     new_attention,
+    own_attention,
+    own_shape_of,
     shape_of,
-    wide_attention,
 )
 from swiftbatch.worker.kernels.cuda.cuda_recurrence import StateBuffers
 from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import CudaRecurrentLayers
@@ -34,8 +34,10 @@ from swiftbatch.worker.kernels.cuda.mla_kernels import CudaMLA, MLAShape
 from swiftbatch.worker.kernels.cuda.moe_gemm import CudaExperts
 from swiftbatch.worker.kernels.cuda.peers import Launch, meet_all
 from swiftbatch.worker.kernels.cuda.row_kernels import embed, softcap_logits
-from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
-from swiftbatch.worker.kernels.cuda.tree_attention import KeptLayer
+from swiftbatch.worker.kernels.cuda.stacked_weights import StackedLayer, StackedWeights
+from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, KeptLayer
+from swiftbatch.worker.kernels.cuda.wide_attention import WideShape
+from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
 from swiftbatch.worker.kernels.gpu_kernel_choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView
@@ -62,17 +64,18 @@ class CudaDecoder:
         linear = LINEAR_KERNELS[kernels.linear]
         self.sizes, self._weights, self._linear = sizes, weights, linear
         self._has_adapters = any(layer.adapters for layer in weights.layers)
-        self._shape = shape_of(sizes, num_rows)
-        self.layout = self._layout_of(caches)
+        self._shape, own_shape = shape_of(sizes, num_rows), _own_shape(weights, num_rows)
+        self.layout = self._layout_of(caches, own_shape)
         self.mixers = _recurrent_layers_of(weights, caches.states, linear, num_rows)
         in_windows, kept = _kept_layers(weights, caches)
         if kernels.attention == "flash":
             _check_flash(caches.buffer.dtype, sizes.dtype, kept)
-        wide, kernel = self._wide_attention(device), ATTENTION_KERNELS[kernels.attention]
+        own = None if own_shape is None else own_attention(own_shape, self.layout, sizes.scale, device)
+        kernel = ATTENTION_KERNELS[kernels.attention]
         self._layers = LayerLaunches(
             weights,
             linear,
-            new_attention(kernel, self._shape, self.layout, sizes.scale, device, wide),
+            new_attention(kernel, self._shape, self.layout, sizes.scale, device, own),
             kept,
             in_windows,
             DecoderBuffers.empty(weights, num_rows, self.has_parts and linear is triton_linear, device),
@@ -82,7 +85,7 @@ class CudaDecoder:
             _indexer_of(weights, linear, device, caches.capacity, num_rows),
             _experts_of(weights, linear, device, num_rows),
             self.mixers,
-            wide=wide,
+            own=own,
         )
 
     def over(self, arena: Tensor, bias: Tensor) -> CudaDecoder:
@@ -90,7 +93,7 @@ class CudaDecoder:
 
         `bias [num_slots, capacity] float32` is added to scores of prefixes, which may end anywhere.
         """
-        if self._layers.wide is not None:
+        if self._layers.own is not None:
             raise ValueError("found layers with heads of their own, which no part of a cache has")
         check_buffer(arena, self.sizes, len(self._layers.kept))
         if self.mixers is not None:
@@ -142,7 +145,7 @@ class CudaDecoder:
         narrowed = replace(
             layers,
             attention=layers.attention.narrowed(num_rows),
-            wide=None if layers.wide is None else layers.wide.narrowed(num_rows),
+            own=None if layers.own is None else layers.own.narrowed(num_rows),
             buffers=layers.buffers.narrowed(num_rows),
             latents=None if layers.latents is None else layers.latents.narrowed(num_rows),
             indexer=None if layers.indexer is None else layers.indexer.narrowed(num_rows),
@@ -198,6 +201,9 @@ class CudaDecoder:
     def _begin(self) -> Iterator[Launch]:
         table, weights, sizes = self._table, self._weights, self.sizes
         yield partial(embed, table.rows, table.token_ids, weights.embedding, self.buffers.state, sizes.embedding_scale)
+        if (ple := weights.ple) is not None:
+            projection = ple.projection
+            yield partial(self._linear, self.buffers.state, projection.weight, projection.bias, self.buffers.ple)
 
     def _end(self, delta: Delta) -> Iterator[Launch]:
         """Yield the launches of the final norm and the head."""
@@ -224,16 +230,11 @@ class CudaDecoder:
         other._layers = replace(layers, tables=other._new_tables(self.table_buffer.device))
         return other
 
-    def _wide_attention(self, device: torch.device) -> WideAttention | None:
-        """Return the attention of layers with heads of their own, or None. Raises ValueError if these differ."""
-        found = {layer.heads for layer in self._weights.layers if layer.heads is not None}
-        if len(found) > 1:
-            raise ValueError(f"found layers with {len(found)} forms of heads of their own, expected one at most")
-        return wide_attention(self.sizes, found.pop(), self.layout, device) if found else None
-
-    def _layout_of(self, caches: DeviceCaches) -> TableLayout:
-        num_angles = self._weights.rotary.num_rows(caches.num_positions)
-        sizes = (caches.num_slots, caches.capacity, self._shape.rows_per_group, num_angles, self.sizes.vocab, BLOCK)
+    def _layout_of(self, caches: DeviceCaches, own: AttentionShape | WideShape | None) -> TableLayout:
+        num_angles, rows_per_group = self._weights.rotary.num_rows(caches.num_positions), self._shape.rows_per_group
+        if isinstance(own, AttentionShape):
+            rows_per_group = min(rows_per_group, own.rows_per_group)
+        sizes = (caches.num_slots, caches.capacity, rows_per_group, num_angles, self.sizes.vocab, BLOCK)
         page = None if caches.pages is None else caches.pages.page
         return TableLayout(*sizes, page, self._shape.num_rows, caches.windowed is not None)
 
@@ -261,13 +262,35 @@ class CudaDecoder:
             own[: len(numbers)], own[len(numbers) :] = numbers, 0
 
 
+def _own_shape(weights: StackedWeights, num_rows: int) -> AttentionShape | WideShape | None:
+    """Return the shape of layers with heads of their own, or None. Raises ValueError if these differ."""
+    found = {layer.heads for layer in weights.layers if layer.heads is not None}
+    if len(found) > 1:
+        raise ValueError(f"found layers with {len(found)} forms of heads of their own, expected one at most")
+    return own_shape_of(weights.sizes, found.pop(), num_rows) if found else None
+
+
 def _kept_layers(weights: StackedWeights, caches: DeviceCaches) -> tuple[list[bool], list[KeptLayer]]:
     """Return whether each attending layer is in the windows' pool, and its caches."""
-    layers = [layer for layer in weights.layers if layer.attention is not None]
-    in_windows = [caches.windowed is not None and layer.window is not None for layer in layers]
-    views = [AttentionView(layer.window, weights.sizes.score_softcap or None, layer.sinks) for layer in layers]
-    places = zip(caches.layers(weights.sizes, in_windows), views, strict=True)
-    return in_windows, [KeptLayer(rows[0], rows[-1], None, view, pages) for (rows, pages), view in places]
+    layers = dict(enumerate(weights.layers))
+    is_in_windows = {
+        number: caches.windowed is not None and layer.window is not None
+        for number, layer in layers.items()
+        if layer.keeps_keys
+    }
+    places = dict(zip(is_in_windows, caches.layers(weights.sizes, [*is_in_windows.values()]), strict=True))
+    in_windows, kept = list[bool](), list[KeptLayer]()
+    for number, layer in layers.items():
+        if layer.attention is not None:
+            source = number if layer.shared_keys is None else layer.shared_keys
+            (rows, pages), view = places[source], _view_of(weights.sizes, layer)
+            in_windows.append(is_in_windows[source])
+            kept.append(KeptLayer(rows[0], rows[-1], None, view, pages))
+    return in_windows, kept
+
+
+def _view_of(sizes: DecoderSizes, layer: StackedLayer) -> AttentionView:
+    return AttentionView(layer.window, sizes.score_softcap or None, layer.sinks)
 
 
 def _recurrent_layers_of(

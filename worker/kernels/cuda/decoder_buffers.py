@@ -35,6 +35,7 @@ class DecoderBuffers:
     hidden: Tensor
     features: Tensor  # outputs of layers, side by side
     logits: Tensor  # float32
+    ple: Tensor  # all layers' projections for per-layer embeddings
     lowered: Tensor  # float32: what LoRA adapters make of rows; empty without any
     delta_parts: Tensor | None  # [MOST_PARTS, num_rows, hidden] float32: results that the next norm sums
 
@@ -48,9 +49,9 @@ class DecoderBuffers:
         is_beside = any(layer.attention is not None and layer.mixer is not None for layer in layers)
         is_beside |= any(layer.experts is not None and layer.experts.behind_norm is not None for layer in layers)
         attending = [layer.attention[0].weight.shape[0] for layer in layers if layer.attention is not None]
-        value_dim = max([sizes.head_dim, *(layer.heads.head_dim for layer in layers if layer.heads is not None)])
+        widest = max([sizes.head_dim, *(layer.heads.head_dim for layer in layers if layer.heads is not None)])
         most_lowered = max((each.lowered_width for layer in layers for each in layer.adapters.values()), default=0)
-        width = max((layer.dense_mlp[1].weight.shape[1] for layer in layers if layer.dense_mlp), default=0)
+        width = max(sizes.ple_dim, *(layer.dense_mlp[1].weight.shape[1] for layer in layers if layer.dense_mlp), 0)
         return cls(
             state=rows(sizes.hidden),
             normed=rows(sizes.hidden),
@@ -58,12 +59,13 @@ class DecoderBuffers:
             beside=rows(sizes.hidden if is_beside else 0),
             scaled=rows(sizes.hidden if sizes.attention_in_scale != 1.0 else 0),
             qkv=rows(max(attending, default=0) if latent is None else 0),
-            mixed=rows(sizes.num_heads, value_dim if latent is None else latent.rank),
+            mixed=rows(sizes.num_heads, (sizes.value_dim or widest) if latent is None else latent.rank),
             gate_up=rows((1 + sizes.has_gates) * width),
             activated=rows(width),
             hidden=rows(sizes.hidden),
             features=rows(0),
             logits=rows(sizes.vocab, dtype=torch.float32),
+            ple=rows(0 if weights.ple is None else weights.ple.table.shape[1]),
             lowered=rows(most_lowered, dtype=torch.float32),
             delta_parts=torch.zeros(MOST_PARTS, num_rows, sizes.hidden, device=device) if has_parts else None,
         )

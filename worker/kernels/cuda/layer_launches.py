@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.attention_backends import Attention, WideAttention
+from swiftbatch.worker.kernels.cuda.attention_backends import Attention, TritonAttention
 from swiftbatch.worker.kernels.cuda.cuda_recurrence import StateTable
 from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import CudaRecurrentLayers
 from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable
@@ -21,10 +21,11 @@ from swiftbatch.worker.kernels.cuda.lora_kernels import StackedAdapters, add_ada
 from swiftbatch.worker.kernels.cuda.mla_kernels import CudaMLA
 from swiftbatch.worker.kernels.cuda.moe_gemm import CudaExperts
 from swiftbatch.worker.kernels.cuda.peers import Launch, Peers
+from swiftbatch.worker.kernels.cuda.ple_kernels import gate_embeddings
 from swiftbatch.worker.kernels.cuda.row_kernels import activate, add_norm, gate_heads, norm_heads, rope_store
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedExperts, StackedLayer, StackedWeights
 from swiftbatch.worker.kernels.cuda.tree_attention import KeptLayer, first_of
-from swiftbatch.worker.kernels.kernel_sizes import WIDE_STRIPES, depth_of_part, parts_of_depth
+from swiftbatch.worker.kernels.kernel_sizes import LayerHeads, depth_of_part, parts_of_depth
 from swiftbatch.worker.kernels.layer_specs import NormForm
 from swiftbatch.worker.kernels.quantized_weights import AnyLinear
 
@@ -73,7 +74,7 @@ class LayerLaunches:
     mixers: CudaRecurrentLayers | None
     feature_layers: tuple[int, ...] = ()
     peers: Peers | None = None  # of a decoder on several GPUs
-    wide: WideAttention | None = None  # of layers with wider heads
+    own: TritonAttention | None = None  # of layers with heads of their own
 
     def of_layers(self, tap: Tap | None) -> Generator[Launch, None, Delta]:
         """Yield the launches of all layers; return the last result, which is not added yet.
@@ -127,7 +128,8 @@ class LayerLaunches:
             if not has_features:
                 yield from self.keep_features(number - 1)
             read = rows if self.weights.sizes.is_parallel else normed
-            return Delta((yield from self._of_mlp(layer, read)), layer.down_norm, layer.layer_scale)
+            delta = Delta((yield from self._of_mlp(layer, read)), layer.down_norm, layer.layer_scale)
+            return delta if layer.ple is None else (yield from self._add_embedding(layer, number, delta))
         if not has_features:  # the layer has nothing to add
             yield from self.add(delta, None, buffers.normed)
             yield from self.keep_features(number - 1)
@@ -183,18 +185,22 @@ class LayerLaunches:
         self, layer: StackedLayer, in_front: AnyLinear, rows: Tensor, kept: KeptLayer, table: CudaRowTable[Tensor]
     ) -> Iterator[Launch]:
         """Find queries, keys and values; rotate and store them."""
-        qkv, attention, sizes = self.buffers.qkv, self._attention_of(layer), self.weights.sizes
-        qkv, stripes = of_width(qkv, in_front.weight.shape[0]), WIDE_STRIPES if attention is self.wide else 1
-        first, num_keys = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+        attention, sizes = self._attention_of(layer), self.weights.sizes
+        heads = layer.heads or LayerHeads(sizes.num_kv_heads, sizes.head_dim)
+        qkv, first = of_width(self.buffers.qkv, in_front.weight.shape[0]), sizes.num_heads * heads.head_dim
+        end = first + heads.num_kv_heads * heads.head_dim  # of keys
+        num_values = heads.num_kv_heads * (sizes.value_dim or heads.head_dim)
         yield partial(self.linear, rows, in_front.weight, in_front.bias, qkv)
         yield from self._adapt(layer.adapters.get("query_key_value"), rows, qkv)
-        yield from scaled(qkv[:, first : first + num_keys], sizes.key_scale)
+        yield from scaled(qkv[:, first:end], sizes.key_scale)
+        yield from scaled(qkv[:, end : end + num_values], sizes.value_scale)
         if layer.joint_norms is not None:
             yield partial(norm_heads, table.rows, qkv, layer.joint_norms, first, sizes.epsilon, sizes.norm_form)
         yield partial(
             rope_store, qkv, self.angles.of_layer(layer), layer.qk_norms, sizes.epsilon, table.rows, attention.query,
             kept.keys, kept.values, attention.places(table), sizes.norm_form, sizes.norms_after_rope,
-            self.angles.query_scales, sizes.norms_values, 1 + layer.has_values, stripes,
+            self.angles.query_scales, sizes.norms_values, layer.num_stored,
+            heads.head_dim // sizes.head_dim, sizes.value_dim,
         )  # fmt: skip
 
     def _of_mlp(self, layer: StackedLayer, rows: Tensor) -> Launches:
@@ -215,6 +221,19 @@ class LayerLaunches:
         if layer.experts is not None and self.experts is not None:
             yield from self._of_experts(self.experts, layer.experts, rows, out, layer.dense_mlp is not None)
         return out
+
+    def _add_embedding(self, layer: StackedLayer, number: int, delta: Delta) -> Generator[Launch, None, Delta]:
+        """Add the MLP's result; return what the layer's own embedding of the rows' tokens adds to them."""
+        buffers, sizes, table, of_all = self.buffers, self.weights.sizes, self.tables.rows, self.weights.ple
+        assert layer.ple is not None
+        assert of_all is not None
+        rows = yield from self.add(delta._replace(scale=None), None, buffers.normed)
+        gates, gated = (of_width(each, sizes.ple_dim) for each in (buffers.gate_up, buffers.activated))
+        yield partial(self.linear, rows, layer.ple.gate.weight, layer.ple.gate.bias, gates)
+        given = (table.rows, table.token_ids, buffers.ple, of_all.table, layer.ple.norm, number, sizes)
+        yield partial(gate_embeddings, *given, gates, layer.curve, gated)
+        out = yield from self._multiply(gated, layer.ple.output, 1.0, True, None)
+        return Delta(out, layer.ple.output_norm, layer.layer_scale)
 
     def _of_experts(
         self, launches: CudaExperts, experts: StackedExperts, rows: Tensor, out: Tensor, has_shared: bool
@@ -241,7 +260,7 @@ class LayerLaunches:
             yield partial(add_norm, self.tables.rows.rows, rows, None, norm, sizes.epsilon, out, form=sizes.norm_form)
 
     def _attention_of(self, layer: StackedLayer) -> Attention:
-        return self.attention if layer.heads is None or self.wide is None else self.wide
+        return self.attention if layer.heads is None or self.own is None else self.own
 
     def _multiply(
         self, rows: Tensor, product: AnyLinear, factor: float, is_alone: bool, adapters: StackedAdapters | None

@@ -226,13 +226,13 @@ def rope_store_heads(
     query_scales_ptr, epsilon, stride_slot, stride_head, stride_entry,
     NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
     NORMS_TURNED: tl.constexpr, NORMS_DIFFER: tl.constexpr, FORM: tl.constexpr, IS_PACKED: tl.constexpr,
-    HAS_SCALES: tl.constexpr, OTHER_HEADS: tl.constexpr, TILE_HEADS: tl.constexpr, WIDTH: tl.constexpr,
-    NORMS_VALUES: tl.constexpr, NUM_STORED: tl.constexpr, STRIPES: tl.constexpr,
+    HAS_SCALES: tl.constexpr, ALL: tl.constexpr, TILE_HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    VALUE_DIM: tl.constexpr, NORMS_VALUES: tl.constexpr, NUM_STORED: tl.constexpr, STRIPES: tl.constexpr,
 ):  # fmt: skip
     """Program (row, KV head): rotates and stores its query heads and its key, and stores its value.
 
-    If only one of `NUM_STORED` heads is there for key and value, the value is the key before its norm and rotation. A
-    head takes `STRIPES` heads of the cache.
+    If only one of `NUM_STORED` heads is there for key and value, the value is the key before its norm and rotation;
+    without any, none is stored. A head takes `STRIPES` heads of the cache.
     """
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -246,13 +246,19 @@ def rope_store_heads(
     is_value = (index == HEADS_PER_KV + 1)[:, None]
     columns = tl.arange(0, WIDTH)[None, :]
     is_column = columns < HEAD_DIM // 2
-    is_real = (index < HEADS_PER_KV + 2)[:, None] & is_column
+    is_real = (index < HEADS_PER_KV + (2 if NUM_STORED > 0 else 0))[:, None] & is_column
     query_head = kv_head * HEADS_PER_KV + index
     after_queries = kv_head + (index - HEADS_PER_KV) * (NUM_STORED - 1) * NUM_KV_HEADS
     head = tl.where(index < HEADS_PER_KV, query_head, num_heads + after_queries)
-    qkv_ptr += (row * (num_heads + NUM_STORED * NUM_KV_HEADS + OTHER_HEADS) + head)[:, None] * HEAD_DIM + columns
-    given_first = tl.load(qkv_ptr, mask=is_real, other=0.0).to(tl.float32)
-    given_second = tl.load(qkv_ptr + HEAD_DIM // 2, mask=is_real, other=0.0).to(tl.float32)
+    start = row * ALL + head[:, None] * HEAD_DIM
+    is_first, is_second = is_real, is_real
+    if VALUE_DIM < HEAD_DIM:  # zeros fill a value's row
+        start -= tl.where(is_value, kv_head * (HEAD_DIM - VALUE_DIM), 0)
+        is_first &= (columns < VALUE_DIM) | ~is_value
+        is_second &= (HEAD_DIM // 2 + columns < VALUE_DIM) | ~is_value
+    qkv_ptr += start + columns
+    given_first = tl.load(qkv_ptr, mask=is_first, other=0.0).to(tl.float32)
+    given_second = tl.load(qkv_ptr + HEAD_DIM // 2, mask=is_second, other=0.0).to(tl.float32)
     first = given_first
     second = given_second
     own_norm = 0
@@ -304,7 +310,7 @@ WIDEST_FOR_TWO_WARPS = 256  # wider heads need more registers
 
 
 def rope_store(
-    qkv: Tensor,  # [num_rows, (num_heads + num_stored * num_kv_heads) * head_dim], or with more heads after these
+    qkv: Tensor,  # [num_rows, num_heads * head_dim + num_kv_heads * (head_dim + value_dim)], or with more after these
     angles: Tensor,  # [num_angles, head_dim]: cosines of half a head's dimensions, then sines
     norms: tuple[Tensor, Tensor] | None,  # weights of queries and of keys, [head_dim] or per head
     epsilon: float,
@@ -317,8 +323,9 @@ def rope_store(
     norms_after_rope: bool = False,  # norms are applied after the rotation
     query_scales: Tensor | None = None,  # [num_angles] float32, of rotated queries
     norms_values: bool = False,  # values are normed, too, without weights
-    num_stored: int = 2,  # 1: values are keys before their norm and rotation
+    num_stored: int = 2,  # 1: values are keys before their norm and rotation; 0: queries alone are written
     stripes: int = 1,  # heads of the arena that a head takes
+    narrow_values: int = 0,  # width of a head's values; 0: that of its keys
 ) -> None:
     """Write rotated queries, and rotated keys and values to their rows' entries, except for padding rows."""
     _, num_heads, head_dim = query.shape
@@ -329,21 +336,21 @@ def rope_store(
         *keys.stride()[:3], HAS_NORM=norms is not None, NORMS_TURNED=norms_after_rope,
         NORMS_DIFFER=query_norm is not None and len(query_norm) > head_dim, FORM=int(form),
         IS_PACKED=packed is not None, HAS_SCALES=query_scales is not None,
-        OTHER_HEADS=qkv.shape[1] // head_dim - num_heads - num_stored * num_kv_heads,
-        NORMS_VALUES=norms_values, NUM_STORED=num_stored, STRIPES=stripes,
-        **rope_constants(num_kv_heads, num_heads // num_kv_heads, head_dim),
+        ALL=qkv.shape[1], NORMS_VALUES=norms_values, NUM_STORED=num_stored, STRIPES=stripes,
+        **rope_constants(num_kv_heads, num_heads // num_kv_heads, head_dim, narrow_values),
     )  # fmt: skip
 
 
-def rope_constants(num_kv_heads: int, heads_per_kv: int, head_dim: int) -> dict[str, int]:
+def rope_constants(num_kv_heads: int, heads_per_kv: int, head_dim: int, narrow_values: int = 0) -> dict[str, int]:
     """Return constants and warps of `rope_store_heads`."""
     return {
         "NUM_KV_HEADS": num_kv_heads,
         "HEADS_PER_KV": heads_per_kv,
         "HEAD_DIM": head_dim,
+        "VALUE_DIM": narrow_values or head_dim,
         "TILE_HEADS": triton.next_power_of_2(heads_per_kv + 2),
         "WIDTH": triton.next_power_of_2(head_dim // 2),
-        "num_warps": 2 if head_dim <= WIDEST_FOR_TWO_WARPS else 8,
+        "num_warps": 2 if head_dim <= WIDEST_FOR_TWO_WARPS and not narrow_values else 8,
     }
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.lora_kernels import StackedAdapters, stacked_adapters
+from swiftbatch.worker.kernels.cuda.ple_kernels import LayerPLE, StackedPLE
 from swiftbatch.worker.kernels.cuda.repacked_weights import is_multiplied_packed, repacked
 from swiftbatch.worker.kernels.decoder_weights import (
     AdapterWeights,
@@ -246,9 +247,9 @@ class SharedDepths:
 class StackedLayer:
     """One layer; `query_key_value` and `gate_up` are stacked in this order, with gates of heads after values.
 
-    Without projections of values, values are keys before their norm and rotation. `heads`, `shared_norm` and
-    `layer_scale` are as in `LayerWeights`. In latent attention, `query_key_value` computes the queries or their latent
-    vector, and the latent vector to store.
+    Without projections of values, values are keys before their norm and rotation. `heads`, `shared_keys`, `shared_norm`
+    and `layer_scale` are as in `LayerWeights`. In latent attention, `query_key_value` computes the queries or their
+    latent vector, and the latent vector to store.
     """
 
     query_key_value: AnyLinear | None
@@ -259,7 +260,7 @@ class StackedLayer:
     output_norm: Tensor | None
     mlp_norm: Tensor | None
     down_norm: Tensor | None
-    qk_norms: tuple[Tensor, Tensor] | None  # for queries and for keys: [head_dim], or per head
+    qk_norms: tuple[Tensor, Tensor] | None  # for queries and for keys, if there are any: [head_dim], or per head
     joint_norms: Tensor | None  # for all queries of a row, then for all its keys
     is_nope: bool = False
     rotary: Rotary | None = None
@@ -270,9 +271,11 @@ class StackedLayer:
     latent: StackedMLA | None = None
     mixer: StackedRecurrentLayer | None = None
     heads: LayerHeads | None = None
-    has_values: bool = True
+    num_stored: int = 2  # projections of keys and values
+    shared_keys: int | None = None
     shared_norm: Tensor | None = None
     layer_scale: float | None = None
+    ple: LayerPLE | None = None
     shared: SharedDepths | None = None
     adapters: Mapping[str, StackedAdapters] = field(default_factory=dict)  # by the product that they add to
 
@@ -281,10 +284,15 @@ class StackedLayer:
         return None if self.query_key_value is None or self.output is None else (self.query_key_value, self.output)
 
     @property
+    def keeps_keys(self) -> bool:
+        return self.attention is not None and self.shared_keys is None
+
+    @property
     def products(self) -> list[AnyLinear]:
         """Return all projections except those of experts and those per head in latent attention."""
         within = [] if self.latent is None else self.latent.products
         within += [] if self.mixer is None else self.mixer.products
+        within += [] if self.ple is None else self.ple.products
         around_experts = () if self.experts is None else self.experts.latent or ()
         return [*(self.attention or ()), *within, *around_experts, *(self.dense_mlp or ())]
 
@@ -304,10 +312,12 @@ class StackedWeights:
     head: AnyLinear  # of tokens from `first_token` on
     rotary: Rotary
     first_token: int = 0
+    ple: StackedPLE | None = None
 
     @property
     def products(self) -> list[AnyLinear]:
-        return [*(product for layer in self.layers for product in layer.products), self.head]
+        of_all = [self.head] if self.ple is None else [self.ple.projection, self.head]
+        return [*(product for layer in self.layers for product in layer.products), *of_all]
 
     @property
     def product_bytes(self) -> int:
@@ -334,16 +344,16 @@ def stacked_weights(
     embedding = _moved(plain(weights.embedding), device)
     is_tied = isinstance(weights.embedding, Tensor) and weights.head.weight is weights.embedding
     head = Linear(embedding, weights.head.bias) if is_tied else weights.head
+    stacked_layers, projections = list[StackedLayer](), list[AnyLinear]()
+    for layer in weights.layers if layers is None else layers:
+        stacked_layers.append(stacked_layer(layer, device, weights.sizes.joins_heads))
+        projections += [] if layer.ple_projection is None else [layer.ple_projection]
+    ple = None
+    if weights.ple_table is not None:
+        ple = StackedPLE(_stacked(projections, device), _moved(plain(weights.ple_table), device))
+    final_norm = _moved(weights.final_norm, device)
     return StackedWeights(
-        weights.sizes,
-        embedding,
-        [
-            stacked_layer(layer, device, weights.sizes.joins_heads)
-            for layer in (weights.layers if layers is None else layers)
-        ],
-        _moved(weights.final_norm, device),
-        _stacked([head], device),
-        weights.rotary,
+        weights.sizes, embedding, stacked_layers, final_norm, _stacked([head], device), weights.rotary, ple=ple
     )
 
 
@@ -391,7 +401,7 @@ def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool =
         gate_up=_stacked(gate_up, device) if gate_up else None,
         down=None if layer.down is None else _stacked([layer.down], device),
         **moved,
-        qk_norms=(norms[0], norms[1]) if norms and not joins_heads else None,
+        qk_norms=(norms[0], norms[-1]) if norms and not joins_heads else None,
         joint_norms=torch.cat(norms) if joins_heads else None,
         is_nope=layer.is_nope,
         rotary=layer.rotary,
@@ -400,9 +410,18 @@ def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool =
         mixer=None if layer.mixer is None else stacked_recurrent_layer(layer.mixer, device),
         latent=latent,
         heads=layer.heads,
-        has_values=layer.value is not layer.key,
+        num_stored=len({id(each) for each in (layer.key, layer.value) if each is not None}),
+        shared_keys=layer.shared_keys,
         layer_scale=None if layer.layer_scale is None else float(layer.layer_scale),
+        ple=_layer_ple(layer, device),
     )
+
+
+def _layer_ple(layer: LayerWeights, device: torch.device) -> LayerPLE | None:
+    if layer.ple_gate is None or layer.ple_output is None or layer.ple_norm is None or layer.ple_output_norm is None:
+        return None
+    gate, output = (_stacked([each], device) for each in (layer.ple_gate, layer.ple_output))
+    return LayerPLE(gate, output, _moved(layer.ple_norm, device), _moved(layer.ple_output_norm, device))
 
 
 def _stacked(linears: Sequence[AnyLinear], device: torch.device) -> AnyLinear:

@@ -67,19 +67,19 @@ def split_at(place, splits_of_group, ends):
 @triton.jit
 def attend_block(
     query, key_ptr, value_ptr, places, bias, unseen, scale_log2, highest, total, acc_first, acc_second,
-    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HAS_BIAS: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP_LOG2: tl.constexpr,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr, HALF: tl.constexpr,
+    HAS_BIAS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP_LOG2: tl.constexpr,
 ):  # fmt: skip
     """Take one step of online softmax over keys and values at `places [keys, 1]`.
 
     With a window, a row does not see the first `unseen [rows]` keys.
     """
-    whole = tl.arange(0, 2 * HALF)
+    whole = tl.arange(0, WIDTH)
     first = tl.arange(0, HALF)
     second = HALF + first
-    padded: tl.constexpr = HEAD_DIM < 2 * HALF
+    padded: tl.constexpr = VALUE_DIM < 2 * HALF
     seen = bias > float("-inf")  # hidden entries may contain anything, also NaN
-    keys = load_codes(key_ptr + places, seen, whole, HEAD_DIM, HAS_BIAS or padded, query.dtype)
+    keys = load_codes(key_ptr + places, seen, whole, HEAD_DIM, HAS_BIAS or HEAD_DIM < WIDTH, query.dtype)
     factors = load_scales(key_ptr + places, seen, HEAD_DIM, HAS_BIAS) * scale_log2
     scores = dot(query, tl.trans(keys), tl.zeros([query.shape[0], keys.shape[0]], tl.float32)) * factors[None, :]
     scores = softcapped(scores, SOFTCAP_LOG2)
@@ -94,8 +94,8 @@ def attend_block(
     probabilities = tl.exp2(scores - known[:, None])
     decay = tl.exp2(highest - known)
     total = total * decay + tl.sum(probabilities, 1)
-    values_first = load_codes(value_ptr + places, seen, first, HEAD_DIM, HAS_BIAS, query.dtype)
-    values_second = load_codes(value_ptr + places, seen, second, HEAD_DIM, HAS_BIAS or padded, query.dtype)
+    values_first = load_codes(value_ptr + places, seen, first, VALUE_DIM, HAS_BIAS, query.dtype)
+    values_second = load_codes(value_ptr + places, seen, second, VALUE_DIM, HAS_BIAS or padded, query.dtype)
     probabilities *= load_scales(value_ptr + places, seen, HEAD_DIM, HAS_BIAS)[None, :]
     probabilities = rounded(probabilities, values_first.dtype).to(values_first.dtype)
     acc_first = dot(probabilities, values_first, acc_first * decay[:, None])
@@ -117,13 +117,13 @@ def places_of(block, slot, pages_ptr, stride_pages, BLOCK: tl.constexpr, PAGE: t
 @triton.jit
 def store_split(
     output_ptr, lse_ptr, row_head, is_real, highest, total, acc_first, acc_second,
-    HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
+    VALUE_DIM: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Store the normalised output and LSE of rows at the indices `row_head` of a split."""
     first = tl.arange(0, HALF)
-    output_ptr += row_head[:, None] * HEAD_DIM + first[None, :]
+    output_ptr += row_head[:, None] * VALUE_DIM + first[None, :]
     tl.store(output_ptr, acc_first / total[:, None], mask=is_real[:, None])
-    is_place = is_real[:, None] & (HALF + first < HEAD_DIM)[None, :]
+    is_place = is_real[:, None] & (HALF + first < VALUE_DIM)[None, :]
     tl.store(output_ptr + HALF, acc_second / total[:, None], mask=is_place)
     tl.store(lse_ptr + row_head, highest + tl.log2(total), mask=is_real)
 
@@ -132,8 +132,9 @@ def store_split(
 def attend_blocks(
     query, key_ptr, value_ptr, bias_ptr, pages_ptr, cache, slot, start, end, boundary, first_seen,
     scale_log2, stride_entry, stride_bias, stride_pages,
-    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HAS_BIAS: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP_LOG2: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr, HALF: tl.constexpr,
+    HAS_BIAS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP_LOG2: tl.constexpr, TILE_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Attend to blocks `start` to `end`; return highest score, total, and both halves of the sum."""
     highest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
@@ -150,7 +151,7 @@ def attend_blocks(
             bias = tl.load(bias_ptr + slot * stride_bias + entries, mask=entries < boundary, other=float("-inf"))
         highest, total, acc_first, acc_second = attend_block(
             query, key_ptr, value_ptr, places, bias, first_seen - block * BLOCK, scale_log2, highest, total,
-            acc_first, acc_second, HEAD_DIM, HALF, HAS_BIAS, WINDOW, SOFTCAP_LOG2,
+            acc_first, acc_second, HEAD_DIM, WIDTH, VALUE_DIM, HALF, HAS_BIAS, WINDOW, SOFTCAP_LOG2,
         )  # fmt: skip
     if WINDOW:
         total = tl.where(total > 0.0, total, 1.0)  # a row that sees nothing here gets LSE -inf and output 0
@@ -174,7 +175,8 @@ def prefix_split(
     num_groups, scale_log2, stride_slot, stride_head, stride_entry, stride_bias, stride_pages,
     NUM_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr,
     LEAST_BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    HALF: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP_LOG2: tl.constexpr, PAGE: tl.constexpr,
+    WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr, HALF: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP_LOG2: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Each program takes every n-th split and KV head: attends to the split's keys, and stores output and LSE."""
     splits_of_group = splits_of_groups(groups_ptr, num_groups, NUM_ROWS, LEAST_BLOCKS, WINDOW, BLOCK)
@@ -187,8 +189,8 @@ def prefix_split(
             query_ptr, key_ptr, value_ptr, bias_ptr, pages_ptr, output_ptr, lse_ptr, groups_ptr + group * 4,
             rows_ptr, split, item % NUM_KV_HEADS,
             scale_log2, stride_slot, stride_head, stride_entry, stride_bias, stride_pages,
-            NUM_ROWS, NUM_KV_HEADS, HEADS_PER_KV, HEAD_DIM, LEAST_BLOCKS, HAS_BIAS, TILE_ROWS, BLOCK, HALF, WINDOW,
-            SOFTCAP_LOG2, PAGE,
+            NUM_ROWS, NUM_KV_HEADS, HEADS_PER_KV, HEAD_DIM, LEAST_BLOCKS, HAS_BIAS, TILE_ROWS, BLOCK, WIDTH,
+            VALUE_DIM, HALF, WINDOW, SOFTCAP_LOG2, PAGE,
         )  # fmt: skip
 
 
@@ -198,7 +200,8 @@ def attend_split(
     scale_log2, stride_slot, stride_head, stride_entry, stride_bias, stride_pages,
     NUM_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr,
     LEAST_BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    HALF: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP_LOG2: tl.constexpr, PAGE: tl.constexpr,
+    WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr, HALF: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP_LOG2: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Attend with a group's rows to one split of their prefix."""
     slot = tl.load(group_ptr).to(tl.int64)
@@ -210,7 +213,7 @@ def attend_split(
     end = tl.minimum(start + split_blocks, end)
     num_heads: tl.constexpr = NUM_KV_HEADS * HEADS_PER_KV
     index, is_real, row_head = rows_of_group(first_row, num_rows, kv_head, num_heads, HEADS_PER_KV, TILE_ROWS)
-    columns = tl.arange(0, 2 * HALF)
+    columns = tl.arange(0, WIDTH)
     query = load_rows(query_ptr + row_head[:, None] * HEAD_DIM + columns[None, :], is_real, columns, HEAD_DIM, True)
     cache = slot * stride_slot + kv_head.to(tl.int64) * stride_head
     first_seen = index
@@ -220,10 +223,10 @@ def attend_split(
     highest, total, acc_first, acc_second = attend_blocks(
         query, key_ptr, value_ptr, bias_ptr, pages_ptr, cache, slot, start, end, boundary, first_seen,
         scale_log2, stride_entry, stride_bias, stride_pages,
-        HEAD_DIM, HALF, HAS_BIAS, WINDOW, SOFTCAP_LOG2, TILE_ROWS, BLOCK, PAGE,
+        HEAD_DIM, WIDTH, VALUE_DIM, HALF, HAS_BIAS, WINDOW, SOFTCAP_LOG2, TILE_ROWS, BLOCK, PAGE,
     )  # fmt: skip
     row_head += split * (NUM_ROWS * num_heads)
-    store_split(output_ptr, lse_ptr, row_head, is_real, highest, total, acc_first, acc_second, HEAD_DIM, HALF)
+    store_split(output_ptr, lse_ptr, row_head, is_real, highest, total, acc_first, acc_second, VALUE_DIM, HALF)
 
 
 # Attention to the tails of rows, and their merge with prefixes: the second of two launches.
@@ -233,8 +236,8 @@ MERGE_STAGES = tl.constexpr(4)  # splits are loaded ahead, since their copies wo
 
 
 @triton.jit
-def merge_split(output_ptr, lse_ptr, row_head, is_real, highest, total, acc, columns, HEAD_DIM: tl.constexpr):
-    part = load_rows(output_ptr + row_head[:, None] * HEAD_DIM + columns[None, :], is_real, columns, HEAD_DIM, True)
+def merge_split(output_ptr, lse_ptr, row_head, is_real, highest, total, acc, columns, VALUE_DIM: tl.constexpr):
+    part = load_rows(output_ptr + row_head[:, None] * VALUE_DIM + columns[None, :], is_real, columns, VALUE_DIM, True)
     lse = tl.load(lse_ptr + row_head, mask=is_real, other=0.0)
     return merge_part(part, lse, highest, total, acc)
 
@@ -250,10 +253,14 @@ def merge_part(part, lse, highest, total, acc):
 
 @triton.jit
 def attend_tail(
-    query, key_ptr, value_ptr, tail_slots_ptr, tail_length, columns, scale_log2, stride_entry,
-    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr = 0, SOFTCAP_LOG2: tl.constexpr = 0.0,
+    query, key_ptr, value_ptr, tail_slots_ptr, tail_length, columns, of_values, scale_log2, stride_entry,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr = 0,
+    SOFTCAP_LOG2: tl.constexpr = 0.0,
 ):  # fmt: skip
-    """Attend to the tail with a row's heads; return highest scores, totals, and unnormalised values."""
+    """Attend to the tail with a row's heads; return highest scores, totals, and unnormalised values.
+
+    Keys have `columns`, values the columns `of_values`.
+    """
     n = tl.arange(0, BLOCK)
     seen = n < tail_length  # masks values too: 0 times the NaN of an unused entry is NaN
     if WINDOW:
@@ -266,10 +273,10 @@ def attend_tail(
     highest = tl.max(scores, 1)
     probabilities = tl.exp2(scores - highest[:, None])
     total = tl.sum(probabilities, 1)
-    values = load_codes(value_ptr + places, seen, columns, HEAD_DIM, True, query.dtype)
+    values = load_codes(value_ptr + places, seen, of_values, VALUE_DIM, True, query.dtype)
     probabilities *= load_scales(value_ptr + places, seen, HEAD_DIM, True)[None, :]
     probabilities = rounded(probabilities, values.dtype).to(values.dtype)
-    return highest, total, dot(probabilities, values, tl.zeros([query.shape[0], columns.shape[0]], tl.float32))
+    return highest, total, dot(probabilities, values, tl.zeros([query.shape[0], values.shape[1]], tl.float32))
 
 
 @triton.jit
@@ -278,7 +285,8 @@ def tail_merge(
     scale_log2, stride_slot, stride_head, stride_entry,
     NUM_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr,
     LEAST_BLOCKS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP_LOG2: tl.constexpr, HAS_SINKS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP_LOG2: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Program (row, KV head): merges the row's tail, a sink, then the splits of its prefix in order."""
     row = tl.program_id(0)
@@ -293,13 +301,12 @@ def tail_merge(
     index = tl.arange(0, TILE_ROWS)
     is_real = index < HEADS_PER_KV
     row_head = row * num_heads + kv_head * HEADS_PER_KV + index
-    columns = tl.arange(0, WIDTH)
-    offsets = row_head[:, None] * HEAD_DIM + columns[None, :]
-    query = load_rows(query_ptr + offsets, is_real, columns, HEAD_DIM, True)
+    columns, of_values = tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
+    query = load_rows(query_ptr + row_head[:, None] * HEAD_DIM + columns[None, :], is_real, columns, HEAD_DIM, True)
     cache = slot * stride_slot + kv_head.to(tl.int64) * stride_head
     highest, total, acc = attend_tail(
-        query, key_ptr + cache, value_ptr + cache, tail_slots_ptr + row * BLOCK, tail_length, columns, scale_log2,
-        stride_entry, HEAD_DIM, BLOCK, WINDOW, SOFTCAP_LOG2,
+        query, key_ptr + cache, value_ptr + cache, tail_slots_ptr + row * BLOCK, tail_length, columns, of_values,
+        scale_log2, stride_entry, HEAD_DIM, VALUE_DIM, BLOCK, WINDOW, SOFTCAP_LOG2,
     )  # fmt: skip
     if HAS_SINKS:
         sinks = tl.load(sinks_ptr + kv_head * HEADS_PER_KV + index, mask=is_real, other=0.0) * LOG2_E
@@ -310,9 +317,12 @@ def tail_merge(
     first_block, end, split_blocks = blocks_of(boundary, LEAST_BLOCKS, WINDOW, BLOCK)
     for split in tl.range(0, tl.cdiv(end - first_block, split_blocks), num_stages=MERGE_STAGES):
         place = split * (NUM_ROWS * num_heads) + row_head
-        highest, total, acc = merge_split(output_ptr, lse_ptr, place, is_real, highest, total, acc, columns, HEAD_DIM)
-    is_place = is_real[:, None] & (columns < HEAD_DIM)[None, :]
-    tl.store(mixed_ptr + offsets, rounded(acc / total[:, None], mixed_ptr.dtype.element_ty), mask=is_place)
+        highest, total, acc = merge_split(
+            output_ptr, lse_ptr, place, is_real, highest, total, acc, of_values, VALUE_DIM
+        )  # fmt: skip
+    is_place = is_real[:, None] & (of_values < VALUE_DIM)[None, :]
+    mixed_ptr += row_head[:, None] * VALUE_DIM + of_values[None, :]
+    tl.store(mixed_ptr, rounded(acc / total[:, None], mixed_ptr.dtype.element_ty), mask=is_place)
 
 
 # Attention of draft-tree rows over long caches: two launches per layer for all sequences, with exact rows.
@@ -329,18 +339,18 @@ WIDEST_FOR_FOUR_WARPS = 128  # accumulators of wider heads need more registers
 class Scratch:
     """Partial results of prefixes, in buffers that all layers share because layers run in turn."""
 
-    output: Tensor  # [most_splits, num_rows, num_heads, head_dim] float32
+    output: Tensor  # [most_splits, num_rows, num_heads, value_dim] float32
     lse: Tensor  # [most_splits, num_rows, num_heads] float32, base 2
 
     @classmethod
-    def empty(cls, num_splits: int, num_heads: int, head_dim: int, device: torch.device, num_rows: int) -> Scratch:
+    def empty(cls, num_splits: int, num_heads: int, value_dim: int, device: torch.device, num_rows: int) -> Scratch:
         size = (num_splits, num_rows, num_heads)
-        return cls(torch.empty(*size, head_dim, device=device), torch.empty(size, device=device))
+        return cls(torch.empty(*size, value_dim, device=device), torch.empty(size, device=device))
 
-    def narrowed(self, num_rows: int, head_dim: int | None = None) -> Scratch:
+    def narrowed(self, num_rows: int, value_dim: int | None = None) -> Scratch:
         """Return results of fewer rows, or of narrower heads, in the same memory."""
         shape = (len(self.lse), num_rows, self.lse.shape[2])
-        output = (*shape, self.output.shape[3] if head_dim is None else head_dim)
+        output = (*shape, self.output.shape[3] if value_dim is None else value_dim)
         return Scratch(first_of(self.output, *output), first_of(self.lse, *shape))
 
 
@@ -364,12 +374,17 @@ class AttentionShape:
     head_dim: int
     dtype: torch.dtype
     num_rows: int = NUM_ROWS
+    narrow_values: int = 0  # width of a head's values; 0: that of its keys
     num_stages: int = 0  # of the loop over a prefix; 0: as shared memory allows; no bit depends on it
 
     def __post_init__(self) -> None:
         """Raise ValueError for more query heads per KV head than `tail_merge` supports."""
         if self.heads_per_kv > TAIL_TILE_ROWS:
             raise ValueError(f"found {self.heads_per_kv} query heads a KV head, expected at most {TAIL_TILE_ROWS}")
+
+    @property
+    def value_dim(self) -> int:
+        return self.narrow_values or self.head_dim
 
     @property
     def tile_rows(self) -> int:
@@ -386,12 +401,12 @@ class AttentionShape:
 
     def prefix_constants(self, view: AttentionView = SEES_ALL) -> dict[str, Any]:
         """Return constants, warps and stages of `prefix_split`."""
-        bf16_warps = 4 if self.head_dim <= WIDEST_FOR_FOUR_WARPS else 8
+        bf16_warps = 4 if self.value_dim <= WIDEST_FOR_FOUR_WARPS else 8
         return {
             **self._sizes(),
             **_seen(view),
             "TILE_ROWS": self.tile_rows,
-            "HALF": triton.next_power_of_2(self.head_dim) // 2,
+            "HALF": triton.next_power_of_2(self.value_dim) // 2,
             "num_warps": bf16_warps if self.dtype == torch.bfloat16 else 16,
             "num_stages": self.num_stages or (3 if self.head_dim <= WIDEST_FOR_THREE_STAGES else 2),
         }
@@ -403,7 +418,7 @@ class AttentionShape:
             **_seen(view),
             "HAS_SINKS": view.sinks is not None,
             "TILE_ROWS": TAIL_TILE_ROWS,
-            "WIDTH": triton.next_power_of_2(self.head_dim),
+            "VALUE_WIDTH": triton.next_power_of_2(self.value_dim),
             "num_warps": 4 if self.dtype == torch.bfloat16 else 8,
             "num_stages": 1,
         }
@@ -414,6 +429,8 @@ class AttentionShape:
             "NUM_KV_HEADS": self.num_kv_heads,
             "HEADS_PER_KV": self.heads_per_kv,
             "HEAD_DIM": self.head_dim,
+            "WIDTH": triton.next_power_of_2(self.head_dim),
+            "VALUE_DIM": self.value_dim,
             "LEAST_BLOCKS": HEAD_BLOCKS,
             "BLOCK": BLOCK,
         }
@@ -453,7 +470,7 @@ def attend(
     kept: KeptLayer,
     table: CudaRowTable[Tensor],
     scratch: Scratch,
-    mixed: Tensor,  # as query
+    mixed: Tensor,  # whose first numbers become [num_rows, num_heads, value_dim]
     scale: float,
 ) -> None:
     """Attend with each row's heads to the entries that the row sees.

@@ -195,6 +195,10 @@ class WideShape:
         if self.heads_per_kv > TAIL_TILE_ROWS:
             raise ValueError(f"found {self.heads_per_kv} query heads a KV head, expected at most {TAIL_TILE_ROWS}")
 
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
+
     def prefix_constants(self, kept: torch.dtype) -> dict[str, Any]:
         """Return constants, warps and stages of `wide_prefix_split` for caches of a dtype.
 

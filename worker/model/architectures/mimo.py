@@ -78,5 +78,5 @@ MIMO_V2_FLASH = ArchitectureSpec(
     defaults={"routed_scaling_factor": 1.0},
     rules={"layernorm_epsilon": POSITIVE, "sliding_window_size": SIZE},
     view=as_its_class_reads,
-    on_cpu_alone="values narrower than keys, and sinks in windows alone",
+    kernels_alone="values narrower than keys, and sinks in windows alone",
 )

@@ -168,14 +168,8 @@ class ArchitectureSpec:
     lacks_class: bool = False  # `transformers` does not know it: `nas_model` has its class, which takes the text view
     kernels_lack: str | None = None  # why our kernels cannot run it beyond its attention; None if they can
     kernels_alone: str | None = None  # what only our kernels have of it; None if `transformers` has all
-    on_cpu_alone: str | None = None  # the same, but of our kernels those for CPUs alone
     is_taken_over: bool = False  # the kernels may run it after `transformers` has filled in the config's missing values
     attends_in_chunks: bool = False
-
-    @property
-    def needs_kernels(self) -> str | None:
-        """Return why `transformers` does not run it, or None if it does."""
-        return self.kernels_alone or self.on_cpu_alone
 
     @property
     def linears(self) -> dict[str, str]:

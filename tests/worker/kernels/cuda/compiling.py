@@ -85,6 +85,8 @@ def type_of(name: str, argument: str, dtype: str) -> str:
         return "*i64"
     if argument == "codes_ptr":
         return "*i16"
+    if argument == "table_ptr":
+        return "*bf16"
     if "parts" in name and argument in ("out_ptr", "delta_ptr"):
         return "*fp32"
     if name.startswith("states: "):

@@ -26,6 +26,7 @@ from swiftbatch.worker.kernels.cuda import tree_attention as tail_attention
 from swiftbatch.worker.kernels.cuda.attention_backends import packed_constants, tail_merge_packed
 from swiftbatch.worker.kernels.cuda.cuda_recurrence import MOVE_WARPS, MOVED_WORDS, move_step_words
 from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import finish_constants, finish_group
+from swiftbatch.worker.kernels.cuda.ple_kernels import embedding_constants, gate_embedding_row
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape
 from swiftbatch.worker.kernels.cuda.wide_attention import WideShape, wide_prefix_split, wide_tail_merge
 from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES, IndexerSizes, MLASizes
@@ -93,6 +94,7 @@ def kernels(dtype: str) -> dict[str, Made]:
         | latent_kernels(dtype)
         | wide_kernels(dtype)
         | striped_kernels(dtype)
+        | narrow_kernels(dtype)
     )
 
 
@@ -202,22 +204,50 @@ def coded_kernels(dtype: str) -> dict[str, Made]:
 
 
 def striped_kernels(dtype: str) -> dict[str, Made]:
-    """Return kernels of Gemma 4 31B's layers without a window."""
+    """Return kernels of Gemma 4 31B's layers without a window, and of the embeddings and shared keys of E2B."""
     shape = WideShape(4, 8, 512, DTYPES[dtype])
     rope = layers.rope_constants(4, 8, 512) | {"FORM": int(NormForm.ONCE), "HAS_NORM": True, "NORMS_VALUES": True}
-    rope |= {"NORMS_TURNED": False, "NORMS_DIFFER": False, "OTHER_HEADS": 0, "NUM_STORED": 1, "STRIPES": 2}
+    rope |= {"NORMS_TURNED": False, "NORMS_DIFFER": False, "ALL": (32 + 4) * 512, "NUM_STORED": 1, "STRIPES": 2}
     rope |= without({}, "IS_PACKED", "packed_ptr") | without({}, "HAS_SCALES", "query_scales_ptr")
+    queries, own = {"NUM_STORED": 0, "ALL": 8 * 512}, dict[str, Any](embedding_constants(35 * 256, 256, 1536))
+    own |= {"SCALE": 16.0, "FORM": int(NormForm.ONCE), "ACTIVATION": int(Activation.GELU_TANH), "curve_ptr": None}
     found: dict[str, Made] = {
         "striped prefix": (wide_prefix_split, shape.prefix_constants(shape.dtype) | PAGES),
         "striped tail": (wide_tail_merge, shape.tail_constants()),
         "striped tail in e4m3": (wide_tail_merge, shape.tail_constants()),
         "rope of striped heads": (layers.rope_store_heads, rope),
         "rope of striped heads in int8": (layers.rope_store_heads, rope),
+        "rope of queries alone": (layers.rope_store_heads, rope | layers.rope_constants(1, 8, 512) | queries),
+        "embedding of a layer": (gate_embedding_row, own),
     }
     if dtype == "bf16":  # in float32, decoded keys do not fit into registers
         coded = shape.prefix_constants(torch.int8) | PAGES
         found |= {f"striped prefix in {code}": (wide_prefix_split, coded) for code in KEPT}
     return found
+
+
+def narrow_kernels(dtype: str) -> dict[str, Made]:
+    """Return kernels of MiMo-V2-Flash, whose layers with windows have twice the key heads of others."""
+    of_all, of_windows = (AttentionShape(count, 64 // count, 192, DTYPES[dtype], narrow_values=128) for count in (4, 8))
+    view = AttentionView(128, sinks=torch.empty(64))
+    rope = layers.rope_constants(4, 16, 192, 128) | {"FORM": 0, "NORMS_VALUES": False, "NUM_STORED": 2, "STRIPES": 1}
+    rope |= {"NORMS_TURNED": False, "NORMS_DIFFER": False, "ALL": 64 * 192 + 4 * (192 + 128)}
+    rope |= without({}, "IS_PACKED", "packed_ptr") | without({}, "HAS_SCALES", "query_scales_ptr")
+    of_prefixes = {
+        "narrow prefix": of_all.prefix_constants(),
+        "narrow prefix with a window": of_windows.prefix_constants(view),
+    }
+    found: dict[str, Made] = {
+        name: (tree_attention.prefix_split, without(each, "HAS_BIAS", "bias_ptr") | PAGES)
+        for name, each in of_prefixes.items()
+    }
+    found["narrow tail"] = tail_attention.tail_merge, without(of_all.tail_constants(), "HAS_SINKS", "sinks_ptr")
+    found["narrow tail with a window"] = tail_attention.tail_merge, of_windows.tail_constants(view)
+    rope = without(rope, "HAS_NORM", "query_norm_ptr", "key_norm_ptr")
+    found["rope of narrow values"] = layers.rope_store_heads, rope
+    coded = ["narrow tail", "rope of narrow values"]
+    coded += ["narrow prefix"] if dtype == "bf16" else []  # in float32, decoded keys do not fit into registers
+    return found | {f"{name} in {code}": found[name] for name in coded for code in KEPT}
 
 
 def wide_kernels(dtype: str) -> dict[str, Made]:
@@ -244,7 +274,7 @@ def kernels_besides_attention() -> dict[str, Made]:
         "FORM": 0,
         "NORMS_TURNED": False,
         "NORMS_DIFFER": False,
-        "OTHER_HEADS": 0,
+        "ALL": (HEADS + 2 * KV_HEADS) * HEAD_DIM,
         "NORMS_VALUES": False,
         "NUM_STORED": 2,
         "STRIPES": 1,

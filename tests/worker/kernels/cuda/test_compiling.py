@@ -19,6 +19,7 @@ from tests.worker.kernels.cuda.kernel_constants import (
     kernels,
     kernels_besides_attention,
     latent_kernels,
+    narrow_kernels,
     state_kernels,
     striped_kernels,
     wide_kernels,
@@ -79,6 +80,8 @@ IN_OTHER_FORMS = (  # their own form is compiled daily
     "norm, add and norm",
     *("latent prefix of many heads", "latent prefix with biases"),
     *("striped prefix in e4m3", "striped tail in e4m3", "rope of striped heads", "norm, add, scale and norm"),
+    "rope of queries alone",
+    *(name for name in narrow_kernels("bf16") if "window" not in name),
     "choice of Gemma 4",
     *("kept latents beside index keys", "index scores of GLM 5"),
     *("prefix", "sort of choices among 512 experts", "rope, packed", "rope with scales", "norm with biases"),
@@ -175,6 +178,20 @@ def test_attention_of_wide_heads_spills_nothing_and_fits_into_shared_memory(
     if dtype == "bf16":
         for report in (each for each in reports if each["kernel"] == "striped prefix"):
             assert report["ops"]["cp.async"] > 16, report
+            assert report["ops"]["wgmma.mma_async" if report["capability"] == 90 else "mma.sync"], report
+
+
+@KINDS
+def test_attention_of_narrow_values_spills_nothing_and_fits_into_shared_memory(
+    compiled: Callable[..., list[Report]], dtype: str, capabilities: tuple[int, ...]
+) -> None:
+    names = narrow_kernels(dtype)
+    reports = compiled(dtype, capabilities, *names)
+    assert len(reports) == len(asked_for(capabilities, names)) * len(capabilities)
+    assert all(fits(report) or (dtype == "fp32" and "tail" in report["kernel"]) for report in reports), reports
+    if dtype == "bf16":
+        for report in (each for each in reports if each["kernel"].startswith("narrow prefix")):
+            assert report["layouts"] == [[4, 1]], report
             assert report["ops"]["wgmma.mma_async" if report["capability"] == 90 else "mma.sync"], report
 
 
@@ -320,7 +337,7 @@ def test_every_kernel_that_is_launched_is_among_them() -> None:
     assert launched == {kernel.__name__ for kernel, _ in kernels("bf16").values()}
     others = {*kernels_besides_attention(), *linear_kernels("bf16"), *packed_kernels(), *expert_kernels("bf16")}
     others |= {*coded_kernels("bf16"), *wide_kernels("bf16"), *latent_kernels("bf16"), *state_kernels("bf16")}
-    others |= {*striped_kernels("bf16")}
+    others |= {*striped_kernels("bf16"), *narrow_kernels("bf16")}
     assert set(kernels("bf16")) == {*ATTENTION, *WIDE, *others}
     of_every_day = {kernel.__name__ for name, (kernel, _) in kernels("bf16").items() if name not in IN_OTHER_FORMS}
     assert launched == of_every_day

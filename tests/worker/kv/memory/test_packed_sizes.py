@@ -27,12 +27,16 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 def plain_tensors(weights: StackedWeights) -> Iterator[torch.Tensor]:
     yield from (weights.embedding, weights.final_norm)
+    if weights.ple is not None:
+        yield weights.ple.table
     for layer in weights.layers:
         found = (layer.input_norm, layer.mlp_norm, layer.output_norm, layer.down_norm, layer.shared_norm, layer.sinks)
         found = (*found, *(layer.qk_norms or ()))
         if (experts := layer.experts) is not None:
             found = (*found, experts.router, experts.router_bias, experts.choice_bias, experts.router_scale)
             found = (*found, experts.choice_scales, experts.front_norm, experts.behind_norm)
+        if layer.ple is not None:
+            found = (*found, layer.ple.norm, layer.ple.output_norm)
         if (latent := layer.latent) is not None:
             found = (*found, latent.query_norm, latent.key_norm, latent.key_up, latent.value_up)
             found = (*found, *(() if latent.indexer is None else (latent.indexer.norm,)))
