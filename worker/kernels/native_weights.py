@@ -119,7 +119,7 @@ def _is_exact_in_kernels(matrix: PackedMatrix) -> bool:
 
 ROUTER, CHOICE_BIAS, SHARED_GATE = range(3)  # `expert_role` of source/api.h
 EXPERT_ROLES = {"gate": 3, "up": 4, "down": 5}
-LATENT_IN, LATENT_OUT, ROUTER_SCALE, CHOICE_SCALES, FRONT_NORM, BEHIND_NORM = range(6, 12)
+LATENT_IN, LATENT_OUT, ROUTER_SCALE, CHOICE_SCALES, FRONT_NORM, BEHIND_NORM, CHOICES = range(6, 13)
 
 
 class CExpertSizes(ctypes.Structure):
@@ -151,7 +151,7 @@ def load_experts(
     load = functools.partial(library.decoder_load_expert, handle, layer)
     alone = {ROUTER: experts.router, CHOICE_BIAS: experts.choice_bias, SHARED_GATE: experts.shared_gate}
     alone |= {ROUTER_SCALE: experts.router_scale, CHOICE_SCALES: experts.choice_scales}
-    alone |= {FRONT_NORM: experts.front_norm, BEHIND_NORM: experts.behind_norm}
+    alone |= {FRONT_NORM: experts.front_norm, BEHIND_NORM: experts.behind_norm, CHOICES: experts.choices}
     for role, weight in alone.items():
         if isinstance(weight, Linear):
             load_weight(functools.partial(load, role, 0), weight.weight, weight.bias)

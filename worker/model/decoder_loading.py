@@ -11,7 +11,14 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from swiftbatch.jobs.start_times import timed
-from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, DecoderWeights, ExpertWeights, LayerWeights
+from swiftbatch.worker.kernels.decoder_weights import (
+    DecoderSizes,
+    DecoderWeights,
+    ExpertWeights,
+    LayerWeights,
+    PoolWeights,
+    StreamWeights,
+)
 from swiftbatch.worker.kernels.layer_specs import RecurrentForm, RecurrentWeights
 from swiftbatch.worker.kernels.quantized_weights import (
     AnyLinear,
@@ -23,9 +30,19 @@ from swiftbatch.worker.kernels.quantized_weights import (
     plain,
 )
 from swiftbatch.worker.model.architectures.attention_layers import INDEX_LINEARS, INDEX_NORM, UP, MLAConfig
+from swiftbatch.worker.model.architectures.deepseek_v4 import INDEX_NAMES, POOL_NAMES, CompressedConfig
 from swiftbatch.worker.model.architectures.moe_layers import ROLES, SHARED_NORM, FusedNames, MoEConfig
 from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentConfig
-from swiftbatch.worker.model.architectures.spec import ATTENTION, PLE_LINEARS, PLE_OF_ALL, PLE_OUTPUT_NORM, PLE_TABLE
+from swiftbatch.worker.model.architectures.spec import (
+    ATTENTION,
+    PLE_LINEARS,
+    PLE_OF_ALL,
+    PLE_OUTPUT_NORM,
+    PLE_TABLE,
+    STREAM_PARTS,
+    STREAMS,
+    STREAMS_OF_HEAD,
+)
 from swiftbatch.worker.model.decoder_config import (
     DecoderConfig,
     OtherDecoderError,
@@ -45,7 +62,8 @@ def expert_weights(tensors: Tensors, prefix: str, config: MoEConfig, dtype: torc
     names, is_fused = config.names, config.is_fused(set(tensors), prefix)
     gates, ups, downs = (_fused if is_fused else _one_by_one)(tensors, prefix, config)
     shared_gate = None if not config.shared_width else _floats(tensors, prefix, names.shared_gate)
-    choice_bias = _floats(tensors, prefix, names.choice_bias)
+    has_table = names.choices is not None and prefix + names.choices in tensors
+    choice_bias = None if has_table else _floats(tensors, prefix, names.choice_bias)
     found = ExpertWeights(
         config.routing,
         _router(tensors, prefix, config, dtype),
@@ -57,12 +75,20 @@ def expert_weights(tensors: Tensors, prefix: str, config: MoEConfig, dtype: torc
         gate_limit=config.gate_limit,
         gate_slope=config.gate_slope,
         latent=_latent(tensors, prefix, config),
+        choices=_choices(plain(tensors[f"{prefix}{names.choices}"]), config) if has_table else None,
         **{role: _floats(tensors, prefix, name) for role, name in names.scales.items()},
         **{role: plain(tensors[f"{prefix}{norm}.weight"]) for role, norm in names.norms.items() if role != SHARED_NORM},
     )
     if (widths := (found.intermediate, found.latent_width)) != (expected := (config.width, config.latent_width)):
         raise ValueError(f"found experts of widths {widths}, expected {expected}")
     return found
+
+
+def _choices(table: Tensor, config: MoEConfig) -> Tensor:
+    """Return a table of each token's experts. Raises ValueError for experts that do not exist."""
+    if table.dtype.is_floating_point or not 0 <= int(table.min()) <= int(table.max()) < config.routing.num_experts:
+        raise ValueError(f"found a table of experts of {table.dtype}, expected numbers below {config.routing.num_experts}")
+    return table.to(torch.int32)
 
 
 def _latent(tensors: Tensors, prefix: str, config: MoEConfig) -> tuple[AnyLinear, AnyLinear] | None:
@@ -209,6 +235,39 @@ def latent_linears(linears: Mapping[str, AnyLinear], latent: MLAConfig) -> dict[
     }
 
 
+def compressed_weights(
+    tensors: Tensors, prefix: str, number: int, linears: Mapping[str, AnyLinear], compressed: CompressedConfig
+) -> dict[str, Any]:
+    """Arrange a layer's compressed attention for the kernels. Raises ValueError for tensors of unexpected sizes."""
+    width, indexer = compressed.sizes.rank, compressed.sizes.indexer
+    assert indexer is not None
+    of_head, of_index = compressed.order(width), compressed.order(indexer.dim)
+    found: dict[str, Any] = {**linears, "pools": compressed.pools.get(number), "window": compressed.window}
+    found |= {role: _of_heads(linears[role], of_head, width) for role in ("query", "key")}
+    for role, part in compressed.prefixes(number).items():
+        found[role] = _pool(tensors, prefix + part, of_head if role == "pool" else of_index)
+    if "index_pool" in found:
+        query, weight = (linear_from(tensors[prefix + name]) for name in INDEX_NAMES.values())
+        found |= {"index_query": _of_heads(query, of_index, indexer.dim), "index_weight": weight}
+    return found
+
+
+def _pool(tensors: Tensors, prefix: str, order: list[int]) -> PoolWeights:
+    stored = {role: tensors[prefix + name] for role, name in POOL_NAMES.items()}
+    for role, each in stored.items():  # those of an indexer only choose keys, so logits would stay finite
+        if not plain(each).isfinite().all():
+            raise ValueError(f"found numbers in {prefix}{POOL_NAMES[role]} that are not finite")
+    key, gate = (_of_heads(linear_from(stored[role]), order, len(order)) for role in ("key", "gate"))
+    bias, norm = plain(stored["bias"]).float(), plain(stored["norm"])
+    if bias.shape[-1] % len(order) or norm.shape != (len(order),):
+        raise ValueError(f"found {prefix} of widths {list(bias.shape)} and {list(norm.shape)}, expected {len(order)}")
+    return PoolWeights(key, gate, bias.unflatten(-1, (-1, len(order)))[..., order].flatten(-2), norm[order])
+
+
+def _streams(tensors: Tensors, prefix: str) -> StreamWeights:
+    return StreamWeights(*(plain(tensors[prefix + part]).float() for part in STREAM_PARTS.values()))
+
+
 def indexer_weights(tensors: Mapping[str, Weight], prefix: str, latent: MLAConfig) -> dict[str, Any]:
     """Arrange a layer's indexer for the kernels. Raises ValueError for tensors of unexpected sizes or damaged ones."""
     assert latent.sizes.indexer is not None
@@ -231,7 +290,7 @@ def indexer_weights(tensors: Mapping[str, Weight], prefix: str, latent: MLAConfi
 CPU = torch.device("cpu")
 SCALES_WITHIN = (  # a layer
     *("attention_in_scale", "key_scale", "value_scale", "attention_out_scale"),
-    *("gate_scale", "down_scale"),
+    *("gate_scale", "down_scale", "gate_limit"),
 )
 
 
@@ -267,9 +326,9 @@ def decoder_of(tensors: Mapping[str, Weight], dense: DecoderConfig, dtype: torch
     head = linear_from(tensors[EMBEDDING if dense.is_tied else HEAD], head_bias)
     final_norm = _norm(tensors, dense.form.final_norm, dense)
     table = _ple_table(tensors[PLE_TABLE], dtype) if dense.ple_dim else None
-    return DecoderWeights(
-        _sizes(dense, dtype, table), tensors[EMBEDDING], layers, final_norm, head, dense.rotary, table
-    )
+    streams = None if dense.streams is None else _streams(tensors, STREAMS_OF_HEAD)
+    sizes = _sizes(dense, dtype, table)
+    return DecoderWeights(sizes, tensors[EMBEDDING], layers, final_norm, head, dense.rotary, table, streams)
 
 
 def layer_alone(
@@ -310,6 +369,7 @@ def _sizes(dense: DecoderConfig, dtype: torch.dtype, ple_table: Weight | None = 
         logit_softcap=dense.caps.get("logits", 0.0),
         latent=None if dense.latent is None else dense.latent.sizes,
         value_dim=dense.value_dim,
+        streams=dense.streams,
         **({} if ple_table is None else _ple_sizes(dense, dtype, ple_table)),
         **scales,
     )
@@ -344,11 +404,17 @@ def stored_names(files: ModelFiles, config: dict[str, Any]) -> set[str]:
 def _floats_of(dense: DecoderConfig) -> frozenset[str]:
     """Return the tensors that stay as they are stored, whatever the model's dtype."""
     table = frozenset({PLE_TABLE} if dense.ple_dim else ())  # large, so no wider than it is stored
+    layers = range(dense.num_layers)
+    if dense.streams is not None:
+        table |= {f"{STREAMS_OF_HEAD}{part}" for part in STREAM_PARTS.values()}
+        prefixes = [f"model.layers.{number}.{part}" for number in layers for part in STREAMS.values()]
+        table |= {f"{prefix}{part}" for prefix in prefixes for part in STREAM_PARTS.values()}
+    if isinstance(dense.latent, CompressedConfig):
+        table |= {f"model.layers.{number}.{name}" for number in layers for name in dense.latent.floats(number)}
     if dense.experts is None:
         return table
     experts = dense.experts.names
-    names = (experts.router, experts.router_bias, experts.choice_bias, dense.form.sinks)
-    layers = range(dense.num_layers)
+    names = (experts.router, experts.router_bias, experts.choice_bias, experts.choices, dense.form.sinks)
     return table | {f"model.layers.{number}.{name}" for number in layers for name in names if name is not None}
 
 
@@ -360,15 +426,22 @@ def _layer(tensors: Mapping[str, Weight], number: int, dense: DecoderConfig, dty
     if dense.keys_are_values and number in dense.own_layers:
         linears["value"] = linears["key"]
     norms: dict[str, Any] = {role: _norm(tensors, prefix + part, dense) for role, part in dense.norms(number).items()}
-    if number in dense.attending:
-        norms |= {role: _qk_norm(tensors, prefix + part, dense) for role, part in dense.head_norms(number).items()}
-        linears = (
-            latent_linears(linears, dense.latent) if dense.latent is not None else linears | _heads(linears, dense)
-        )
-    if dense.latent is not None and number in dense.latent.indexed_layers:
-        linears |= indexer_weights(tensors, prefix, dense.latent)
     view: dict[str, Any] = {"is_nope": number in dense.nope_layers, "window": dense.windows[number]}
     view |= {"heads": dense.heads(number), "shared_keys": dense.shared_keys.get(number)}
+    if number in dense.attending:
+        norms |= {role: _qk_norm(tensors, prefix + part, dense) for role, part in dense.head_norms(number).items()}
+        if isinstance(dense.latent, CompressedConfig):
+            found = compressed_weights(tensors, prefix, number, linears, dense.latent)
+            linears, view = {}, view | found
+            norms["key_norm"] = norms["key_norm"][dense.latent.order(dense.head_dim)]
+        elif dense.latent is not None:
+            linears = latent_linears(linears, dense.latent)
+        else:
+            linears |= _heads(linears, dense)
+    if dense.latent is not None and number in dense.latent.indexed_layers:
+        linears |= indexer_weights(tensors, prefix, dense.latent)
+    if dense.streams is not None:
+        view |= {name: _streams(tensors, prefix + part) for name, part in STREAMS.items()}
     if dense.ple_dim:
         view |= _ple(tensors, number, dense)
     view["rotary"] = dense.other_rotary if number in dense.other_layers else None
@@ -384,7 +457,7 @@ def _layer(tensors: Mapping[str, Weight], number: int, dense: DecoderConfig, dty
     if dense.mixer is not None and number in dense.mixer.layers:
         view["mixer"] = recurrent_weights(tensors, prefix, dense.mixer, dtype)
     absent: dict[str, Any] = dict.fromkeys((*ATTENTION, *ROLES))
-    return LayerWeights(**absent | linears, **norms, **view)
+    return LayerWeights(**absent | linears | norms | view)
 
 
 def _heads(linears: Mapping[str, AnyLinear], dense: DecoderConfig) -> dict[str, AnyLinear]:

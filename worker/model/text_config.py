@@ -64,6 +64,7 @@ def text_name(name: str, config: Config) -> str | None:
         if name.startswith(form.own_decoder):
             name = "model." + name.removeprefix(form.own_decoder)
         name = EMBEDDING if name == form.own_embedding else name
+        name = name if form.name_in_class is None else form.name_in_class(name)
     if number := LAYER.match(name):
         num_layers = config.get("num_hidden_layers") or 0
         num_predictors = config.get("num_nextn_predict_layers") or 0
