@@ -85,6 +85,8 @@ def _is_of_shared_keys(name: str, number: int, config: Config) -> bool:
 def class_name(name: str, config: Config) -> str:
     """Return a text model's tensor name as the architecture's class in transformers has it."""
     form = architecture_of(config)
+    if form is not None and form.name_in_class is not None:
+        return name.removeprefix("model.")
     return form.own_embedding if name == EMBEDDING and form is not None and form.own_embedding else name
 
 
