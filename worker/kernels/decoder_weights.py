@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from swiftbatch.worker.kernels.compressed_weights import PoolWeights, StreamWeights, check_pools, pool_shapes
 from swiftbatch.worker.kernels.kernel_sizes import (
     COUNTS,
     LANES,
-    MOST_POOLED,
     MOST_STREAMS,
     CompressedSizes,
     IndexerSizes,
@@ -50,10 +49,11 @@ class ExpertWeights(MayBeLatent):
 
     `router`, `choice_bias [num_experts]` and `shared_gate [1, hidden]` are float32 in every dtype, so that all builds
     choose the same experts. `gate_limit` clamps gates and ups. `gate_slope` multiplies the gate's sigmoid argument, and
-    ups get 1 added. `choices [vocab, num_chosen] int32` are each token's experts, whatever their scores. `latent` are the linear layers before and after all experts. With `front_norm` experts read
-    the layer's state, normed by themselves, and `behind_norm` norms their sum. `router_scale [hidden]` multiplies what
-    the router reads: the state, normed without weights, by the root of its width. `choice_scales [num_experts]`
-    multiply the experts' weights. Both are float32.
+    ups get 1 added. `choices [vocab, num_chosen] int32` are each token's experts, whatever their scores. `latent` are
+    the linear layers before and after all experts. With `front_norm` experts read the layer's state, normed by
+    themselves, and `behind_norm` norms their sum. `router_scale [hidden]` multiplies what the router reads: the state,
+    normed without weights, by the root of its width. `choice_scales [num_experts]` multiply the experts' weights. Both
+    are float32.
     """
 
     routing: Routing
@@ -221,25 +221,6 @@ class DecoderSizes:
 
 
 @dataclass(frozen=True)
-class PoolWeights:
-    """Weights of pooled keys: projections of all series, `bias [ratio, series * dim] float32`, `norm [dim]`."""
-
-    key: AnyLinear
-    gate: AnyLinear
-    bias: Tensor
-    norm: Tensor
-
-
-@dataclass(frozen=True)
-class StreamWeights:
-    """Weights in front of a part of a layer, or of the head, all float32: source/streams.h."""
-
-    mix: Tensor  # [columns, streams * hidden]
-    bias: Tensor  # [columns]
-    scale: Tensor  # [3], or [1] of the head
-
-
-@dataclass(frozen=True)
 class LayerWeights:
     """One layer.
 
@@ -338,17 +319,6 @@ class DecoderWeights:
         return any(isinstance(weight, PackedMatrix) and weight.is_of_integers for weight in weights)
 
 
-def other_rotary(layers: Iterable[Any]) -> Rotary | None:
-    """Return the rotation of layers whose rotation is not the model's.
-
-    Raises ValueError if these layers have several.
-    """
-    found = {id(layer.rotary): layer.rotary for layer in layers if layer.rotary is not None}
-    if len(found) > 1:
-        raise ValueError(f"found layers with {len(found)} rotations of their own, expected one at most")
-    return next(iter(found.values()), None)
-
-
 def stripes_of(sizes: DecoderSizes, heads: Sequence[LayerHeads | None]) -> tuple[int, ...]:
     """Return the heads of a cache that each attending layer takes, or () if all take the decoder's."""
     usual = LayerHeads(sizes.num_kv_heads, sizes.head_dim)
@@ -399,32 +369,15 @@ def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weig
         yield from expert_shapes(layer.experts, sizes.hidden, sizes.has_gates)
     if layer.mixer is not None:
         yield from recurrent_weight_shapes(layer.mixer, sizes.hidden)
-    for part, pool, dim in pools_of(sizes, layer):
-        columns = layer.pools.series * dim if layer.pools is not None else 0
-        yield f"keys of {part}", pool.key.weight, (columns, sizes.hidden)
-        yield f"gates of {part}", pool.gate.weight, (columns, sizes.hidden)
-        yield f"norm of {part}", pool.norm, (dim,)
+    for name, dim in pool_dims(sizes).items():
+        yield from pool_shapes(layer.pools, getattr(layer, name), name, dim, sizes.hidden)
 
 
-def pools_of(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, PoolWeights, int]]:
-    """Yield the names, the weights and the widths of a layer's pools."""
-    if layer.pool is not None:
-        yield "pool", layer.pool, sizes.head_dim
-    if layer.index_pool is not None and sizes.indexer is not None:
-        yield "index_pool", layer.index_pool, sizes.indexer.dim
-
-
-def stream_shapes(
-    sizes: DecoderSizes, of: str, weights: StreamWeights | None, is_head: bool = False
-) -> Iterator[tuple[str, Tensor | None, tuple[int, ...]]]:
-    """Yield every float32 tensor of streams' weights with its name and expected shape. Raises ValueError."""
-    if (weights is None) != (sizes.streams is None):
-        raise ValueError(f"found {of} {'without' if weights is None else 'with'} weights of streams")
-    if weights is not None and sizes.streams is not None:
-        columns = sizes.streams.count * (1 if is_head else 2 + sizes.streams.count)
-        yield f"mix of streams of {of}", weights.mix, (columns, sizes.state_width)
-        yield f"bias of streams of {of}", weights.bias, (columns,)
-        yield f"scale of streams of {of}", weights.scale, (1 if is_head else 3,)
+def pool_dims(sizes: DecoderSizes) -> dict[str, int]:
+    """Return the widths of keys of a layer's pools."""
+    if sizes.compressed is None or sizes.indexer is None:
+        return {}
+    return {"pool": sizes.head_dim, "index_pool": sizes.indexer.dim}
 
 
 def _attention_widths(sizes: DecoderSizes, heads: LayerHeads) -> dict[str, tuple[int, int]]:
@@ -513,24 +466,14 @@ def _check_own_parts(sizes: DecoderSizes, layer: LayerWeights) -> None:
         raise ValueError("found a layer that shares keys and changes them")
 
 
-def _check_compressed(sizes: CompressedSizes, layer: LayerWeights) -> None:
-    """Raise ValueError for missing or unexpected parts of compressed attention."""
-    of_attention = (layer.query_down, layer.query, layer.key, layer.output_down, layer.query_norm, layer.key_norm)
-    has_plain = layer.window is not None and not layer.is_nope and layer.heads is None and layer.value is None
-    if not has_plain or any(each is None for each in (*of_attention, layer.sinks)):
-        raise ValueError("found a layer with a part of compressed attention")
-    series, ratio = (0, 0) if layer.pools is None else (layer.pools.series, layer.pools.ratio)
-    chosen = {each is not None for each in (layer.index_pool, layer.index_query, layer.index_weight)}
-    if (layer.pool is not None) != (series > 0) or chosen != {series == 2} or series > 2:
-        raise ValueError("found a layer with a part of its pools")
-    if series and not 0 < ratio * series <= MOST_POOLED:
-        raise ValueError(f"found pooled keys of {ratio * series} positions, expected at most {MOST_POOLED}")
-
-
 def _check_latent(sizes: DecoderSizes, layer: LayerWeights) -> None:
     """Raise ValueError for missing or unexpected parts of latent or compressed attention."""
     if sizes.compressed is not None:
-        _check_compressed(sizes.compressed, layer)
+        has_plain = layer.window is not None and not layer.is_nope and layer.heads is None and layer.value is None
+        of_attention = (layer.query_down, layer.query, layer.key, layer.output_down, layer.query_norm, layer.key_norm)
+        if not has_plain or any(each is None for each in (*of_attention, layer.sinks)):
+            raise ValueError("found a layer with a part of compressed attention")
+        check_pools(layer.pools, layer.pool, (layer.index_pool, layer.index_query, layer.index_weight))
         return
     if any(each is not None for each in (layer.pools, layer.pool, layer.index_pool, layer.output_down)):
         raise ValueError("found a layer with pooled keys in a decoder without them")

@@ -14,22 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from swiftbatch.worker.kernels.compressed_weights import PoolWeights, StreamWeights, stream_shapes
 from swiftbatch.worker.kernels.decoder_weights import (
     AdapterWeights,
     DecoderSizes,
     DecoderWeights,
     LayerWeights,
-    PoolWeights,
-    StreamWeights,
     cache_stripes,
     float_shapes,
     kept_by,
-    other_rotary,
-    pools_of,
+    pool_dims,
     shapes,
-    stream_shapes,
 )
-from swiftbatch.worker.kernels.kernel_sizes import COUNTS, HEAD_DIMS
+from swiftbatch.worker.kernels.kernel_sizes import HEAD_DIMS
 from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView, recurrent_float_shapes
 from swiftbatch.worker.kernels.native_library import Team, load_library, shared_team
 from swiftbatch.worker.kernels.native_recurrence import SequenceTable
@@ -38,13 +35,14 @@ from swiftbatch.worker.kernels.native_weights import (
     QuantizedRows,
     check_weights,
     checked,
+    decoder_sizes_of,
     load_experts,
     load_recurrent_layer,
     load_weight,
 )
 from swiftbatch.worker.kernels.quantized_weights import Linear, PackedLinear, Weight
 from swiftbatch.worker.kernels.rope_cos_sin import AngleTable, QueryScaleTable
-from swiftbatch.worker.kernels.rope_scaling import Rotary
+from swiftbatch.worker.kernels.rope_scaling import Rotary, other_rotary
 from swiftbatch.worker.kernels.row_tables import NOWHERE, CachePlace, LayerCacheShape, Rows, RowTable
 
 POOL_PARTS = ("key", "gate", "bias", "norm")
@@ -68,25 +66,6 @@ ROLES = {  # in the order of `weight_role` in source/api.h; parts of a layer hav
 }
 
 
-class CDecoderSizes(ctypes.Structure):
-    """`decoder_sizes` of source/api.h."""
-
-    SCALES = ("epsilon", "scale", "embedding_scale", "residual_scale", "logit_scale", "score_softcap", "logit_softcap")
-    MORE_SCALES = ("attention_in_scale", "key_scale", "attention_out_scale", "gate_scale", "down_scale", "value_scale")
-    FORMS = ("norm_form", "activation", "has_gates", "joins_heads", "norms_after_rope", "is_parallel")
-    MORE_FORMS = ("qk_norms_differ", "gates_heads", "norms_values")
-    LATENT = ("latent_rank", "query_rank", "nope_dim", "value_dim")
-    INDEX = ("index_heads", "index_dim", "num_chosen_keys")
-    COMPRESSED = ("output_groups", "output_rank")
-    STREAMS = ("num_streams", "num_sinkhorn")
-    PLE = ("ple_dim", "ple_element")
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in ("element", *COUNTS, *FORMS, *MORE_FORMS, *LATENT, *INDEX)),
-        *((name, ctypes.c_int32) for name in (*COMPRESSED, *STREAMS, *PLE)),
-        *((name, ctypes.c_float) for name in (*SCALES, *MORE_SCALES, "ple_scale", "gate_limit", "stream_epsilon")),
-    )
-
-
 class CForwardCall(ctypes.Structure):
     """`forward_call` of source/api.h."""
 
@@ -97,24 +76,6 @@ class CForwardCall(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("first_layer", "end_layer", "embeds")),
         *((name, ctypes.c_void_p) for name in ("state", "hidden", "logits", "queries")),
     )
-
-
-def _c_sizes(sizes: DecoderSizes) -> CDecoderSizes:
-    apart = {*CDecoderSizes.LATENT, *CDecoderSizes.INDEX, *CDecoderSizes.COMPRESSED, *CDecoderSizes.STREAMS}
-    names = (field[0] for field in CDecoderSizes._fields_[1:] if field[0] not in apart)
-    numbers = {name: getattr(sizes, name) for name in names if name not in ("ple_element", "stream_epsilon")}
-    numbers |= {"value_dim": sizes.value_dim, "ple_element": ELEMENTS[sizes.ple_dtype]}
-    if (latent := sizes.latent) is not None:
-        of_vectors = (latent.rank, latent.query_rank, latent.nope_dim, latent.value_dim)
-        numbers |= dict(zip(CDecoderSizes.LATENT, of_vectors, strict=True))
-        if latent.indexer is not None:
-            numbers |= dict(zip(CDecoderSizes.INDEX, dataclasses.astuple(latent.indexer), strict=True))
-    if (compressed := sizes.compressed) is not None:
-        numbers |= {"latent_rank": 0, "value_dim": 0}
-        numbers |= {name: getattr(compressed, name) for name in CDecoderSizes.COMPRESSED}
-    if (streams := sizes.streams) is not None:
-        numbers |= dict(zip((*CDecoderSizes.STREAMS, "stream_epsilon"), dataclasses.astuple(streams), strict=True))
-    return CDecoderSizes(element=ELEMENTS[sizes.dtype], **numbers)
 
 
 def check_layers(sizes: DecoderSizes, layers: list[LayerWeights]) -> None:
@@ -164,7 +125,7 @@ class NativeLayers:
         self._other_angles = None if other is None else AngleTable(other, sizes.dtype)
         self._query_scales = None if rotary.growth is None else QueryScaleTable(rotary.growth, sizes.dtype)
         self._places: weakref.WeakKeyDictionary[Any, dict[range, CachePlace]] = weakref.WeakKeyDictionary()
-        c_sizes = _c_sizes(sizes)
+        c_sizes = decoder_sizes_of(sizes)
         self.handle: int = self._library.decoder_new(ctypes.byref(c_sizes))
         weakref.finalize(self, team.retire, self._library.decoder_free, self.handle)
         self._num_adapters = 0
@@ -296,21 +257,19 @@ class NativeLayers:
         return known[layers]
 
     def _load_layer(self, number: int, layer: LayerWeights) -> None:
-        if layer.shared_keys is not None:
-            self._load(number, "shared keys", torch.tensor(layer.shared_keys, dtype=torch.int32))
-        if (heads := layer.heads) is not None:
-            self._load(number, "own heads", torch.tensor([heads.num_kv_heads, heads.head_dim], dtype=torch.int32))
+        before = {"shared keys": layer.shared_keys, "own heads": layer.heads, "pools of keys": layer.pools}
+        for role, said in before.items():
+            if said is not None:
+                numbers = said if isinstance(said, int) else dataclasses.astuple(said)
+                self._load(number, role, torch.tensor(numbers, dtype=torch.int32))
         if layer.experts is not None:
             load_experts(self._library, self.handle, number, layer.experts, layer.intermediate, self._as_integers)
         elif layer.intermediate != self.sizes.intermediate:
             self._load(number, "columns of products", torch.tensor(layer.intermediate, dtype=torch.int32))
-        if layer.pools is not None:
-            self._load(number, "pools of keys", torch.tensor(dataclasses.astuple(layer.pools), dtype=torch.int32))
-        for name in ("pool", "index_pool", *STREAMS[:2]):
-            if (part := getattr(layer, name)) is not None:
-                self._load_parts(number, name, part)
         if layer.mixer is not None:
             load_recurrent_layer(self._library, self.handle, number, layer.mixer, self._as_integers)
+        for name in ("pool", "index_pool", *STREAMS[:2]):
+            self._load_parts(number, name, getattr(layer, name))
         for role in ROLES:
             part = getattr(layer, role, None)
             if isinstance(part, Linear | PackedLinear):
@@ -319,8 +278,8 @@ class NativeLayers:
                 self._load(number, role, part)
         self._mark(number, layer)
 
-    def _load_parts(self, number: int, name: str, parts: PoolWeights | StreamWeights) -> None:
-        for field in dataclasses.fields(parts):
+    def _load_parts(self, number: int, name: str, parts: PoolWeights | StreamWeights | None) -> None:
+        for field in () if parts is None else dataclasses.fields(parts):
             part = getattr(parts, field.name)
             weight, bias = (part, None) if isinstance(part, Tensor) else (part.weight, part.bias)
             self._load(number, f"{name}.{field.name}", weight, bias)
@@ -346,11 +305,11 @@ def _floats(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Wei
     yield "layer_scale", layer.layer_scale, (1,)
     if layer.experts is not None:
         yield from float_shapes(layer.experts, sizes.hidden)
-    for name, pool, dim in pools_of(sizes, layer):
-        assert layer.pools is not None
-        yield f"bias of {name}", pool.bias, (layer.pools.ratio, layer.pools.series * dim)
+    for name, dim in pool_dims(sizes).items():
+        if layer.pools is not None and (pool := getattr(layer, name)) is not None:
+            yield f"bias of {name}", pool.bias, (layer.pools.ratio, layer.pools.series * dim)
     for name in STREAMS[:2]:
-        yield from stream_shapes(sizes, name, getattr(layer, name))
+        yield from stream_shapes(sizes.streams, sizes.hidden, name, getattr(layer, name))
     if layer.mixer is not None:
         yield from recurrent_float_shapes(layer.mixer)
 
@@ -408,8 +367,7 @@ class NativeDecoder(NativeLayers):
         self.embedding = weights.embedding if numbers is None else numbers
         if weights.ple_table is not None:
             self._ple_table = self._load(0, "ple_table", weights.ple_table)  # read in place, too
-        if weights.head_streams is not None:
-            self._load_parts(0, "head_streams", weights.head_streams)
+        self._load_parts(0, "head_streams", weights.head_streams)
         self._load(0, "final_norm", weights.final_norm)
         self._load(0, "head", weights.head.weight, weights.head.bias)
 
@@ -515,7 +473,9 @@ def _check_ends(weights: DecoderWeights) -> None:
         ("final_norm", weights.final_norm, (sizes.norm_width,)),
     ]
     check_weights(ends, sizes.dtype)
-    check_weights(stream_shapes(sizes, "the head", weights.head_streams, is_head=True), torch.float32)
+    check_weights(
+        stream_shapes(sizes.streams, sizes.hidden, "the head", weights.head_streams, is_head=True), torch.float32
+    )
     if (weights.ple_table is None) != (sizes.ple_dim == 0):
         raise ValueError("found per-layer embeddings without a table, or a table without them")
     if (ple := weights.ple_table) is not None:

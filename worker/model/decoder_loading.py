@@ -16,10 +16,7 @@ from swiftbatch.worker.kernels.decoder_weights import (
     DecoderWeights,
     ExpertWeights,
     LayerWeights,
-    PoolWeights,
-    StreamWeights,
 )
-from swiftbatch.worker.kernels.layer_specs import RecurrentForm, RecurrentWeights
 from swiftbatch.worker.kernels.quantized_weights import (
     AnyLinear,
     Linear,
@@ -29,10 +26,8 @@ from swiftbatch.worker.kernels.quantized_weights import (
     linear_from,
     plain,
 )
-from swiftbatch.worker.model.architectures.attention_layers import INDEX_LINEARS, INDEX_NORM, UP, MLAConfig
-from swiftbatch.worker.model.architectures.deepseek_v4 import INDEX_NAMES, POOL_NAMES, CompressedConfig
+from swiftbatch.worker.model.architectures.deepseek_v4 import CompressedConfig
 from swiftbatch.worker.model.architectures.moe_layers import ROLES, SHARED_NORM, FusedNames, MoEConfig
-from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentConfig
 from swiftbatch.worker.model.architectures.spec import (
     ATTENTION,
     PLE_LINEARS,
@@ -48,6 +43,16 @@ from swiftbatch.worker.model.decoder_config import (
     OtherDecoderError,
     read_decoder_config,
     refuse_other_tensors,
+)
+from swiftbatch.worker.model.mixing_weights import (
+    compressed_weights,
+    indexer_weights,
+    latent_linears,
+    of_heads,
+    of_rows,
+    recurrent_weights,
+    split_rows,
+    stream_weights,
 )
 from swiftbatch.worker.model.model_files import ModelFiles, read_config, stored_layout
 from swiftbatch.worker.model.text_config import EMBEDDING, HEAD, HEAD_BIAS, is_of_text
@@ -87,7 +92,9 @@ def expert_weights(tensors: Tensors, prefix: str, config: MoEConfig, dtype: torc
 def _choices(table: Tensor, config: MoEConfig) -> Tensor:
     """Return a table of each token's experts. Raises ValueError for experts that do not exist."""
     if table.dtype.is_floating_point or not 0 <= int(table.min()) <= int(table.max()) < config.routing.num_experts:
-        raise ValueError(f"found a table of experts of {table.dtype}, expected numbers below {config.routing.num_experts}")
+        raise ValueError(
+            f"found a table of experts of {table.dtype}, expected numbers below {config.routing.num_experts}"
+        )
     return table.to(torch.int32)
 
 
@@ -152,139 +159,6 @@ def _rows_of(weight: Weight, bias: Tensor | None, rows: slice) -> AnyLinear:
     return linear_from(chosen, None if bias is None else bias[rows])
 
 
-# A model's layers with a state, a convolution or latent attention, from their stored tensors.
-
-
-def recurrent_weights(
-    tensors: Mapping[str, Weight], prefix: str, mixer: RecurrentConfig, dtype: torch.dtype
-) -> RecurrentWeights:
-    """Collect the weights of a layer's mixer. Raises ValueError for tensors of unexpected sizes."""
-    linears = dict(_mixer_linears(tensors, f"{prefix}{mixer.spec.part}.", mixer))
-    stored = {role: plain(tensors[prefix + name]) for role, name in mixer.numbers.items()}
-    numbers = {role: _number(role, each.to(dtype).float(), mixer) for role, each in stored.items()}
-    if mixer.part_scales is not None:
-        numbers["scales"] = _scales(mixer.part_scales, mixer).to(dtype).float()
-    return RecurrentWeights(mixer.sizes, linears, numbers)
-
-
-def _mixer_linears(
-    tensors: Mapping[str, Weight], prefix: str, mixer: RecurrentConfig
-) -> Iterator[tuple[str, AnyLinear]]:
-    columns = mixer.sizes.columns()
-    for name, roles in mixer.spec.linears.items():
-        weight, bias = tensors[f"{prefix}{name}.weight"], tensors.get(f"{prefix}{name}.bias")
-        if (order := mixer.spec.orders.get(name)) is not None:
-            weight = of_rows(weight, order(mixer.shape))
-        yield from _split(name, roles, (weight, bias), [columns[role] for role in roles if len(roles) > 1])
-
-
-def of_rows(weight: Weight, rows: list[int]) -> Weight:
-    """Return some rows of a stored matrix. Raises ValueError for rows that it does not have."""
-    if len(rows) > weight.shape[0] or max(rows) >= weight.shape[0]:
-        raise ValueError(f"found {weight.shape[0]} rows, expected {len(rows)}")
-    chosen = torch.tensor(rows, device=weight.device)
-    return weight.rows(chosen) if isinstance(weight, PackedMatrix) else weight[chosen]
-
-
-def _scales(parts: tuple[float, ...], mixer: RecurrentConfig) -> Tensor:
-    gates, values, keys, queries, steps = parts
-    width, key_width = mixer.sizes.width, mixer.shape.num_key_heads * mixer.shape.key_dim
-    runs = ((values, width), (keys, key_width), (queries, key_width), (gates, width), (steps, mixer.shape.num_heads))
-    return torch.cat([torch.full((count,), scale) for scale, count in runs])
-
-
-def _number(role: str, numbers: Tensor, mixer: RecurrentConfig) -> Tensor:
-    """Arrange a float32 parameter for the kernels. Raises ValueError for an unexpected shape."""
-    sizes = mixer.sizes
-    if role == "taps":
-        _refuse_shape(role, numbers, (sizes.num_channels, 1, sizes.conv_width), (sizes.num_channels, sizes.conv_width))
-        return numbers.flatten(1).T.contiguous()
-    if role == "norm" and sizes.form == RecurrentForm.DELTA_NET:
-        _refuse_shape(role, numbers, (sizes.norm_width,))
-        return numbers.repeat(sizes.width // sizes.norm_width)
-    return numbers
-
-
-def _refuse_shape(role: str, numbers: Tensor, *expected: tuple[int, ...]) -> None:
-    if tuple(numbers.shape) not in expected:
-        raise ValueError(f"found {role} of a mixer as {list(numbers.shape)}, expected {list(expected[0])}")
-
-
-def latent_linears(linears: Mapping[str, AnyLinear], latent: MLAConfig) -> dict[str, AnyLinear]:
-    """Arrange latent attention's projections for the kernels. Raises ValueError if rows are not whole heads.
-
-    Each head's up-projection of keys is transposed, because the kernels apply it to the head's query.
-    """
-    sizes = latent.sizes
-    heads = range(0, linears["query"].weight.shape[0], sizes.query_dim)
-    of_queries = [*range(sizes.nope_dim), *(sizes.nope_dim + each for each in latent.turned_order)]
-    of_key = [*range(sizes.rank), *(sizes.rank + each for each in latent.turned_order)]
-    query, key = (linears[role].weight for role in ("query", "key"))
-    if key.shape[0] != sizes.key_dim:
-        raise ValueError(f"found {key.shape[0]} rows of latent vectors, expected {sizes.key_dim}")
-    up, width = plain(linears[UP].weight), sizes.nope_dim + sizes.value_dim
-    if up.shape[0] != len(heads) * width:
-        raise ValueError(f"found {up.shape[0]} rows of keys and values, expected {len(heads)} heads of {width}")
-    up = up.unflatten(0, (len(heads), width))
-    keys, values = up.split([sizes.nope_dim, sizes.value_dim], dim=1)  # [num_heads, -, rank]
-    return {role: linear for role, linear in linears.items() if role != UP} | {
-        "query": linear_from(of_rows(query, [head + each for head in heads for each in of_queries])),
-        "key": linear_from(of_rows(key, of_key)),
-        "key_up": Linear(keys.transpose(1, 2).flatten(0, 1)),
-        "value_up": Linear(values.flatten(0, 1)),
-    }
-
-
-def compressed_weights(
-    tensors: Tensors, prefix: str, number: int, linears: Mapping[str, AnyLinear], compressed: CompressedConfig
-) -> dict[str, Any]:
-    """Arrange a layer's compressed attention for the kernels. Raises ValueError for tensors of unexpected sizes."""
-    width, indexer = compressed.sizes.rank, compressed.sizes.indexer
-    assert indexer is not None
-    of_head, of_index = compressed.order(width), compressed.order(indexer.dim)
-    found: dict[str, Any] = {**linears, "pools": compressed.pools.get(number), "window": compressed.window}
-    found |= {role: _of_heads(linears[role], of_head, width) for role in ("query", "key")}
-    for role, part in compressed.prefixes(number).items():
-        found[role] = _pool(tensors, prefix + part, of_head if role == "pool" else of_index)
-    if "index_pool" in found:
-        query, weight = (linear_from(tensors[prefix + name]) for name in INDEX_NAMES.values())
-        found |= {"index_query": _of_heads(query, of_index, indexer.dim), "index_weight": weight}
-    return found
-
-
-def _pool(tensors: Tensors, prefix: str, order: list[int]) -> PoolWeights:
-    stored = {role: tensors[prefix + name] for role, name in POOL_NAMES.items()}
-    for role, each in stored.items():  # those of an indexer only choose keys, so logits would stay finite
-        if not plain(each).isfinite().all():
-            raise ValueError(f"found numbers in {prefix}{POOL_NAMES[role]} that are not finite")
-    key, gate = (_of_heads(linear_from(stored[role]), order, len(order)) for role in ("key", "gate"))
-    bias, norm = plain(stored["bias"]).float(), plain(stored["norm"])
-    if bias.shape[-1] % len(order) or norm.shape != (len(order),):
-        raise ValueError(f"found {prefix} of widths {list(bias.shape)} and {list(norm.shape)}, expected {len(order)}")
-    return PoolWeights(key, gate, bias.unflatten(-1, (-1, len(order)))[..., order].flatten(-2), norm[order])
-
-
-def _streams(tensors: Tensors, prefix: str) -> StreamWeights:
-    return StreamWeights(*(plain(tensors[prefix + part]).float() for part in STREAM_PARTS.values()))
-
-
-def indexer_weights(tensors: Mapping[str, Weight], prefix: str, latent: MLAConfig) -> dict[str, Any]:
-    """Arrange a layer's indexer for the kernels. Raises ValueError for tensors of unexpected sizes or damaged ones."""
-    assert latent.sizes.indexer is not None
-    order, dim = latent.index_order, latent.sizes.indexer.dim
-    names = {role: f"{prefix}{name}.weight" for role, name in INDEX_LINEARS.items()}
-    norms = [f"{prefix}{INDEX_NORM}.{part}" for part in ("weight", "bias")]
-    for name in (*names.values(), *norms):  # they only choose keys, so logits would stay finite
-        if not plain(tensors[name]).isfinite().all():
-            raise ValueError(f"found numbers in {name} that are not finite")
-    found: dict[str, Any] = {role: linear_from(tensors[name]) for role, name in names.items()}
-    norm = [plain(tensors[name]) for name in norms]
-    if any(part.shape != (dim,) for part in norm):
-        raise ValueError(f"found norms of indexers of {norm[0].numel()} and {norm[1].numel()}, expected {dim}")
-    found |= {role: _of_heads(found[role], order, dim) for role in ("index_query", "index_key")}
-    return found | {"index_norm": torch.cat([part[order] for part in norm])}
-
-
 # Dense decoders straight from their files, without `transformers`, whose import takes seconds: see `decoder_config`.
 
 CPU = torch.device("cpu")
@@ -326,7 +200,7 @@ def decoder_of(tensors: Mapping[str, Weight], dense: DecoderConfig, dtype: torch
     head = linear_from(tensors[EMBEDDING if dense.is_tied else HEAD], head_bias)
     final_norm = _norm(tensors, dense.form.final_norm, dense)
     table = _ple_table(tensors[PLE_TABLE], dtype) if dense.ple_dim else None
-    streams = None if dense.streams is None else _streams(tensors, STREAMS_OF_HEAD)
+    streams = None if dense.streams is None else stream_weights(tensors, STREAMS_OF_HEAD)
     sizes = _sizes(dense, dtype, table)
     return DecoderWeights(sizes, tensors[EMBEDDING], layers, final_norm, head, dense.rotary, table, streams)
 
@@ -430,18 +304,9 @@ def _layer(tensors: Mapping[str, Weight], number: int, dense: DecoderConfig, dty
     view |= {"heads": dense.heads(number), "shared_keys": dense.shared_keys.get(number)}
     if number in dense.attending:
         norms |= {role: _qk_norm(tensors, prefix + part, dense) for role, part in dense.head_norms(number).items()}
-        if isinstance(dense.latent, CompressedConfig):
-            found = compressed_weights(tensors, prefix, number, linears, dense.latent)
-            linears, view = {}, view | found
-            norms["key_norm"] = norms["key_norm"][dense.latent.order(dense.head_dim)]
-        elif dense.latent is not None:
-            linears = latent_linears(linears, dense.latent)
-        else:
-            linears |= _heads(linears, dense)
-    if dense.latent is not None and number in dense.latent.indexed_layers:
-        linears |= indexer_weights(tensors, prefix, dense.latent)
+        linears = _attention(tensors, number, linears, norms, dense)
     if dense.streams is not None:
-        view |= {name: _streams(tensors, prefix + part) for name, part in STREAMS.items()}
+        view |= {name: stream_weights(tensors, prefix + part) for name, part in STREAMS.items()}
     if dense.ple_dim:
         view |= _ple(tensors, number, dense)
     view["rotary"] = dense.other_rotary if number in dense.other_layers else None
@@ -457,7 +322,25 @@ def _layer(tensors: Mapping[str, Weight], number: int, dense: DecoderConfig, dty
     if dense.mixer is not None and number in dense.mixer.layers:
         view["mixer"] = recurrent_weights(tensors, prefix, dense.mixer, dtype)
     absent: dict[str, Any] = dict.fromkeys((*ATTENTION, *ROLES))
-    return LayerWeights(**absent | linears | norms | view)
+    return LayerWeights(**absent | norms | view | linears)
+
+
+def _attention(
+    tensors: Mapping[str, Weight],
+    number: int,
+    linears: dict[str, Any],
+    norms: Mapping[str, Tensor],
+    dense: DecoderConfig,
+) -> dict[str, Any]:
+    """Return a layer's linear layers and other parts of its attention, arranged for the kernels."""
+    prefix = f"model.layers.{number}."
+    if isinstance(dense.latent, CompressedConfig):
+        key_norm = norms["key_norm"][dense.latent.order(dense.head_dim)]
+        return compressed_weights(tensors, prefix, number, linears, dense.latent) | {"key_norm": key_norm}
+    if dense.latent is None:
+        return linears | _heads(linears, dense)
+    indexer = indexer_weights(tensors, prefix, dense.latent) if number in dense.latent.indexed_layers else {}
+    return latent_linears(linears, dense.latent) | indexer
 
 
 def _heads(linears: Mapping[str, AnyLinear], dense: DecoderConfig) -> dict[str, AnyLinear]:
@@ -465,10 +348,10 @@ def _heads(linears: Mapping[str, AnyLinear], dense: DecoderConfig) -> dict[str, 
     found = {role: linears[role] for role in ("query", "key") if role in linears}
     if dense.form.gates_heads and "query" in found:
         dim, query = dense.head_dim, found["query"]
-        found["query"] = _of_heads(query, list(range(dim)), 2 * dim)
-        found["head_gate"] = _of_heads(query, list(range(dim, 2 * dim)), 2 * dim)
+        found["query"] = of_heads(query, list(range(dim)), 2 * dim)
+        found["head_gate"] = of_heads(query, list(range(dim, 2 * dim)), 2 * dim)
     if (order := dense.head_order) is not None:
-        found |= {role: _of_heads(each, order, dense.head_dim) for role, each in found.items() if role != "head_gate"}
+        found |= {role: of_heads(each, order, dense.head_dim) for role, each in found.items() if role != "head_gate"}
     return found
 
 
@@ -537,27 +420,4 @@ def _linears(
 ) -> Iterator[tuple[str, AnyLinear]]:
     name, roles = part
     stored = tensors[f"{prefix}{name}.weight"], tensors.get(f"{prefix}{name}.bias")
-    return _split(name, roles, stored, [rows[role] for role in roles if len(roles) > 1 or role in ("gate", "up")])
-
-
-def _split(
-    name: str, roles: Sequence[str], stored: tuple[Weight, Weight | None], widths: list[int]
-) -> Iterator[tuple[str, AnyLinear]]:
-    """Split a stored linear layer among its roles. Raises ValueError for other `widths`, if any are given."""
-    weight, bias = stored[0], None if stored[1] is None else plain(stored[1])
-    if widths and any(each.shape[0] != sum(widths) for each in (weight, bias) if each is not None):
-        raise ValueError(f"found rows of {name} that are not those of {roles}")
-    if len(roles) == 1:
-        yield roles[0], linear_from(weight, bias)
-        return
-    biases = [None] * len(roles) if bias is None else bias.split(widths)
-    yield from zip(roles, map(linear_from, weight.split(widths), biases), strict=True)
-
-
-def _of_heads(linear: AnyLinear, dims: list[int], width: int) -> AnyLinear:
-    """Return some dimensions of each head of `width` rows. Raises ValueError if rows are not whole heads."""
-    rows = [head + dim for head in range(0, linear.weight.shape[0], width) for dim in dims]
-    if not rows:
-        raise ValueError("found 0 rows, expected those of heads")
-    bias = None if linear.bias is None else linear.bias[torch.tensor(rows, device=linear.bias.device)]
-    return linear_from(of_rows(linear.weight, rows), bias)
+    return split_rows(name, roles, stored, [rows[role] for role in roles if len(roles) > 1 or role in ("gate", "up")])

@@ -81,14 +81,18 @@ def as_its_class_reads(config: Config) -> dict[str, Any]:
     if not isinstance(num_layers, int):
         return view
     if view.get("layer_types") is None and isinstance(ratios, list):  # ratios of MTP layers follow
-        view["layer_types"] = [TYPES.get(each, str(each)) if type(each) is int else each for each in ratios[:num_layers]]
+        view["layer_types"] = [
+            TYPES.get(each, str(each)) if type(each) is int else each for each in ratios[:num_layers]
+        ]
     if view.get("mlp_layer_types") is None and COUNT.holds(num_hashed):
         view["mlp_layer_types"] = [HASHED if number < num_hashed else CHOOSING for number in range(num_layers)]
     rates = {SPARSE: view.pop("compress_rate_csa", None), HEAVY: view.pop("compress_rate_hca", None)}
     if view.get("compress_rates") is None:
         view["compress_rates"] = RATES
     if isinstance(view["compress_rates"], dict):
-        view["compress_rates"] = view["compress_rates"] | {kind: rate for kind, rate in rates.items() if rate is not None}
+        view["compress_rates"] = view["compress_rates"] | {
+            kind: rate for kind, rate in rates.items() if rate is not None
+        }
     head_dim, share = view.get("head_dim"), view.pop("partial_rotary_factor", None)
     if "qk_rope_head_dim" not in view and isinstance(head_dim, int):
         view["qk_rope_head_dim"] = ROPE_DIM * head_dim // 512 if share is None else int(head_dim * share)
@@ -183,7 +187,8 @@ class CompressedSpec(MLASpec):
     def rules(self) -> dict[Any, KeyRule | None]:
         keys = ("q_lora_rank", "o_groups", "o_lora_rank", "qk_rope_head_dim", *INDEX_KEYS)
         rates = KeyRule("an object of positive integers", _are_rates)
-        return dict.fromkeys(keys, SIZE) | {"compress_rates": rates, "compress_rope_theta": POSITIVE}
+        found: dict[Any, KeyRule | None] = dict.fromkeys(keys, SIZE)
+        return found | {"compress_rates": rates, "compress_rope_theta": POSITIVE}
 
     def read(self, config: Config) -> CompressedConfig:
         if config["num_key_value_heads"] != 1:
@@ -201,9 +206,7 @@ class CompressedSpec(MLASpec):
         )
         types = list_of_layers(config, "layer_types", TYPES.values())
         rates = config["compress_rates"]
-        pools = {
-            number: Pools(rates[each], SERIES[each]) for number, each in enumerate(types) if each in SERIES
-        }
+        pools = {number: Pools(rates[each], SERIES[each]) for number, each in enumerate(types) if each in SERIES}
         return CompressedConfig(sizes, head_dim**-0.5, True, window=window_size(config), pools=pools)
 
 
@@ -224,9 +227,7 @@ DEEPSEEK_V4 = ArchitectureSpec(
         Score.ROOT_SOFTPLUS,
         experts_in_all_layers,
         names=MoETensorNames(
-            each={
-                role: f"mlp.experts.{{}}.w{number}.weight" for role, number in zip(ROLES, (1, 3, 2), strict=True)
-            },
+            each={role: f"mlp.experts.{{}}.w{number}.weight" for role, number in zip(ROLES, (1, 3, 2), strict=True)},
             choice_bias="mlp.gate.e_score_correction_bias",
             choices="mlp.gate.tid2eid",
             shared=SHARED,

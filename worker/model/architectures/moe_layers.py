@@ -71,7 +71,6 @@ class MoESpec:
     score: Score
     layers: MoELayers
     width: str = "moe_intermediate_size"
-    tables: MoELayers | None = None  # layers with a table of each token's experts
     names: MoETensorNames = field(default_factory=MoETensorNames)
     normalises: str | bool = True  # a config key, or True for always and False for never
     least_sum: str | float = 0.0
@@ -88,6 +87,7 @@ class MoESpec:
     gate_limit: str | None = None
     gate_slope: str | None = None
     jitter: str | None = None
+    tables: MoELayers | None = None  # layers with a table of each token's experts
     may_be_none: bool = False  # models of this architecture may have no experts
     keys: Mapping[str, KeyRule | None] = field(default_factory=dict)  # more keys; None: no effect on the forward
     one_meaning: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # the only supported values of optional keys

@@ -194,7 +194,7 @@ def read_fp8_beside_nvfp4(said: Mapping[str, Any]) -> Format:
         return nvfp4.scheme_of(name, heads) or fp8.scheme_of(name, heads)
 
     words = f"{fp8.words}; experts in {nvfp4.words}"
-    return Format("fp8", words, fp8.suffixes | nvfp4.suffixes, scheme_of, own_endings=OWN_ENDINGS)
+    return Format("fp8", words, FP8_SUFFIXES | MODELOPT_SUFFIXES, scheme_of, own_endings=OWN_ENDINGS)
 
 
 def _algorithms(said: Mapping[str, Any], where: str) -> list[Any]:
