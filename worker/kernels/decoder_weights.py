@@ -13,9 +13,9 @@ from swiftbatch.worker.kernels.kernel_sizes import (
     COUNTS,
     LANES,
     MOST_STREAMS,
+    CacheLayer,
     CompressedSizes,
     IndexerSizes,
-    Kept,
     LayerHeads,
     MLASizes,
     Pools,
@@ -325,12 +325,12 @@ def stripes_of(sizes: DecoderSizes, heads: Sequence[LayerHeads | None]) -> tuple
     return tuple((own or usual).num_stripes(sizes.head_dim) for own in heads) if any(heads) else ()
 
 
-def kept_by(sizes: DecoderSizes, layers: Iterable[LayerWeights]) -> list[Kept]:
+def kept_by(sizes: DecoderSizes, layers: Iterable[LayerWeights]) -> list[CacheLayer]:
     """Return the rows that caches hold of these layers."""
     usual, keeping = LayerHeads(sizes.num_kv_heads, sizes.head_dim), [layer for layer in layers if layer.keeps_keys]
     if (compressed := sizes.compressed) is not None:
         return [kept for layer in keeping for kept in compressed.kept(layer.window or 1, layer.pools)]
-    return [Kept(layer.window, (layer.heads or usual).num_stripes(sizes.head_dim)) for layer in keeping]
+    return [CacheLayer(layer.window, (layer.heads or usual).num_stripes(sizes.head_dim)) for layer in keeping]
 
 
 def cache_stripes(sizes: DecoderSizes, layers: Sequence[LayerWeights]) -> tuple[int, ...]:

@@ -98,7 +98,7 @@ class MLASizes:
         return capacity if self.indexer is None else min(capacity, self.indexer.num_chosen)
 
 
-class Kept(NamedTuple):
+class CacheLayer(NamedTuple):
     """Rows of a layer in a cache: the positions that a later row needs, None for all, and the heads that they take."""
 
     window: int | None
@@ -131,13 +131,13 @@ class CompressedSizes(MLASizes):
     def entry_dim(self) -> int:
         return self.rank
 
-    def kept(self, window: int, pools: Pools | None) -> tuple[Kept, ...]:
+    def kept(self, window: int, pools: Pools | None) -> tuple[CacheLayer, ...]:
         """Return a layer's rows: keys and what pools read of a position, then pooled keys."""
         if pools is None:
-            return (Kept(window, 1),)
+            return (CacheLayer(window, 1),)
         dims = [self.rank, *([self.indexer.dim] if pools.series > 1 and self.indexer is not None else [])]
         read = sum(-(-2 * pools.series * dim // self.rank) for dim in dims)
-        return Kept(max(window, pools.series * pools.ratio), 1 + read), Kept(None, pools.series)
+        return CacheLayer(max(window, pools.series * pools.ratio), 1 + read), CacheLayer(None, pools.series)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swiftbatch.worker.kernels.kernel_sizes import LANES, Kept, LayerHeads, StreamSizes, sizes_fault
+from swiftbatch.worker.kernels.kernel_sizes import LANES, CacheLayer, LayerHeads, StreamSizes, sizes_fault
 from swiftbatch.worker.kernels.layer_specs import Activation
 from swiftbatch.worker.kernels.rope_scaling import Rotary
 from swiftbatch.worker.model.architectures.attention_layers import (
@@ -155,7 +155,7 @@ class DecoderConfig:
             return tuple(kept.window for kept in self._kept(self.latent))
         return tuple(self.windows[number] for number in self._keeping)
 
-    def _kept(self, compressed: CompressedConfig) -> list[Kept]:
+    def _kept(self, compressed: CompressedConfig) -> list[CacheLayer]:
         return [kept for number in range(self.num_layers) for kept in compressed.kept(number)]
 
     @property

@@ -89,7 +89,7 @@ def what_it_lacks(config: Config) -> str | None:
 def needs_indexers(config: Config) -> bool:
     """Return whether a text model's rows attend to keys that an indexer chooses."""
     form = architecture_of(config)
-    return form is not None and form.latent is not None and form.latent.indexer is not None
+    return form is not None and form.latent is not None and bool(form.latent.types)
 
 
 def _named(layers: set[str]) -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from swiftbatch.worker.kernels.kernel_sizes import CompressedSizes, IndexerSizes, Kept, Pools
+from swiftbatch.worker.kernels.kernel_sizes import CacheLayer, CompressedSizes, IndexerSizes, Pools
 from swiftbatch.worker.kernels.layer_specs import NormForm, Score
 from swiftbatch.worker.model.architectures.attention_layers import (
     INDEX_KEYS,
@@ -140,7 +140,7 @@ class CompressedConfig(MLAConfig):
         assert isinstance(self.sizes, CompressedSizes)
         return self.sizes
 
-    def kept(self, number: int) -> tuple[Kept, ...]:
+    def kept(self, number: int) -> tuple[CacheLayer, ...]:
         return self.compressed.kept(self.window, self.pools.get(number))
 
     @property
