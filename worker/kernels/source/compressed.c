@@ -291,7 +291,8 @@ static void keep_pooled(const compressed_weights *weights, const pool *pool, con
             pooled_path path = path_of(weights, pool, attention, call, from, row);
             for (int d = 0; d < pool->dim; d += LANES) vec_store(pooled + d, pool_keys(&path, d, sizes->element == BF16));
             norm(sizes, pooled, pool->norm, pool->dim, pooled);
-            turn_end(sizes, pooled, pool->dim, angles_at(sizes, angles, call->positions[row] + 1 - weights->ratio));
+            int first = call->positions[row] + 1 - weights->ratio;
+            turn_end(sizes, pooled, pool->dim, angles_at(sizes, angles, first > 0 ? first : 0));
         }
         attention_keep(attention, to, row, 0, 0, false, pooled);
     }
