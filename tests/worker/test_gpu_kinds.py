@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Triton interprets; run with TRITON_INTERPRET=0"),
 ]
 
-OTHERS = {"granitemoehybrid", "kimi_linear", "mimo_v2_flash"}  # published forms of the last are below
+OTHERS = {"deepseek_v4", "granitemoehybrid", "kimi_linear", "mimo_v2_flash"}  # published forms of some are below
 RUN = {kind: form for kind, form in ARCHITECTURES.items() if form.kernels_lack is None and kind not in OTHERS}
 NUM_COMPARED, NUM_PROBED = 200, 60  # rows; windows have 100 positions
 SINCE = {"bamba": "5.23", "cohere2_moe": "5.23"}  # transformers 5.17 has another forward or config

@@ -86,7 +86,7 @@ def _run(
     never_sampled_ids: torch.Tensor | None,
 ) -> Many[CTreeWalk]:
     sizes = decoder.sizes
-    state = torch.empty(table.num_rows, sizes.hidden)
+    state = torch.empty(table.num_rows, sizes.state_width)
     hidden = torch.empty(table.num_rows, sizes.hidden, dtype=sizes.dtype)
     logits = torch.empty(table.num_rows, sizes.vocab)
     made = [sampler.walk_call(DraftTree(), row[None]) for sampler, row in zip(samplers, logits, strict=True)]
@@ -237,7 +237,7 @@ class NativeForwards:
         in_files = [(group, rows) for group in groups if isinstance(rows := group.cache.rows, FileRows)]
         num_layers, by_layer = self.sizes.num_layers, bool(in_files)
         ends = range(1, num_layers + 1) if by_layer else sorted({*(layer + 1 for layer in feature_layers), num_layers})
-        state = torch.empty(sum(len(group) for group in groups), self.hidden_size) if len(ends) > 1 else None
+        state = torch.empty(sum(len(group) for group in groups), self.sizes.state_width) if len(ends) > 1 else None
         features: dict[int, torch.Tensor] = {}
         for first, end in itertools.pairwise([0, *ends]):
             places = self._decoder.keeping_among(range(first, end))

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.kernel_sizes import COUNTS, LANES, IndexerSizes, LayerHeads, MLASizes, sizes_fault
+from swiftbatch.worker.kernels.compressed_weights import PoolWeights, StreamWeights, check_pools, pool_shapes
+from swiftbatch.worker.kernels.kernel_sizes import (
+    COUNTS,
+    LANES,
+    MOST_STREAMS,
+    CacheLayer,
+    CompressedSizes,
+    IndexerSizes,
+    LayerHeads,
+    MLASizes,
+    Pools,
+    StreamSizes,
+    sizes_fault,
+)
 from swiftbatch.worker.kernels.layer_specs import (
     Activation,
     NormForm,
@@ -36,11 +48,12 @@ class ExpertWeights(MayBeLatent):
     """Experts of a layer; each row uses only a few of them.
 
     `router`, `choice_bias [num_experts]` and `shared_gate [1, hidden]` are float32 in every dtype, so that all builds
-    choose the same experts. `gate_limit` clamps gates and ups (which then get 1 added), `gate_slope` multiplies the
-    gate's sigmoid argument. `latent` are the linear layers before and after all experts. With `front_norm` experts read
-    the layer's state, normed by themselves, and `behind_norm` norms their sum. `router_scale [hidden]` multiplies what
-    the router reads: the state, normed without weights, by the root of its width. `choice_scales [num_experts]`
-    multiply the experts' weights. Both are float32.
+    choose the same experts. `gate_limit` clamps gates and ups. `gate_slope` multiplies the gate's sigmoid argument, and
+    ups get 1 added. `choices [vocab, num_chosen] int32` are each token's experts, whatever their scores. `latent` are
+    the linear layers before and after all experts. With `front_norm` experts read the layer's state, normed by
+    themselves, and `behind_norm` norms their sum. `router_scale [hidden]` multiplies what the router reads: the state,
+    normed without weights, by the root of its width. `choice_scales [num_experts]` multiply the experts' weights. Both
+    are float32.
     """
 
     routing: Routing
@@ -57,6 +70,7 @@ class ExpertWeights(MayBeLatent):
     choice_scales: Tensor | None = None
     front_norm: Tensor | None = None
     behind_norm: Tensor | None = None
+    choices: Tensor | None = None
 
     @property
     def intermediate(self) -> int:
@@ -129,7 +143,7 @@ class DecoderSizes:
     per head (`qk_norms_differ`); values' norm has no weights (`norms_values`). If `is_parallel`, the MLP reads
     attention's input. Soft caps limit scores and logits; 0 means none. With `latent`, all heads share one cache entry
     of `num_kv_heads` and `head_dim`. Values may be narrower than keys: `value_dim`, or 0. Per-layer embeddings have
-    `ple_dim` columns, or 0, and a table in `ple_dtype`.
+    `ple_dim` columns, or 0, and a table in `ple_dtype`. `gate_limit` clamps gates and ups; 0 does not.
     """
 
     num_layers: int
@@ -167,6 +181,8 @@ class DecoderSizes:
     ple_dim: int = 0
     ple_scale: float = 1.0
     ple_dtype: torch.dtype = torch.bfloat16
+    gate_limit: float = 0.0
+    streams: StreamSizes | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in (torch.bfloat16, torch.float32):
@@ -178,13 +194,25 @@ class DecoderSizes:
             raise ValueError(f"found values of {self.value_dim} in heads of {self.head_dim}")
         if self.ple_dim % LANES:
             raise ValueError(f"found per-layer embeddings of {self.ple_dim}, expected a multiple of {LANES}")
+        if self.streams is not None and not 0 < self.streams.count <= MOST_STREAMS:
+            raise ValueError(f"found {self.streams.count} streams, expected 1 to {MOST_STREAMS}")
 
     @property
     def indexer(self) -> IndexerSizes | None:
         return None if self.latent is None else self.latent.indexer
 
     @property
+    def compressed(self) -> CompressedSizes | None:
+        return self.latent if isinstance(self.latent, CompressedSizes) else None
+
+    @property
+    def state_width(self) -> int:
+        return self.hidden * (1 if self.streams is None else self.streams.count)
+
+    @property
     def found_width(self) -> int:
+        if self.compressed is not None:
+            return self.compressed.output_groups * self.compressed.output_rank
         return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
 
     @property
@@ -219,6 +247,12 @@ class LayerWeights:
     gate: AnyLinear | None = None
     head_gate: AnyLinear | None = None  # as wide as the queries
     query_down: AnyLinear | None = None
+    output_down: AnyLinear | None = None  # of groups of heads, in compressed attention
+    pools: Pools | None = None
+    pool: PoolWeights | None = None
+    index_pool: PoolWeights | None = None
+    attention_streams: StreamWeights | None = None
+    mlp_streams: StreamWeights | None = None
     key_up: AnyLinear | None = None
     value_up: AnyLinear | None = None
     index_query: AnyLinear | None = None  # of the queries' latent vector
@@ -266,7 +300,7 @@ class LayerWeights:
 class DecoderWeights:
     """Dense decoder: `embedding [vocab, hidden]`, layers, norm, head.
 
-    `ple_table [vocab, num_layers * ple_dim]` has the per-layer embeddings.
+    `ple_table [vocab, num_layers * ple_dim]` has the per-layer embeddings. `head_streams` make one row of all streams.
     """
 
     sizes: DecoderSizes
@@ -276,6 +310,7 @@ class DecoderWeights:
     head: AnyLinear
     rotary: Rotary
     ple_table: Weight | None = None
+    head_streams: StreamWeights | None = None
 
     @property
     def has_integers(self) -> bool:
@@ -284,21 +319,25 @@ class DecoderWeights:
         return any(isinstance(weight, PackedMatrix) and weight.is_of_integers for weight in weights)
 
 
-def other_rotary(layers: Iterable[Any]) -> Rotary | None:
-    """Return the rotation of layers whose rotation is not the model's.
-
-    Raises ValueError if these layers have several.
-    """
-    found = {id(layer.rotary): layer.rotary for layer in layers if layer.rotary is not None}
-    if len(found) > 1:
-        raise ValueError(f"found layers with {len(found)} rotations of their own, expected one at most")
-    return next(iter(found.values()), None)
-
-
 def stripes_of(sizes: DecoderSizes, heads: Sequence[LayerHeads | None]) -> tuple[int, ...]:
     """Return the heads of a cache that each attending layer takes, or () if all take the decoder's."""
     usual = LayerHeads(sizes.num_kv_heads, sizes.head_dim)
     return tuple((own or usual).num_stripes(sizes.head_dim) for own in heads) if any(heads) else ()
+
+
+def kept_by(sizes: DecoderSizes, layers: Iterable[LayerWeights]) -> list[CacheLayer]:
+    """Return the rows that caches hold of these layers."""
+    usual, keeping = LayerHeads(sizes.num_kv_heads, sizes.head_dim), [layer for layer in layers if layer.keeps_keys]
+    if (compressed := sizes.compressed) is not None:
+        return [kept for layer in keeping for kept in compressed.kept(layer.window or 1, layer.pools)]
+    return [CacheLayer(layer.window, (layer.heads or usual).num_stripes(sizes.head_dim)) for layer in keeping]
+
+
+def cache_stripes(sizes: DecoderSizes, layers: Sequence[LayerWeights]) -> tuple[int, ...]:
+    """Return the heads of a cache that each of its layers takes, or () if all take the decoder's."""
+    if sizes.compressed is None:
+        return stripes_of(sizes, [layer.heads for layer in layers if layer.keeps_keys])
+    return tuple(kept.stripes for kept in kept_by(sizes, layers))
 
 
 def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weight | None, tuple[int, ...]]]:
@@ -330,6 +369,15 @@ def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weig
         yield from expert_shapes(layer.experts, sizes.hidden, sizes.has_gates)
     if layer.mixer is not None:
         yield from recurrent_weight_shapes(layer.mixer, sizes.hidden)
+    for name, dim in pool_dims(sizes).items():
+        yield from pool_shapes(layer.pools, getattr(layer, name), name, dim, sizes.hidden)
+
+
+def pool_dims(sizes: DecoderSizes) -> dict[str, int]:
+    """Return the widths of keys of a layer's pools."""
+    if sizes.compressed is None or sizes.indexer is None:
+        return {}
+    return {"pool": sizes.head_dim, "index_pool": sizes.indexer.dim}
 
 
 def _attention_widths(sizes: DecoderSizes, heads: LayerHeads) -> dict[str, tuple[int, int]]:
@@ -339,6 +387,15 @@ def _attention_widths(sizes: DecoderSizes, heads: LayerHeads) -> dict[str, tuple
         return dict.fromkeys(("query", "head_gate"), (query, hidden)) | {
             "key": (key, hidden),
             "value": (values, hidden),
+        }
+    if (compressed := sizes.compressed) is not None:
+        group = sizes.num_heads * sizes.head_dim // compressed.output_groups
+        return {
+            "query_down": (compressed.query_rank, hidden),
+            "query": (sizes.num_heads * sizes.head_dim, compressed.query_rank),
+            "key": (sizes.head_dim, hidden),
+            "output_down": (sizes.found_width, group),
+            **{name: shape for name, shape in _index_widths(hidden, compressed).items() if name != "index_key"},
         }
     return {
         "query_down": (latent.query_rank, hidden),
@@ -375,7 +432,7 @@ def _check_form(sizes: DecoderSizes, layer: LayerWeights) -> None:
         raise ValueError(f"found a window of {layer.window} positions, expected 1 or more")
     if layer.heads is not None and (fault := layer.heads.fault(sizes.num_heads, sizes.head_dim)):
         raise ValueError(fault)
-    values = layer.value if sizes.latent is None else layer.value_up
+    values = layer.value if sizes.latent is None else layer.key if sizes.compressed is not None else layer.value_up
     attending = {each is not None for each in (layer.query, layer.output)}
     attending |= {(each is None) == (layer.shared_keys is not None) for each in (layer.key, values)}
     if len(attending) > 1:
@@ -410,7 +467,16 @@ def _check_own_parts(sizes: DecoderSizes, layer: LayerWeights) -> None:
 
 
 def _check_latent(sizes: DecoderSizes, layer: LayerWeights) -> None:
-    """Raise ValueError for missing or unexpected parts of latent attention."""
+    """Raise ValueError for missing or unexpected parts of latent or compressed attention."""
+    if sizes.compressed is not None:
+        has_plain = layer.window is not None and not layer.is_nope and layer.heads is None and layer.value is None
+        of_attention = (layer.query_down, layer.query, layer.key, layer.output_down, layer.query_norm, layer.key_norm)
+        if not has_plain or any(each is None for each in (*of_attention, layer.sinks)):
+            raise ValueError("found a layer with a part of compressed attention")
+        check_pools(layer.pools, layer.pool, (layer.index_pool, layer.index_query, layer.index_weight))
+        return
+    if any(each is not None for each in (layer.pools, layer.pool, layer.index_pool, layer.output_down)):
+        raise ValueError("found a layer with pooled keys in a decoder without them")
     has_vectors, of_queries = sizes.latent is not None, sizes.latent is not None and sizes.latent.query_rank > 0
     has_parts = {each is not None for each in (layer.key_up, layer.value_up)}
     has_down = {layer.query_down is not None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 BLOCK = 64  # the prefix that rows share ends at a multiple of this many positions
 TILE_ROWS = 32  # rows of a forward in `transformers`' layers, and of a panel of the C kernels
@@ -22,6 +23,8 @@ CUDA_SCALE_BYTES = 16  # the scale and its padding, which aligns a GPU's rows to
 HEAD_DIMS = range(64, 257, LANES)
 MOST_HEAD_DIM = 512  # of layers with heads of their own, as in source/api.h
 WIDE_STRIPES = 2  # heads of a cache that a layer's own head takes on a GPU
+MOST_POOLED = 256  # positions of a pooled key, as in source/compressed.h
+MOST_STREAMS = 16  # as in source/api.h
 COUNTS = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "intermediate", "vocab")  # of a decoder
 MOST_LATENT, MOST_LATENT_HEADS = 16384, 1024  # largest size of a latent vector, and most heads that share it
 MOST_CHOSEN_KEYS = 1 << 20  # keys that an indexer chooses for a row
@@ -96,6 +99,57 @@ class MLASizes:
         return capacity if self.indexer is None else min(capacity, self.indexer.num_chosen)
 
 
+class CacheLayer(NamedTuple):
+    """Rows of a layer in a cache: the positions that a later row needs, None for all, and the heads that they take."""
+
+    window: int | None
+    stripes: int
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Pooled keys of a layer: one for each `ratio` positions."""
+
+    ratio: int
+    series: int  # two if a pooled key has positions before these, too; then an indexer chooses among pooled keys
+
+
+@dataclass(frozen=True)
+class CompressedSizes(MLASizes):
+    """Sizes of attention whose heads share one key of `rank` per position, which is its value, too.
+
+    Some layers also have pooled keys: source/compressed.h.
+    """
+
+    output_groups: int = 1  # of heads that are projected together in front of the output
+    output_rank: int = 0  # numbers of each group after that
+
+    @property
+    def key_dim(self) -> int:
+        return self.rank
+
+    @property
+    def entry_dim(self) -> int:
+        return self.rank
+
+    def kept(self, window: int, pools: Pools | None) -> tuple[CacheLayer, ...]:
+        """Return a layer's rows: keys and what pools read of a position, then pooled keys."""
+        if pools is None:
+            return (CacheLayer(window, 1),)
+        dims = [self.rank, *([self.indexer.dim] if pools.series > 1 and self.indexer is not None else [])]
+        read = sum(-(-2 * pools.series * dim // self.rank) for dim in dims)
+        return CacheLayer(max(window, pools.series * pools.ratio), 1 + read), CacheLayer(None, pools.series)
+
+
+@dataclass(frozen=True)
+class StreamSizes:
+    """The streams of a row's state (hyper-connections): source/streams.h."""
+
+    count: int
+    num_sinkhorn: int
+    epsilon: float
+
+
 def most_slots(num_rows: int) -> int:
     """Return the largest number of jobs that a GPU runs at the same time."""
     return MOST_SLOTS if num_rows == NUM_ROWS else num_rows
@@ -164,6 +218,19 @@ def _latent_fault(latent: MLASizes, num_heads: int, num_kv_heads: int, head_dim:
             )
         if indexer.dim % LANES or not latent.rope_dim <= indexer.dim <= MOST_LATENT:
             return f"found indexers of width {indexer.dim}, expected a multiple of {LANES}, {latent.rope_dim} or more"
+    if isinstance(latent, CompressedSizes) and (fault := _compressed_fault(latent, num_heads)):
+        return fault
     if (num_kv_heads, head_dim) != (1, latent.entry_dim):
         return f"found {num_kv_heads} heads of {head_dim} in a cache, expected one of {latent.entry_dim}"
+    return None
+
+
+def _compressed_fault(sizes: CompressedSizes, num_heads: int) -> str | None:
+    """Return which size of compressed attention the kernels do not support."""
+    if sizes.rank > MOST_HEAD_DIM or sizes.query_dim != sizes.rank or not sizes.query_rank or sizes.indexer is None:
+        return f"found heads of {sizes.rank} beside {sizes.query_rank}, expected at most {MOST_HEAD_DIM}"
+    if sizes.indexer.dim > sizes.rank:
+        return f"found indexers of width {sizes.indexer.dim}, expected at most that of heads, {sizes.rank}"
+    if sizes.output_groups < 1 or num_heads % sizes.output_groups or sizes.output_rank % LANES or not sizes.output_rank:
+        return f"found {sizes.output_groups} groups of {num_heads} heads, of {sizes.output_rank} numbers each"
     return None

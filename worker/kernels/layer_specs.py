@@ -46,6 +46,7 @@ class Score(IntEnum):
     SOFTMAX_OF_CHOSEN = 2  # experts are chosen by logits
     SIGMOID_OF_CHOSEN = 3  # experts are chosen by logits
     SPARSE_MIXER = 4  # experts are chosen by logits; each weight is a softmax over remaining ones within `jitter`
+    ROOT_SOFTPLUS = 5  # sqrt(log(1 + e^x))
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from swiftbatch.worker.kernels.compressed_weights import PoolWeights, StreamWeights, stream_shapes
 from swiftbatch.worker.kernels.decoder_weights import (
     AdapterWeights,
     DecoderSizes,
     DecoderWeights,
     LayerWeights,
+    cache_stripes,
     float_shapes,
-    other_rotary,
+    kept_by,
+    pool_dims,
     shapes,
-    stripes_of,
 )
-from swiftbatch.worker.kernels.kernel_sizes import COUNTS, HEAD_DIMS
+from swiftbatch.worker.kernels.kernel_sizes import HEAD_DIMS
 from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView, recurrent_float_shapes
 from swiftbatch.worker.kernels.native_library import Team, load_library, shared_team
 from swiftbatch.worker.kernels.native_recurrence import SequenceTable
@@ -33,15 +35,18 @@ from swiftbatch.worker.kernels.native_weights import (
     QuantizedRows,
     check_weights,
     checked,
+    decoder_sizes_of,
     load_experts,
     load_recurrent_layer,
     load_weight,
 )
 from swiftbatch.worker.kernels.quantized_weights import Linear, PackedLinear, Weight
 from swiftbatch.worker.kernels.rope_cos_sin import AngleTable, QueryScaleTable
-from swiftbatch.worker.kernels.rope_scaling import Rotary
+from swiftbatch.worker.kernels.rope_scaling import Rotary, other_rotary
 from swiftbatch.worker.kernels.row_tables import NOWHERE, CachePlace, LayerCacheShape, Rows, RowTable
 
+POOL_PARTS = ("key", "gate", "bias", "norm")
+STREAMS, STREAM_PARTS = ("attention_streams", "mlp_streams", "head_streams"), ("mix", "bias", "scale")
 ROLES = {  # in the order of `weight_role` in source/api.h; parts of a layer have the names of `LayerWeights`
     name: number
     for number, name in enumerate(
@@ -54,25 +59,11 @@ ROLES = {  # in the order of `weight_role` in source/api.h; parts of a layer hav
             *("index_query", "index_key", "index_weight", "index_norm"),
             *("own heads", "shared_norm", "layer_scale", "shared keys"),
             *("ple_table", "ple_projection", "ple_norm", "ple_gate", "ple_output", "ple_output_norm"),
+            *("pools of keys", *(f"{pool}.{part}" for pool in ("pool", "index_pool") for part in POOL_PARTS)),
+            *("output_down", *(f"{name}.{part}" for name in STREAMS for part in STREAM_PARTS)),
         )
     )
 }
-
-
-class CDecoderSizes(ctypes.Structure):
-    """`decoder_sizes` of source/api.h."""
-
-    SCALES = ("epsilon", "scale", "embedding_scale", "residual_scale", "logit_scale", "score_softcap", "logit_softcap")
-    MORE_SCALES = ("attention_in_scale", "key_scale", "attention_out_scale", "gate_scale", "down_scale", "value_scale")
-    FORMS = ("norm_form", "activation", "has_gates", "joins_heads", "norms_after_rope", "is_parallel")
-    MORE_FORMS = ("qk_norms_differ", "gates_heads", "norms_values")
-    LATENT = ("latent_rank", "query_rank", "nope_dim", "value_dim")
-    INDEX = ("index_heads", "index_dim", "num_chosen_keys")
-    PLE = ("ple_dim", "ple_element")
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in ("element", *COUNTS, *FORMS, *MORE_FORMS, *LATENT, *INDEX, *PLE)),
-        *((name, ctypes.c_float) for name in (*SCALES, *MORE_SCALES, "ple_scale")),
-    )
 
 
 class CForwardCall(ctypes.Structure):
@@ -90,7 +81,7 @@ class CForwardCall(ctypes.Structure):
 def check_layers(sizes: DecoderSizes, layers: list[LayerWeights]) -> None:
     if len(layers) != sizes.num_layers:
         raise ValueError(f"found {len(layers)} layers, expected {sizes.num_layers}")
-    if sizes.indexer is not None and layers[0].index_norm is None:
+    if sizes.indexer is not None and sizes.compressed is None and layers[0].index_norm is None:
         raise ValueError("found a first layer without an indexer, expected one whose choice others use")
     check_weights((each for layer in layers for each in shapes(sizes, layer)), sizes.dtype)
     check_weights((each for layer in layers for each in _floats(sizes, layer)), torch.float32)
@@ -123,27 +114,18 @@ class NativeLayers:
         self.sizes = sizes
         self._as_integers = as_integers
         self._conv_width = conv_width_of(layers)
-        self._keeping = [number for number, layer in enumerate(layers) if layer.keeps_keys]
+        self._keeping = [number for number, layer in enumerate(layers) for _ in kept_by(sizes, [layer])]
         self._shares_keys = any(layer.shared_keys is not None for layer in layers)
         self.team = team
         self._library = team.library
         self._shape = LayerCacheShape(sizes.num_kv_heads, sizes.head_dim, sizes.dtype)
-        self._stripes = stripes_of(sizes, [layer.heads for layer in layers if layer.keeps_keys])
+        self._stripes = cache_stripes(sizes, layers)
         self._angles = AngleTable(rotary, sizes.dtype)
         other = other_rotary(layers)
         self._other_angles = None if other is None else AngleTable(other, sizes.dtype)
         self._query_scales = None if rotary.growth is None else QueryScaleTable(rotary.growth, sizes.dtype)
         self._places: weakref.WeakKeyDictionary[Any, dict[range, CachePlace]] = weakref.WeakKeyDictionary()
-        of_latents = {*CDecoderSizes.LATENT, *CDecoderSizes.INDEX}
-        names = (field[0] for field in CDecoderSizes._fields_[1:] if field[0] not in of_latents)
-        numbers = {name: getattr(sizes, name) for name in names if name != "ple_element"}
-        numbers |= {"value_dim": sizes.value_dim, "ple_element": ELEMENTS[sizes.ple_dtype]}
-        if (latent := sizes.latent) is not None:
-            of_vectors = (latent.rank, latent.query_rank, latent.nope_dim, latent.value_dim)
-            numbers |= dict(zip(CDecoderSizes.LATENT, of_vectors, strict=True))
-            if latent.indexer is not None:
-                numbers |= dict(zip(CDecoderSizes.INDEX, dataclasses.astuple(latent.indexer), strict=True))
-        c_sizes = CDecoderSizes(element=ELEMENTS[sizes.dtype], **numbers)
+        c_sizes = decoder_sizes_of(sizes)
         self.handle: int = self._library.decoder_new(ctypes.byref(c_sizes))
         weakref.finalize(self, team.retire, self._library.decoder_free, self.handle)
         self._num_adapters = 0
@@ -168,7 +150,7 @@ class NativeLayers:
         if layers.step != 1 or not 0 <= layers.start < layers.stop <= self.sizes.num_layers:
             raise ValueError(f"found layers {layers}, expected some of {self.sizes.num_layers}")
         table = self.table(groups, layers)
-        shape = (table.num_rows, self.sizes.hidden)
+        shape = (table.num_rows, self.sizes.state_width)
         if state.shape != shape or state.dtype != torch.float32 or not state.is_contiguous():
             raise ValueError(f"found a state of {state.dtype} {list(state.shape)}, expected float32 {list(shape)}")
         self._check_queries(queries, len(self.keeping_among(layers)), table.num_rows)
@@ -208,6 +190,8 @@ class NativeLayers:
 
     def table(self, groups: Sequence[Rows], layers: range) -> RowTable:
         """Return the table of a call over some layers. Raises ValueError for entries beyond a cache."""
+        if self.sizes.compressed is not None and any(group.is_partial for group in groups):
+            raise ValueError("found a part of a cache of a decoder with pooled keys, expected all of its positions")
         if self.sizes.latent is not None and any(group.scanned is not None for group in groups):
             raise ValueError("found scanned keys of a decoder with latent vectors, expected none")
         keeping = self.keeping_among(range(self.sizes.num_layers) if self._shares_keys else layers)
@@ -273,16 +257,19 @@ class NativeLayers:
         return known[layers]
 
     def _load_layer(self, number: int, layer: LayerWeights) -> None:
-        if layer.shared_keys is not None:
-            self._load(number, "shared keys", torch.tensor(layer.shared_keys, dtype=torch.int32))
-        if (heads := layer.heads) is not None:
-            self._load(number, "own heads", torch.tensor([heads.num_kv_heads, heads.head_dim], dtype=torch.int32))
+        before = {"shared keys": layer.shared_keys, "own heads": layer.heads, "pools of keys": layer.pools}
+        for role, said in before.items():
+            if said is not None:
+                numbers = said if isinstance(said, int) else dataclasses.astuple(said)
+                self._load(number, role, torch.tensor(numbers, dtype=torch.int32))
         if layer.experts is not None:
             load_experts(self._library, self.handle, number, layer.experts, layer.intermediate, self._as_integers)
         elif layer.intermediate != self.sizes.intermediate:
             self._load(number, "columns of products", torch.tensor(layer.intermediate, dtype=torch.int32))
         if layer.mixer is not None:
             load_recurrent_layer(self._library, self.handle, number, layer.mixer, self._as_integers)
+        for name in ("pool", "index_pool", *STREAMS[:2]):
+            self._load_parts(number, name, getattr(layer, name))
         for role in ROLES:
             part = getattr(layer, role, None)
             if isinstance(part, Linear | PackedLinear):
@@ -290,6 +277,12 @@ class NativeLayers:
             elif part is not None:
                 self._load(number, role, part)
         self._mark(number, layer)
+
+    def _load_parts(self, number: int, name: str, parts: PoolWeights | StreamWeights | None) -> None:
+        for field in () if parts is None else dataclasses.fields(parts):
+            part = getattr(parts, field.name)
+            weight, bias = (part, None) if isinstance(part, Tensor) else (part.weight, part.bias)
+            self._load(number, f"{name}.{field.name}", weight, bias)
 
     def _mark(self, number: int, layer: LayerWeights) -> None:
         """Tell the kernels which parts a layer lacks or computes differently."""
@@ -312,6 +305,11 @@ def _floats(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Wei
     yield "layer_scale", layer.layer_scale, (1,)
     if layer.experts is not None:
         yield from float_shapes(layer.experts, sizes.hidden)
+    for name, dim in pool_dims(sizes).items():
+        if layer.pools is not None and (pool := getattr(layer, name)) is not None:
+            yield f"bias of {name}", pool.bias, (layer.pools.ratio, layer.pools.series * dim)
+    for name in STREAMS[:2]:
+        yield from stream_shapes(sizes.streams, sizes.hidden, name, getattr(layer, name))
     if layer.mixer is not None:
         yield from recurrent_float_shapes(layer.mixer)
 
@@ -369,6 +367,7 @@ class NativeDecoder(NativeLayers):
         self.embedding = weights.embedding if numbers is None else numbers
         if weights.ple_table is not None:
             self._ple_table = self._load(0, "ple_table", weights.ple_table)  # read in place, too
+        self._load_parts(0, "head_streams", weights.head_streams)
         self._load(0, "final_norm", weights.final_norm)
         self._load(0, "head", weights.head.weight, weights.head.bias)
 
@@ -391,7 +390,7 @@ class NativeDecoder(NativeLayers):
         if state is None:
             if len(layers) != self.sizes.num_layers:
                 raise ValueError("found no state, expected one in a call over some of the layers")
-            state = torch.empty(num_rows, self.sizes.hidden)
+            state = torch.empty(num_rows, self.sizes.state_width)
         is_last = layers.stop == self.sizes.num_layers
         hidden = torch.empty(num_rows, self.sizes.hidden, dtype=self.sizes.dtype) if is_last else None
         logits = torch.empty(num_rows, self.sizes.vocab) if is_last and with_logits else None
@@ -474,6 +473,9 @@ def _check_ends(weights: DecoderWeights) -> None:
         ("final_norm", weights.final_norm, (sizes.norm_width,)),
     ]
     check_weights(ends, sizes.dtype)
+    check_weights(
+        stream_shapes(sizes.streams, sizes.hidden, "the head", weights.head_streams, is_head=True), torch.float32
+    )
     if (weights.ple_table is None) != (sizes.ple_dim == 0):
         raise ValueError("found per-layer embeddings without a table, or a table without them")
     if (ple := weights.ple_table) is not None:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.decoder_weights import ExpertWeights
+from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, ExpertWeights
+from swiftbatch.worker.kernels.kernel_sizes import COUNTS
 from swiftbatch.worker.kernels.layer_specs import RecurrentWeights
 from swiftbatch.worker.kernels.quantized_weights import (
     CODE_BITS,
@@ -33,6 +34,44 @@ CODES_PER_WORD = 8  # with 4 bits, a group must start at a word
 LEAST_NORMAL = 2.0**-126  # bf16 products treat smaller numbers as zero
 LEAST_SCALE = 2.0**-90  # products of codes with such scales are never subnormal, even if offsets are that small
 MOST_SCALE = 2.0**100  # the kernels widen e4m3 with a scale 256 times as large, and round numbers below 2^110
+
+
+class CDecoderSizes(ctypes.Structure):
+    """`decoder_sizes` of source/api.h."""
+
+    SCALES = ("epsilon", "scale", "embedding_scale", "residual_scale", "logit_scale", "score_softcap", "logit_softcap")
+    MORE_SCALES = ("attention_in_scale", "key_scale", "attention_out_scale", "gate_scale", "down_scale", "value_scale")
+    FORMS = ("norm_form", "activation", "has_gates", "joins_heads", "norms_after_rope", "is_parallel")
+    MORE_FORMS = ("qk_norms_differ", "gates_heads", "norms_values")
+    LATENT = ("latent_rank", "query_rank", "nope_dim", "value_dim")
+    INDEX = ("index_heads", "index_dim", "num_chosen_keys")
+    COMPRESSED = ("output_groups", "output_rank")
+    STREAMS = ("num_streams", "num_sinkhorn")
+    PLE = ("ple_dim", "ple_element")
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("element", *COUNTS, *FORMS, *MORE_FORMS, *LATENT, *INDEX)),
+        *((name, ctypes.c_int32) for name in (*COMPRESSED, *STREAMS, *PLE)),
+        *((name, ctypes.c_float) for name in (*SCALES, *MORE_SCALES, "ple_scale", "gate_limit", "stream_epsilon")),
+    )
+
+
+def decoder_sizes_of(sizes: DecoderSizes) -> CDecoderSizes:
+    """Return the sizes for C."""
+    apart = {*CDecoderSizes.LATENT, *CDecoderSizes.INDEX, *CDecoderSizes.COMPRESSED, *CDecoderSizes.STREAMS}
+    names = (field[0] for field in CDecoderSizes._fields_[1:] if field[0] not in apart)
+    numbers = {name: getattr(sizes, name) for name in names if name not in ("ple_element", "stream_epsilon")}
+    numbers |= {"value_dim": sizes.value_dim, "ple_element": ELEMENTS[sizes.ple_dtype]}
+    if (latent := sizes.latent) is not None:
+        of_vectors = (latent.rank, latent.query_rank, latent.nope_dim, latent.value_dim)
+        numbers |= dict(zip(CDecoderSizes.LATENT, of_vectors, strict=True))
+        if latent.indexer is not None:
+            numbers |= dict(zip(CDecoderSizes.INDEX, dataclasses.astuple(latent.indexer), strict=True))
+    if (compressed := sizes.compressed) is not None:
+        numbers |= {"latent_rank": 0, "value_dim": 0}
+        numbers |= {name: getattr(compressed, name) for name in CDecoderSizes.COMPRESSED}
+    if (streams := sizes.streams) is not None:
+        numbers |= dict(zip((*CDecoderSizes.STREAMS, "stream_epsilon"), dataclasses.astuple(streams), strict=True))
+    return CDecoderSizes(element=ELEMENTS[sizes.dtype], **numbers)
 
 
 class CQuantizedRows(ctypes.Structure):
@@ -119,7 +158,7 @@ def _is_exact_in_kernels(matrix: PackedMatrix) -> bool:
 
 ROUTER, CHOICE_BIAS, SHARED_GATE = range(3)  # `expert_role` of source/api.h
 EXPERT_ROLES = {"gate": 3, "up": 4, "down": 5}
-LATENT_IN, LATENT_OUT, ROUTER_SCALE, CHOICE_SCALES, FRONT_NORM, BEHIND_NORM = range(6, 12)
+LATENT_IN, LATENT_OUT, ROUTER_SCALE, CHOICE_SCALES, FRONT_NORM, BEHIND_NORM, CHOICES = range(6, 13)
 
 
 class CExpertSizes(ctypes.Structure):
@@ -151,7 +190,7 @@ def load_experts(
     load = functools.partial(library.decoder_load_expert, handle, layer)
     alone = {ROUTER: experts.router, CHOICE_BIAS: experts.choice_bias, SHARED_GATE: experts.shared_gate}
     alone |= {ROUTER_SCALE: experts.router_scale, CHOICE_SCALES: experts.choice_scales}
-    alone |= {FRONT_NORM: experts.front_norm, BEHIND_NORM: experts.behind_norm}
+    alone |= {FRONT_NORM: experts.front_norm, BEHIND_NORM: experts.behind_norm, CHOICES: experts.choices}
     for role, weight in alone.items():
         if isinstance(weight, Linear):
             load_weight(functools.partial(load, role, 0), weight.weight, weight.bias)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,6 +83,17 @@ class Rotary:
         scales = np.full(len(self.frequencies), self.scaling, dtype=np.float32)
         scales[len(scales) - self.num_nope_pairs :] = 1.0
         return scales
+
+
+def other_rotary(layers: Iterable[Any]) -> Rotary | None:
+    """Return the rotation of layers whose rotation is not the model's.
+
+    Raises ValueError if these layers have several.
+    """
+    found = {id(layer.rotary): layer.rotary for layer in layers if layer.rotary is not None}
+    if len(found) > 1:
+        raise ValueError(f"found layers with {len(found)} rotations of their own, expected one at most")
+    return next(iter(found.values()), None)
 
 
 def default_frequencies(theta: float, head_dim: int) -> NDArray[np.float32]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
-from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, stripes_of
+from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, cache_stripes, kept_by
 from swiftbatch.worker.kernels.kernel_sizes import KV_SCALE_BYTES
 from swiftbatch.worker.kernels.kv_codes import CODES, coded, numbers_of
 from swiftbatch.worker.kernels.layer_specs import RecurrentSizes
@@ -116,14 +116,13 @@ class CacheShape:
     def of(cls, weights: DecoderWeights, device: torch.device, kv_dtype: KVDtype | None = None) -> CacheShape:
         """Return the shape of a dense decoder's caches."""
         sizes, length = weights.sizes, weights.rotary.short_length
-        windows = tuple(layer.window for layer in weights.layers if layer.keeps_keys)
+        windows = tuple(kept.window for kept in kept_by(sizes, weights.layers))
         counts = (len(windows), sizes.num_kv_heads, sizes.head_dim)
         states = states_of([layer.mixer.sizes for layer in weights.layers if layer.mixer is not None])
         forgets = any(windows) and states is None and device.type == "cpu"
         num_parts = 2 if sizes.latent is None else 1
         shape = cls(*counts, sizes.dtype, device, states, length, kv_dtype, num_parts=num_parts)
-        stripes = stripes_of(sizes, [layer.heads for layer in weights.layers if layer.keeps_keys])
-        return replace(shape, windows=windows if forgets else (), stripes=stripes)
+        return replace(shape, windows=windows if forgets else (), stripes=cache_stripes(sizes, weights.layers))
 
     @property
     def rows_size(self) -> tuple[int, int, int]:

@@ -51,7 +51,8 @@ class PagesError(KVRoomError):
 def bytes_per_position(config: dict[str, Any], dtype: str, kv_dtype: KVDtype | None = None) -> int | None:
     """Return the bytes of one position in a text model's cache, or None if the config does not tell."""
     if (dense := kernel_config(config)) is not None and dense.latent is not None:
-        return dense.num_layers * dense.latent.sizes.entry_dim * ITEM_SIZES[dtype]
+        num_rows = sum(dense.stripes) if dense.stripes else dense.num_layers
+        return num_rows * dense.latent.sizes.entry_dim * ITEM_SIZES[dtype]
     num_heads, hidden_size = config.get("num_attention_heads"), config.get("hidden_size")
     num_kv_heads = config.get("num_key_value_heads") or num_heads
     head_dim = config.get("head_dim") or (hidden_size // num_heads if num_heads and hidden_size else None)

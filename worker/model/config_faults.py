@@ -77,7 +77,6 @@ OF_ALL_KINDS = (
 )
 NEEDED = OF_ALL_KINDS[:2]
 OF_ATTENTION = ("hidden_size", "num_attention_heads")  # the sizes of caches, beside the number of layers
-OF_LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def config_fault(config: Config) -> str | None:
@@ -96,7 +95,7 @@ def config_fault(config: Config) -> str | None:
 def unsaid_fault(config: Config) -> str | None:
     """Return a fault if the config leaves a size to the class's default."""
     form = architecture_of(config)
-    needed = [*OF_ATTENTION, *(OF_LATENT if form is not None and form.latent else ())]
+    needed = [*OF_ATTENTION, *(form.latent.needed if form is not None and form.latent else ())]
     if form is None or not form.does_one_thing:
         needed.append("num_hidden_layers")
     elif not layer_types(config):

@@ -9,17 +9,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swiftbatch.worker.kernels.kernel_sizes import LANES, LayerHeads, sizes_fault
+from swiftbatch.worker.kernels.kernel_sizes import LANES, CacheLayer, LayerHeads, StreamSizes, sizes_fault
 from swiftbatch.worker.kernels.layer_specs import Activation
 from swiftbatch.worker.kernels.rope_scaling import Rotary
 from swiftbatch.worker.model.architectures.attention_layers import (
-    INDEXED,
     IS_WINDOWED,
     MLAConfig,
     Windows,
     layers_of_keys,
     no_windows,
-    read_mla,
     that_hide,
 )
 from swiftbatch.worker.model.architectures.catalogue import (
@@ -28,6 +26,7 @@ from swiftbatch.worker.model.architectures.catalogue import (
     layer_types,
     recurrent_shape,
 )
+from swiftbatch.worker.model.architectures.deepseek_v4 import CompressedConfig
 from swiftbatch.worker.model.architectures.moe_layers import CHOSEN_KEYS, COUNT_KEYS, ROLES, MoEConfig, read_moe
 from swiftbatch.worker.model.architectures.recurrent_layers import (
     ATTENDING,
@@ -42,6 +41,9 @@ from swiftbatch.worker.model.architectures.spec import (
     PLE_OF_ALL,
     PLE_OUTPUT_NORM,
     PLE_TABLE,
+    STREAM_PARTS,
+    STREAMS,
+    STREAMS_OF_HEAD,
     ArchitectureSpec,
 )
 from swiftbatch.worker.model.config_values import COUNT, POSITIVE, SIZE, Config, number_of, shown
@@ -109,6 +111,7 @@ class DecoderConfig:
     experts: MoEConfig | None
     mixer: RecurrentConfig | None
     latent: MLAConfig | None
+    streams: StreamSizes | None
     own_heads: LayerHeads | None  # of `own_layers`; None if all have the same
     own_layers: frozenset[int]  # layers without a window or with one, where these differ from others
     value_dim: int  # of a head; 0 if it is as wide as a key
@@ -138,6 +141,8 @@ class DecoderConfig:
     @property
     def stripes(self) -> tuple[int, ...]:
         """Return the heads of a cache that each layer with keys takes, or () if all take `num_kv_heads`."""
+        if isinstance(self.latent, CompressedConfig):
+            return tuple(kept.stripes for kept in self._kept(self.latent))
         if self.own_heads is None:
             return ()
         own = self.own_heads.num_stripes(self.head_dim)
@@ -146,7 +151,12 @@ class DecoderConfig:
     @property
     def kept_windows(self) -> Windows:
         """Return the windows of layers with keys in a cache."""
+        if isinstance(self.latent, CompressedConfig):
+            return tuple(kept.window for kept in self._kept(self.latent))
         return tuple(self.windows[number] for number in self._keeping)
+
+    def _kept(self, compressed: CompressedConfig) -> list[CacheLayer]:
+        return [kept for number in range(self.num_layers) for kept in compressed.kept(number)]
 
     @property
     def _keeping(self) -> list[int]:
@@ -197,6 +207,7 @@ class DecoderConfig:
         names = {name for number in range(self.num_layers) for name in self._layer_names(number, stored)}
         of_the_model = {EMBEDDING, *self.form.norm_tensors(self.form.final_norm)}
         of_the_model |= {PLE_TABLE, *(f"{part}.weight" for part in PLE_OF_ALL.values())} if self.ple_dim else set()
+        of_the_model |= {f"{STREAMS_OF_HEAD}{part}" for part in STREAM_PARTS.values()} if self.streams else set()
         of_the_model |= (set() if self.is_tied else {HEAD}) | ({HEAD_BIAS} if self.has_head_bias else set())
         return names | of_the_model
 
@@ -212,10 +223,12 @@ class DecoderConfig:
         if self.ple_dim:
             parts += [f"{part}.weight" for part in (*PLE_LINEARS.values(), PLE_OUTPUT_NORM)]
         parts += [] if self.latent is None else self.latent.index_tensors(number)
+        if self.streams is not None:
+            parts += [f"{prefix}{part}" for prefix in STREAMS.values() for part in STREAM_PARTS.values()]
         if self.mixer is not None and number in self.mixer.layers:
             parts += self.mixer.parts()
         if self.experts is not None and number in self.experts.layers:
-            parts += self.experts.parts(self.experts.is_fused(stored, prefix))
+            parts += self.experts.parts(number, self.experts.is_fused(stored, prefix))
         yield from (prefix + part for part in parts)
 
 
@@ -241,7 +254,7 @@ def what_is_not_understood(config: Config, form: ArchitectureSpec) -> str | None
     """Return which value of the config the kernels do not support, or None if they support all."""
     known = {name for name, is_windowed in IS_WINDOWED.items() if form.windows or not is_windowed}
     known |= set() if form.mixer is None else ATTENDING | RECURRENT | STATELESS
-    known |= INDEXED if form.latent is not None and form.latent.indexer is not None else set()
+    known |= form.latent.types if form.latent is not None else set()
     if others := set(map(str, config.get("layer_types") or ())) - known:
         return f"its layers have {', '.join(sorted(others))}"
     one_meaning = ONE_MEANING | dict(form.one_meaning) | ({} if form.windows else NO_WINDOWS)
@@ -300,7 +313,7 @@ def refuse_other_tensors(dense: DecoderConfig, stored: set[str]) -> None:
 
 def _read(config: Config, form: ArchitectureSpec) -> DecoderConfig:
     """Read a config. Raises KeyError for numbers that the config omits, ValueError for unsupported ones."""
-    latent = None if form.latent is None else read_mla(config, form.latent)
+    latent = None if form.latent is None else form.latent.read(config)
     sizes = _sizes(config, form, latent)
     head_dim = sizes["head_dim"] if latent is None else latent.sizes.rope_dim
     own_heads, keys_are_values = _own_heads(config, form, sizes)
@@ -334,6 +347,7 @@ def _read(config: Config, form: ArchitectureSpec) -> DecoderConfig:
         experts=experts,
         mixer=mixer,
         latent=latent,
+        streams=None if form.streams is None else form.streams.read(config),
         own_heads=own_heads,
         own_layers=form.own_heads.layers(config, windows) if form.own_heads else frozenset(),
         value_dim=_value_dim(config, form, head_dim),

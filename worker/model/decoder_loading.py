@@ -11,8 +11,12 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from swiftbatch.jobs.start_times import timed
-from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, DecoderWeights, ExpertWeights, LayerWeights
-from swiftbatch.worker.kernels.layer_specs import RecurrentForm, RecurrentWeights
+from swiftbatch.worker.kernels.decoder_weights import (
+    DecoderSizes,
+    DecoderWeights,
+    ExpertWeights,
+    LayerWeights,
+)
 from swiftbatch.worker.kernels.quantized_weights import (
     AnyLinear,
     Linear,
@@ -22,15 +26,33 @@ from swiftbatch.worker.kernels.quantized_weights import (
     linear_from,
     plain,
 )
-from swiftbatch.worker.model.architectures.attention_layers import INDEX_LINEARS, INDEX_NORM, UP, MLAConfig
+from swiftbatch.worker.model.architectures.deepseek_v4 import CompressedConfig
 from swiftbatch.worker.model.architectures.moe_layers import ROLES, SHARED_NORM, FusedNames, MoEConfig
-from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentConfig
-from swiftbatch.worker.model.architectures.spec import ATTENTION, PLE_LINEARS, PLE_OF_ALL, PLE_OUTPUT_NORM, PLE_TABLE
+from swiftbatch.worker.model.architectures.spec import (
+    ATTENTION,
+    PLE_LINEARS,
+    PLE_OF_ALL,
+    PLE_OUTPUT_NORM,
+    PLE_TABLE,
+    STREAM_PARTS,
+    STREAMS,
+    STREAMS_OF_HEAD,
+)
 from swiftbatch.worker.model.decoder_config import (
     DecoderConfig,
     OtherDecoderError,
     read_decoder_config,
     refuse_other_tensors,
+)
+from swiftbatch.worker.model.mixing_weights import (
+    compressed_weights,
+    indexer_weights,
+    latent_linears,
+    of_heads,
+    of_rows,
+    recurrent_weights,
+    split_rows,
+    stream_weights,
 )
 from swiftbatch.worker.model.model_files import ModelFiles, read_config, stored_layout
 from swiftbatch.worker.model.text_config import EMBEDDING, HEAD, HEAD_BIAS, is_of_text
@@ -45,7 +67,8 @@ def expert_weights(tensors: Tensors, prefix: str, config: MoEConfig, dtype: torc
     names, is_fused = config.names, config.is_fused(set(tensors), prefix)
     gates, ups, downs = (_fused if is_fused else _one_by_one)(tensors, prefix, config)
     shared_gate = None if not config.shared_width else _floats(tensors, prefix, names.shared_gate)
-    choice_bias = _floats(tensors, prefix, names.choice_bias)
+    has_table = names.choices is not None and prefix + names.choices in tensors
+    choice_bias = None if has_table else _floats(tensors, prefix, names.choice_bias)
     found = ExpertWeights(
         config.routing,
         _router(tensors, prefix, config, dtype),
@@ -57,12 +80,22 @@ def expert_weights(tensors: Tensors, prefix: str, config: MoEConfig, dtype: torc
         gate_limit=config.gate_limit,
         gate_slope=config.gate_slope,
         latent=_latent(tensors, prefix, config),
+        choices=_choices(plain(tensors[f"{prefix}{names.choices}"]), config) if has_table else None,
         **{role: _floats(tensors, prefix, name) for role, name in names.scales.items()},
         **{role: plain(tensors[f"{prefix}{norm}.weight"]) for role, norm in names.norms.items() if role != SHARED_NORM},
     )
     if (widths := (found.intermediate, found.latent_width)) != (expected := (config.width, config.latent_width)):
         raise ValueError(f"found experts of widths {widths}, expected {expected}")
     return found
+
+
+def _choices(table: Tensor, config: MoEConfig) -> Tensor:
+    """Return a table of each token's experts. Raises ValueError for experts that do not exist."""
+    if table.dtype.is_floating_point or not 0 <= int(table.min()) <= int(table.max()) < config.routing.num_experts:
+        raise ValueError(
+            f"found a table of experts of {table.dtype}, expected numbers below {config.routing.num_experts}"
+        )
+    return table.to(torch.int32)
 
 
 def _latent(tensors: Tensors, prefix: str, config: MoEConfig) -> tuple[AnyLinear, AnyLinear] | None:
@@ -126,112 +159,12 @@ def _rows_of(weight: Weight, bias: Tensor | None, rows: slice) -> AnyLinear:
     return linear_from(chosen, None if bias is None else bias[rows])
 
 
-# A model's layers with a state, a convolution or latent attention, from their stored tensors.
-
-
-def recurrent_weights(
-    tensors: Mapping[str, Weight], prefix: str, mixer: RecurrentConfig, dtype: torch.dtype
-) -> RecurrentWeights:
-    """Collect the weights of a layer's mixer. Raises ValueError for tensors of unexpected sizes."""
-    linears = dict(_mixer_linears(tensors, f"{prefix}{mixer.spec.part}.", mixer))
-    stored = {role: plain(tensors[prefix + name]) for role, name in mixer.numbers.items()}
-    numbers = {role: _number(role, each.to(dtype).float(), mixer) for role, each in stored.items()}
-    if mixer.part_scales is not None:
-        numbers["scales"] = _scales(mixer.part_scales, mixer).to(dtype).float()
-    return RecurrentWeights(mixer.sizes, linears, numbers)
-
-
-def _mixer_linears(
-    tensors: Mapping[str, Weight], prefix: str, mixer: RecurrentConfig
-) -> Iterator[tuple[str, AnyLinear]]:
-    columns = mixer.sizes.columns()
-    for name, roles in mixer.spec.linears.items():
-        weight, bias = tensors[f"{prefix}{name}.weight"], tensors.get(f"{prefix}{name}.bias")
-        if (order := mixer.spec.orders.get(name)) is not None:
-            weight = of_rows(weight, order(mixer.shape))
-        yield from _split(name, roles, (weight, bias), [columns[role] for role in roles if len(roles) > 1])
-
-
-def of_rows(weight: Weight, rows: list[int]) -> Weight:
-    """Return some rows of a stored matrix. Raises ValueError for rows that it does not have."""
-    if len(rows) > weight.shape[0] or max(rows) >= weight.shape[0]:
-        raise ValueError(f"found {weight.shape[0]} rows, expected {len(rows)}")
-    chosen = torch.tensor(rows, device=weight.device)
-    return weight.rows(chosen) if isinstance(weight, PackedMatrix) else weight[chosen]
-
-
-def _scales(parts: tuple[float, ...], mixer: RecurrentConfig) -> Tensor:
-    gates, values, keys, queries, steps = parts
-    width, key_width = mixer.sizes.width, mixer.shape.num_key_heads * mixer.shape.key_dim
-    runs = ((values, width), (keys, key_width), (queries, key_width), (gates, width), (steps, mixer.shape.num_heads))
-    return torch.cat([torch.full((count,), scale) for scale, count in runs])
-
-
-def _number(role: str, numbers: Tensor, mixer: RecurrentConfig) -> Tensor:
-    """Arrange a float32 parameter for the kernels. Raises ValueError for an unexpected shape."""
-    sizes = mixer.sizes
-    if role == "taps":
-        _refuse_shape(role, numbers, (sizes.num_channels, 1, sizes.conv_width), (sizes.num_channels, sizes.conv_width))
-        return numbers.flatten(1).T.contiguous()
-    if role == "norm" and sizes.form == RecurrentForm.DELTA_NET:
-        _refuse_shape(role, numbers, (sizes.norm_width,))
-        return numbers.repeat(sizes.width // sizes.norm_width)
-    return numbers
-
-
-def _refuse_shape(role: str, numbers: Tensor, *expected: tuple[int, ...]) -> None:
-    if tuple(numbers.shape) not in expected:
-        raise ValueError(f"found {role} of a mixer as {list(numbers.shape)}, expected {list(expected[0])}")
-
-
-def latent_linears(linears: Mapping[str, AnyLinear], latent: MLAConfig) -> dict[str, AnyLinear]:
-    """Arrange latent attention's projections for the kernels. Raises ValueError if rows are not whole heads.
-
-    Each head's up-projection of keys is transposed, because the kernels apply it to the head's query.
-    """
-    sizes = latent.sizes
-    heads = range(0, linears["query"].weight.shape[0], sizes.query_dim)
-    of_queries = [*range(sizes.nope_dim), *(sizes.nope_dim + each for each in latent.turned_order)]
-    of_key = [*range(sizes.rank), *(sizes.rank + each for each in latent.turned_order)]
-    query, key = (linears[role].weight for role in ("query", "key"))
-    if key.shape[0] != sizes.key_dim:
-        raise ValueError(f"found {key.shape[0]} rows of latent vectors, expected {sizes.key_dim}")
-    up, width = plain(linears[UP].weight), sizes.nope_dim + sizes.value_dim
-    if up.shape[0] != len(heads) * width:
-        raise ValueError(f"found {up.shape[0]} rows of keys and values, expected {len(heads)} heads of {width}")
-    up = up.unflatten(0, (len(heads), width))
-    keys, values = up.split([sizes.nope_dim, sizes.value_dim], dim=1)  # [num_heads, -, rank]
-    return {role: linear for role, linear in linears.items() if role != UP} | {
-        "query": linear_from(of_rows(query, [head + each for head in heads for each in of_queries])),
-        "key": linear_from(of_rows(key, of_key)),
-        "key_up": Linear(keys.transpose(1, 2).flatten(0, 1)),
-        "value_up": Linear(values.flatten(0, 1)),
-    }
-
-
-def indexer_weights(tensors: Mapping[str, Weight], prefix: str, latent: MLAConfig) -> dict[str, Any]:
-    """Arrange a layer's indexer for the kernels. Raises ValueError for tensors of unexpected sizes or damaged ones."""
-    assert latent.sizes.indexer is not None
-    order, dim = latent.index_order, latent.sizes.indexer.dim
-    names = {role: f"{prefix}{name}.weight" for role, name in INDEX_LINEARS.items()}
-    norms = [f"{prefix}{INDEX_NORM}.{part}" for part in ("weight", "bias")]
-    for name in (*names.values(), *norms):  # they only choose keys, so logits would stay finite
-        if not plain(tensors[name]).isfinite().all():
-            raise ValueError(f"found numbers in {name} that are not finite")
-    found: dict[str, Any] = {role: linear_from(tensors[name]) for role, name in names.items()}
-    norm = [plain(tensors[name]) for name in norms]
-    if any(part.shape != (dim,) for part in norm):
-        raise ValueError(f"found norms of indexers of {norm[0].numel()} and {norm[1].numel()}, expected {dim}")
-    found |= {role: _of_heads(found[role], order, dim) for role in ("index_query", "index_key")}
-    return found | {"index_norm": torch.cat([part[order] for part in norm])}
-
-
 # Dense decoders straight from their files, without `transformers`, whose import takes seconds: see `decoder_config`.
 
 CPU = torch.device("cpu")
 SCALES_WITHIN = (  # a layer
     *("attention_in_scale", "key_scale", "value_scale", "attention_out_scale"),
-    *("gate_scale", "down_scale"),
+    *("gate_scale", "down_scale", "gate_limit"),
 )
 
 
@@ -267,9 +200,9 @@ def decoder_of(tensors: Mapping[str, Weight], dense: DecoderConfig, dtype: torch
     head = linear_from(tensors[EMBEDDING if dense.is_tied else HEAD], head_bias)
     final_norm = _norm(tensors, dense.form.final_norm, dense)
     table = _ple_table(tensors[PLE_TABLE], dtype) if dense.ple_dim else None
-    return DecoderWeights(
-        _sizes(dense, dtype, table), tensors[EMBEDDING], layers, final_norm, head, dense.rotary, table
-    )
+    streams = None if dense.streams is None else stream_weights(tensors, STREAMS_OF_HEAD)
+    sizes = _sizes(dense, dtype, table)
+    return DecoderWeights(sizes, tensors[EMBEDDING], layers, final_norm, head, dense.rotary, table, streams)
 
 
 def layer_alone(
@@ -310,6 +243,7 @@ def _sizes(dense: DecoderConfig, dtype: torch.dtype, ple_table: Weight | None = 
         logit_softcap=dense.caps.get("logits", 0.0),
         latent=None if dense.latent is None else dense.latent.sizes,
         value_dim=dense.value_dim,
+        streams=dense.streams,
         **({} if ple_table is None else _ple_sizes(dense, dtype, ple_table)),
         **scales,
     )
@@ -344,11 +278,17 @@ def stored_names(files: ModelFiles, config: dict[str, Any]) -> set[str]:
 def _floats_of(dense: DecoderConfig) -> frozenset[str]:
     """Return the tensors that stay as they are stored, whatever the model's dtype."""
     table = frozenset({PLE_TABLE} if dense.ple_dim else ())  # large, so no wider than it is stored
+    layers = range(dense.num_layers)
+    if dense.streams is not None:
+        table |= {f"{STREAMS_OF_HEAD}{part}" for part in STREAM_PARTS.values()}
+        prefixes = [f"model.layers.{number}.{part}" for number in layers for part in STREAMS.values()]
+        table |= {f"{prefix}{part}" for prefix in prefixes for part in STREAM_PARTS.values()}
+    if isinstance(dense.latent, CompressedConfig):
+        table |= {f"model.layers.{number}.{name}" for number in layers for name in dense.latent.floats(number)}
     if dense.experts is None:
         return table
     experts = dense.experts.names
-    names = (experts.router, experts.router_bias, experts.choice_bias, dense.form.sinks)
-    layers = range(dense.num_layers)
+    names = (experts.router, experts.router_bias, experts.choice_bias, experts.choices, dense.form.sinks)
     return table | {f"model.layers.{number}.{name}" for number in layers for name in names if name is not None}
 
 
@@ -360,15 +300,13 @@ def _layer(tensors: Mapping[str, Weight], number: int, dense: DecoderConfig, dty
     if dense.keys_are_values and number in dense.own_layers:
         linears["value"] = linears["key"]
     norms: dict[str, Any] = {role: _norm(tensors, prefix + part, dense) for role, part in dense.norms(number).items()}
-    if number in dense.attending:
-        norms |= {role: _qk_norm(tensors, prefix + part, dense) for role, part in dense.head_norms(number).items()}
-        linears = (
-            latent_linears(linears, dense.latent) if dense.latent is not None else linears | _heads(linears, dense)
-        )
-    if dense.latent is not None and number in dense.latent.indexed_layers:
-        linears |= indexer_weights(tensors, prefix, dense.latent)
     view: dict[str, Any] = {"is_nope": number in dense.nope_layers, "window": dense.windows[number]}
     view |= {"heads": dense.heads(number), "shared_keys": dense.shared_keys.get(number)}
+    if number in dense.attending:
+        norms |= {role: _qk_norm(tensors, prefix + part, dense) for role, part in dense.head_norms(number).items()}
+        linears = _attention(tensors, number, linears, norms, dense)
+    if dense.streams is not None:
+        view |= {name: stream_weights(tensors, prefix + part) for name, part in STREAMS.items()}
     if dense.ple_dim:
         view |= _ple(tensors, number, dense)
     view["rotary"] = dense.other_rotary if number in dense.other_layers else None
@@ -384,7 +322,25 @@ def _layer(tensors: Mapping[str, Weight], number: int, dense: DecoderConfig, dty
     if dense.mixer is not None and number in dense.mixer.layers:
         view["mixer"] = recurrent_weights(tensors, prefix, dense.mixer, dtype)
     absent: dict[str, Any] = dict.fromkeys((*ATTENTION, *ROLES))
-    return LayerWeights(**absent | linears, **norms, **view)
+    return LayerWeights(**absent | norms | view | linears)
+
+
+def _attention(
+    tensors: Mapping[str, Weight],
+    number: int,
+    linears: dict[str, Any],
+    norms: Mapping[str, Tensor],
+    dense: DecoderConfig,
+) -> dict[str, Any]:
+    """Return a layer's linear layers and other parts of its attention, arranged for the kernels."""
+    prefix = f"model.layers.{number}."
+    if isinstance(dense.latent, CompressedConfig):
+        key_norm = norms["key_norm"][dense.latent.order(dense.head_dim)]
+        return compressed_weights(tensors, prefix, number, linears, dense.latent) | {"key_norm": key_norm}
+    if dense.latent is None:
+        return linears | _heads(linears, dense)
+    indexer = indexer_weights(tensors, prefix, dense.latent) if number in dense.latent.indexed_layers else {}
+    return latent_linears(linears, dense.latent) | indexer
 
 
 def _heads(linears: Mapping[str, AnyLinear], dense: DecoderConfig) -> dict[str, AnyLinear]:
@@ -392,10 +348,10 @@ def _heads(linears: Mapping[str, AnyLinear], dense: DecoderConfig) -> dict[str, 
     found = {role: linears[role] for role in ("query", "key") if role in linears}
     if dense.form.gates_heads and "query" in found:
         dim, query = dense.head_dim, found["query"]
-        found["query"] = _of_heads(query, list(range(dim)), 2 * dim)
-        found["head_gate"] = _of_heads(query, list(range(dim, 2 * dim)), 2 * dim)
+        found["query"] = of_heads(query, list(range(dim)), 2 * dim)
+        found["head_gate"] = of_heads(query, list(range(dim, 2 * dim)), 2 * dim)
     if (order := dense.head_order) is not None:
-        found |= {role: _of_heads(each, order, dense.head_dim) for role, each in found.items() if role != "head_gate"}
+        found |= {role: of_heads(each, order, dense.head_dim) for role, each in found.items() if role != "head_gate"}
     return found
 
 
@@ -464,27 +420,4 @@ def _linears(
 ) -> Iterator[tuple[str, AnyLinear]]:
     name, roles = part
     stored = tensors[f"{prefix}{name}.weight"], tensors.get(f"{prefix}{name}.bias")
-    return _split(name, roles, stored, [rows[role] for role in roles if len(roles) > 1 or role in ("gate", "up")])
-
-
-def _split(
-    name: str, roles: Sequence[str], stored: tuple[Weight, Weight | None], widths: list[int]
-) -> Iterator[tuple[str, AnyLinear]]:
-    """Split a stored linear layer among its roles. Raises ValueError for other `widths`, if any are given."""
-    weight, bias = stored[0], None if stored[1] is None else plain(stored[1])
-    if widths and any(each.shape[0] != sum(widths) for each in (weight, bias) if each is not None):
-        raise ValueError(f"found rows of {name} that are not those of {roles}")
-    if len(roles) == 1:
-        yield roles[0], linear_from(weight, bias)
-        return
-    biases = [None] * len(roles) if bias is None else bias.split(widths)
-    yield from zip(roles, map(linear_from, weight.split(widths), biases), strict=True)
-
-
-def _of_heads(linear: AnyLinear, dims: list[int], width: int) -> AnyLinear:
-    """Return some dimensions of each head of `width` rows. Raises ValueError if rows are not whole heads."""
-    rows = [head + dim for head in range(0, linear.weight.shape[0], width) for dim in dims]
-    if not rows:
-        raise ValueError("found 0 rows, expected those of heads")
-    bias = None if linear.bias is None else linear.bias[torch.tensor(rows, device=linear.bias.device)]
-    return linear_from(of_rows(linear.weight, rows), bias)
+    return split_rows(name, roles, stored, [rows[role] for role in roles if len(roles) > 1 or role in ("gate", "up")])

@@ -139,7 +139,7 @@ def adapted_linears(files: LoraFiles, model_config: Config) -> list[AdaptedLinea
     except OtherDecoderError as error:
         raise files.fault(f"only our kernels run adapters, and they do not run this model: {error}") from None
     if dense.latent is not None:
-        raise files.fault("the model has latent attention (MLA), whose products take no adapters yet")
+        raise files.fault("the model has latent or compressed attention, whose products take no adapters yet")
     if dense.own_heads is not None or dense.shared_keys or dense.value_dim:
         raise files.fault("the model's layers have heads of several forms, whose products take no adapters yet")
     try:

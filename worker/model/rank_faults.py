@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from swiftbatch.worker.kernels.kernel_sizes import parts_of_depth
 from swiftbatch.worker.kernels.rank_shares import RANK_CHOICES, Rank, columns_of
+from swiftbatch.worker.model.architectures.deepseek_v4 import CompressedConfig
 from swiftbatch.worker.model.decoder_config import DecoderConfig
 
 
@@ -19,6 +20,8 @@ def ranks_fault(config: DecoderConfig, num_ranks: int) -> str | None:
 def _fault_of_form(config: DecoderConfig) -> str | None:
     if config.form.joins_heads:
         return "its norms of queries and keys span all heads"
+    if isinstance(config.latent, CompressedConfig):
+        return "its layers have compressed keys"
     if config.own_heads is not None:
         return "its layers have heads of two forms"
     if config.mixer is not None and config.attending & set(config.mixer.layers):

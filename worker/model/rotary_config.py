@@ -49,7 +49,7 @@ def _angles_by_type(config: Config, own: WindowAngles, layers: str) -> dict[str,
     if layers == WINDOWED:
         return {"rope_type": "default", "rope_theta": config.get(own.windowed_key or "", own.windowed)}
     said: dict[str, Any] = config.get("rope_scaling") or {"rope_type": "default"}
-    return {"rope_theta": config.get("rope_theta", own.full)} | said
+    return {"rope_theta": config.get(own.full_key, own.full)} | said
 
 
 def other_rotary_of(config: Config, form: ArchitectureSpec, head_dim: int, num_rotary_dims: int) -> Rotary | None:

@@ -64,6 +64,7 @@ def text_name(name: str, config: Config) -> str | None:
         if name.startswith(form.own_decoder):
             name = "model." + name.removeprefix(form.own_decoder)
         name = EMBEDDING if name == form.own_embedding else name
+        name = name if form.name_in_class is None else form.name_in_class(name)
     if number := LAYER.match(name):
         num_layers = config.get("num_hidden_layers") or 0
         num_predictors = config.get("num_nextn_predict_layers") or 0
@@ -84,6 +85,8 @@ def _is_of_shared_keys(name: str, number: int, config: Config) -> bool:
 def class_name(name: str, config: Config) -> str:
     """Return a text model's tensor name as the architecture's class in transformers has it."""
     form = architecture_of(config)
+    if form is not None and form.name_in_class is not None:
+        return name.removeprefix("model.")
     return form.own_embedding if name == EMBEDDING and form is not None and form.own_embedding else name
 
 

@@ -22,7 +22,8 @@ from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import NUM_STEPS
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from tests.worker.kernels.kernel_parts import path_to
-from tests.worker.model.kind_parts import VOCAB_SIZE, WITH_STATES, native_target, tiny_target
+from tests.worker.model.kind_parts import native_target, tiny_target
+from tests.worker.model.kind_sizes import VOCAB_SIZE, WITH_STATES
 from tests.worker.session.recurrent_parts import save_recurrent_model
 from tests.worker.session.session_parts import (
     claimed,

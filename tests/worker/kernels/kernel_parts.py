@@ -18,8 +18,9 @@ from swiftbatch.jobs.run.run_records import KVDtype
 from swiftbatch.worker.drafters.griffin.griffin_model import GriffinWeights
 from swiftbatch.worker.forward.forward_interface import SparseRows, partial_rows
 from swiftbatch.worker.forward.tile_packing import SequenceRows, max_tree_depth, tree_rows
+from swiftbatch.worker.kernels.compressed_weights import PoolWeights, StreamWeights
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, DecoderWeights, LayerWeights
-from swiftbatch.worker.kernels.kernel_sizes import IndexerSizes, MLASizes
+from swiftbatch.worker.kernels.kernel_sizes import CompressedSizes, IndexerSizes, MLASizes, Pools, StreamSizes
 from swiftbatch.worker.kernels.kv_codes import SCAN_CHUNK
 from swiftbatch.worker.kernels.layer_specs import Activation, NormForm
 from swiftbatch.worker.kernels.native_decoder import NativeDecoder
@@ -153,6 +154,22 @@ INDEXED = (  # fewer keys than most texts have, and a second layer that shares t
     Shape(head_dim=112, group=20, latent=MLASizes(48, 32, 32, 16, 16, IndexerSizes(6, 48, 100))),
     Shape(head_dim=144, group=3, latent=MLASizes(80, 48, 16, 16, 48, IndexerSizes(17, 48, 100)), dtype=FLOAT32),
 )
+COMPRESSED = (  # pooled keys of 4 and of 100 positions, and three streams; widths that fit no bf16 products
+    Shape(
+        head_dim=80,
+        group=20,
+        windows=(40, 100),
+        has_other_angles=True,
+        latent=CompressedSizes(80, 32, 48, 32, 80, IndexerSizes(6, 48, 20), output_groups=4, output_rank=48),
+    ),
+    Shape(
+        group=4,
+        windows=(130, 7),
+        dtype=FLOAT32,
+        latent=CompressedSizes(64, 48, 48, 16, 64, IndexerSizes(17, 48, 70), output_groups=2, output_rank=32),
+    ),
+)
+POOLS, STREAMS = (Pools(4, 2), Pools(100, 1)), StreamSizes(3, 5, 1e-6)
 
 
 def random_weights(shape: Shape) -> DecoderWeights:
@@ -177,14 +194,57 @@ def _random_weights(shape: Shape) -> DecoderWeights:
     forms = (shape.norm_form, shape.activation, shape.has_gates, shape.joins_heads, shape.norms_after_rope)
     forms = (*forms, shape.is_parallel)
     forms = (*forms, shape.qk_norms_differ, *shape.caps)
-    sizes = DecoderSizes(*counts, 1e-5, shape.head_dim**-0.5, shape.dtype, *scales, *forms, latent=shape.latent)
+    streams = STREAMS if isinstance(shape.latent, CompressedSizes) else None
+    sizes = DecoderSizes(
+        *counts, 1e-5, shape.head_dim**-0.5, shape.dtype, *scales, *forms, latent=shape.latent, streams=streams
+    )
     embedding = normal(shape.vocab, shape.hidden)
     head = Linear(embedding if shape.is_tied else normal(shape.vocab, shape.hidden))
     rope_dim = shape.head_dim if shape.latent is None else shape.latent.rope_dim
     frequencies = default_frequencies(10000.0, rope_dim)
     rotary = Rotary(frequencies, is_rounded=shape.rounds_angles, growth=shape.growth)
     layers = [_random_layer(shape, number, normal, linear) for number in range(2)]
-    return DecoderWeights(sizes, embedding, layers, normal(sizes.norm_width), head, rotary)
+    of_head = None if streams is None else random_streams(shape, normal, is_head=True)
+    return DecoderWeights(sizes, embedding, layers, normal(sizes.norm_width), head, rotary, head_streams=of_head)
+
+
+def random_streams(shape: Shape, normal: Callable[..., Tensor], is_head: bool = False) -> StreamWeights:
+    columns, width = STREAMS.count * (1 if is_head else 2 + STREAMS.count), STREAMS.count * shape.hidden
+    sizes = ((columns, width), (columns,), (1 if is_head else 3,))
+    return StreamWeights(*(normal(*size, scale=size[-1] ** -0.5).float() for size in sizes))
+
+
+def _compressed_attention(
+    sizes: CompressedSizes,
+    shape: Shape,
+    pools: Pools,
+    normal: Callable[..., Tensor],
+    linear: Callable[[int, int], Linear],
+) -> dict[str, Any]:
+    width, indexer = shape.group * sizes.rank, sizes.indexer
+    assert indexer is not None
+
+    def pool(dim: int) -> PoolWeights:
+        columns = pools.series * dim
+        bias = normal(pools.ratio, columns).float()
+        return PoolWeights(linear(columns, shape.hidden), linear(columns, shape.hidden), bias, normal(dim))
+
+    found: dict[str, Any] = {
+        "query_down": linear(sizes.query_rank, shape.hidden),
+        "query": linear(width, sizes.query_rank),
+        "key": linear(sizes.rank, shape.hidden),
+        "value": None,
+        "output_down": linear(sizes.output_groups * sizes.output_rank, width // sizes.output_groups),
+        "output": linear(shape.hidden, sizes.output_groups * sizes.output_rank),
+        "pools": pools,
+        "pool": pool(sizes.rank),
+        "attention_streams": random_streams(shape, normal),
+        "mlp_streams": random_streams(shape, normal),
+    }
+    if pools.series == 1:
+        return found
+    of_indexer = linear(indexer.num_heads * indexer.dim, sizes.query_rank), linear(indexer.num_heads, shape.hidden)
+    return found | {"index_pool": pool(indexer.dim), "index_query": of_indexer[0], "index_weight": of_indexer[1]}
 
 
 @functools.cache
@@ -196,6 +256,9 @@ def _random_layer(
     shape: Shape, number: int, normal: Callable[..., Tensor], linear: Callable[[int, int], Linear]
 ) -> LayerWeights:
     query, key = shape.num_kv_heads * shape.group * shape.head_dim, shape.num_kv_heads * shape.head_dim
+
+    is_compressed = isinstance(shape.latent, CompressedSizes)
+    rope_dim = shape.head_dim if shape.latent is None else shape.latent.rope_dim
 
     def norm(name: str) -> Tensor | None:
         width = shape.hidden * (2 if shape.norm_form == NormForm.SHIFTED else 1)
@@ -209,6 +272,8 @@ def _random_layer(
     width = shape.intermediate if experts is None else experts.shared_intermediate
 
     def attention() -> dict[str, Any]:
+        if isinstance(shape.latent, CompressedSizes):
+            return _compressed_attention(shape.latent, shape, POOLS[number], normal, linear)
         if shape.latent is not None:
             of_latents = _latent_attention(shape.latent, shape, normal, linear)
             return of_latents | (_indexer(shape.latent, shape, normal, linear) if number == 0 else {})
@@ -234,9 +299,9 @@ def _random_layer(
         is_nope=shape.is_scaled and number == 1,
         window=shape.windows[number],
         curve=torch.tensor([0.9, 1.2, 0.5, -1e-6]) if shape.activation == Activation.XIELU else None,
-        rotary=other_rotation(shape.head_dim) if shape.has_other_angles and number == 0 else None,
+        rotary=other_rotation(rope_dim) if shape.has_other_angles and number == 0 else None,
         experts=None if experts is None else random_experts(experts, shape.hidden, normal),
-        sinks=None if experts is None else normal(shape.num_kv_heads * shape.group).float(),
+        sinks=normal(shape.num_kv_heads * shape.group).float() if experts is not None or is_compressed else None,
     )
 
 
@@ -298,14 +363,18 @@ def native(shape: Shape, variant: str, num_threads: int = 1) -> NativeDecoder:
 @functools.cache
 def noise(shape: Shape) -> Tensor:
     generator = torch.Generator().manual_seed(2)
-    num_parts = 2 if shape.latent is None else 1
-    sizes = (2, num_parts, shape.num_kv_heads, MAX_LENGTH, shape.head_dim)
+    sizes = (*cache_shape(shape).rows_size, MAX_LENGTH, shape.head_dim)
     return torch.randn(sizes, generator=generator).to(shape.dtype)
 
 
 def cache_shape(shape: Shape) -> CacheShape:
     num_parts = 2 if shape.latent is None else 1
     counts = (2, shape.num_kv_heads, shape.head_dim)
+    if isinstance(shape.latent, CompressedSizes):
+        kept = [each for pools in POOLS for each in shape.latent.kept(1, pools)]
+        stripes = tuple(each.stripes for each in kept)
+        counts = (len(kept), *counts[1:])
+        return CacheShape(*counts, shape.dtype, torch.device("cpu"), num_parts=num_parts, stripes=stripes)
     return CacheShape(*counts, shape.dtype, torch.device("cpu"), num_parts=num_parts)
 
 

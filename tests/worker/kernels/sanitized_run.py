@@ -41,6 +41,7 @@ from swiftbatch.worker.sampling import native_sampler as sampling_calls
 from swiftbatch.worker.sampling.draft_tree import TOP_K
 from swiftbatch.worker.sampling.sequence import Sequence
 from tests.worker.kernels.kernel_parts import (
+    COMPRESSED,
     INDEXED,
     LATENTS,
     SHAPES,
@@ -135,6 +136,20 @@ def fuzz(shape: Shape, weights: DecoderWeights, numbers: random.Random, num_roun
     rows = random_rows(numbers, shape)
     tensors = [torch.randn(len(rows), num * shape.num_kv_heads, shape.head_dim).to(shape.dtype) for num in heads]
     native_attention(Team(sanitized(), 2), [rows], 1, *tensors, 0.1)
+
+
+def fuzz_compressed(shape: Shape, numbers: random.Random, num_rounds: int) -> None:
+    decoder = NativeDecoder(random_weights(shape), 2, "sanitized")
+    for _ in range(2 * num_rounds):
+        lengths = [numbers.choice(LENGTHS) for _ in range(numbers.randrange(1, 4))]
+        trees = [random_tree(numbers, numbers.randrange(40), length, shape.vocab) for length in lengths]
+        groups = [tree_rows(random_cache(shape, length), 5, tree) for length, tree in zip(lengths, trees, strict=True)]
+        _, logits = decoder.forward(groups)
+        assert logits is not None
+        assert torch.isfinite(logits).all()
+        for _ in range(4):
+            with suppress(ValueError):
+                decoder.forward([spoil(numbers, group) for group in groups])
 
 
 def fill_tables(numbers: random.Random, shape: Shape, groups: list[SequenceRows | SparseRows]) -> None:
@@ -240,6 +255,8 @@ if __name__ == "__main__":
         fuzz_griffin(each, random.Random(str(each)), rounds, GRIFFINS if rounds > 1 else GRIFFINS[number : number + 1])
     for each in (*LATENTS, *INDEXED):
         fuzz(each, random_weights(each), random.Random(str(each)), rounds)
+    for each in COMPRESSED:
+        fuzz_compressed(each, random.Random(str(each)), rounds)
     for size in (1, 7, 8, 64, 65, 1000):
         fuzz_sampling(size, random.Random(size), rounds)
     for size in (1, 30, 1000):

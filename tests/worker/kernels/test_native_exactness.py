@@ -19,6 +19,7 @@ from swiftbatch.worker.kv.cache_rows import bits_of
 from swiftbatch.worker.sampling.draft_tree import ROOT
 from tests.worker.kernels.kernel_parts import (
     BF16,
+    COMPRESSED,
     F32_VARIANTS,
     FLOAT32,
     INDEXED,
@@ -44,7 +45,7 @@ seeds = st.integers(0, 2**32)
 
 @pytest.mark.long
 @given(
-    st.sampled_from((*SHAPES, *LATENTS, *INDEXED)),
+    st.sampled_from((*SHAPES, *LATENTS, *INDEXED, *COMPRESSED)),
     st.sampled_from(VARIANTS or ["none"]),
     st.sampled_from((1, 2)),
     st.lists(st.tuples(st.sampled_from(EDGES), st.integers(0, 63)), min_size=1, max_size=4),
@@ -95,7 +96,7 @@ def test_a_prompt_of_many_blocks_in_one_forward_has_the_bits_of_plain_decoding(v
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("shape", INDEXED, ids=["bf16", "float32"])
+@pytest.mark.parametrize("shape", [*INDEXED, *COMPRESSED], ids=str)
 def test_rows_that_see_chosen_keys_have_the_bits_of_plain_decoding(shape: Shape, variant: str) -> None:
     """Some of a call's rows see all of their keys, and one choice has several spans and no multiple of 64 keys."""
     for length in (90, 260, 2200):
@@ -110,7 +111,7 @@ def test_rows_that_see_chosen_keys_have_the_bits_of_plain_decoding(shape: Shape,
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32], ids=["bf16", "float32"])
 def test_all_instruction_sets_without_products_of_bf16_give_the_same_bits(dtype: torch.dtype) -> None:
-    for shape in (each for each in (*SHAPES, *LATENTS, *INDEXED) if each.dtype == dtype):
+    for shape in (each for each in (*SHAPES, *LATENTS, *INDEXED, *COMPRESSED) if each.dtype == dtype):
         outputs = []
         lengths = (0, 300) if shape.group > 2 else (0, 300, 2090)
         for variant in VARIANTS if dtype == FLOAT32 else F32_VARIANTS:

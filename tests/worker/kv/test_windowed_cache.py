@@ -30,7 +30,8 @@ from swiftbatch.worker.kv.kv_capacity import (
 from swiftbatch.worker.model.model_files import read_config
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from tests.worker.kv.window_parts import EVERY, spoil_what_is_forgotten
-from tests.worker.model.kind_parts import VOCAB_SIZE, native_target
+from tests.worker.model.kind_parts import native_target
+from tests.worker.model.kind_sizes import VOCAB_SIZE
 
 WINDOW = 40
 SHAPE = CacheShape(3, 1, 32, torch.float32, torch.device("cpu"), windows=(WINDOW, None, WINDOW))

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.worker.model.kind_parts import nas_blocks
+from tests.worker.model.kind_sizes import nas_blocks
 
 HIDDEN, VOCAB, WIDEST = 128, 64, 512
 WIDTHS = {1.0: 256, 3.0: 256, 5.25: 512}  # of MLPs by `ffn_mult`, as the published code rounds

@@ -19,7 +19,7 @@ from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.kv.kv_capacity import bytes_per_position
 from swiftbatch.worker.model.architectures.catalogue import ARCHITECTURES
 from swiftbatch.worker.model.compute_path import path_on
-from swiftbatch.worker.model.config_faults import ANGLES, OF_ATTENTION, OF_LATENT, PER_LAYER, RULES
+from swiftbatch.worker.model.config_faults import ANGLES, OF_ATTENTION, PER_LAYER, RULES
 from swiftbatch.worker.model.config_values import KNOWN_ACTIVATIONS
 from swiftbatch.worker.model.model_files import locate_model, what_refuses
 from swiftbatch.worker.model.text_config import text_view
@@ -124,7 +124,7 @@ def test_numbers_of_angles_are_told_by_their_place(key: str, value: Any) -> None
     [
         *((kind, key) for kind in ("llama", "bamba") for key in (*OF_ATTENTION, "num_hidden_layers")),
         ("nemotron_h", "layers_block_type"),
-        *((kind, key) for kind, form in ARCHITECTURES.items() if form.latent for key in OF_LATENT),
+        *((kind, key) for kind, form in ARCHITECTURES.items() if form.latent for key in form.latent.needed),
     ],
 )
 def test_a_size_that_is_left_to_a_class_is_asked_for_by_its_key(kind: str, key: str) -> None:

@@ -25,7 +25,8 @@ from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.model.text_config import text_view
 from tests.worker.model.formats.examples import EXAMPLES
 from tests.worker.model.formats.twins import logits_of, make_twins
-from tests.worker.model.kind_parts import VOCAB_SIZE, tiny_model
+from tests.worker.model.kind_parts import tiny_model
+from tests.worker.model.kind_sizes import VOCAB_SIZE
 
 pytestmark = pytest.mark.long
 

@@ -20,7 +20,8 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import DRAFT_FOLDER, PARTS_FOLDER, locate_model
 from swiftbatch.worker.sampling.sequence import Sequence
 from tests.worker.drafters.drafter_parts import free_rows
-from tests.worker.model.kind_parts import VOCAB_SIZE, tiny_config, tiny_model
+from tests.worker.model.kind_parts import tiny_config, tiny_model
+from tests.worker.model.kind_sizes import VOCAB_SIZE
 
 pytestmark = pytest.mark.long
 

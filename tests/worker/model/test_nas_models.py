@@ -28,7 +28,6 @@ from swiftbatch.worker.text.tokenizer_loading import loaded_tokenizer
 from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.model.formats.examples import EXAMPLES
 from tests.worker.model.formats.twins import logits_of, make_twins
-from tests.worker.model.kind_parts import nas_blocks
 from tests.worker.model.kind_promises import (
     check_a_disk_changes_no_text,
     check_engines_give_plain_tokens_beside_a_resumed_job,
@@ -36,6 +35,7 @@ from tests.worker.model.kind_promises import (
     loaded,
     save_parts,
 )
+from tests.worker.model.kind_sizes import nas_blocks
 from tests.worker.model.nas_configs import PUBLISHED, SUPER, publish, published_tensors, whole_llama
 
 pytestmark = [pytest.mark.long, needs_kernels]

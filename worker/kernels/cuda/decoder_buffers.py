@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedLayer, StackedWeights
-from swiftbatch.worker.kernels.decoder_weights import other_rotary
 from swiftbatch.worker.kernels.kernel_sizes import MOST_PARTS
 from swiftbatch.worker.kernels.rope_cos_sin import angles, kept_as, query_scales
-from swiftbatch.worker.kernels.rope_scaling import Rotary
+from swiftbatch.worker.kernels.rope_scaling import Rotary, other_rotary
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@
 #define EXPORT __attribute__((visibility("default")))
 #define TAIL 64  // most keys of a row's own, after the shared prefix
 
-enum { MOST_HEAD_DIM = 512 };
+enum { MOST_HEAD_DIM = 512, MOST_STREAMS = 16 };
 
 typedef enum { BF16 = 0, F32 = 1 } element;
 typedef enum { KV_PLAIN, KV_INT8, KV_E4M3 } kv_code;  // form of a cache's rows: elements, or codes of 8 bits (kv_codes.h)
@@ -206,6 +206,10 @@ typedef struct {
     // Indexers: see indexer.h. `index_heads` is 0 without them; else a cache's row ends with an indexer's key.
     int32_t index_heads, index_dim;  // heads of an indexer's query; their width, and the key's
     int32_t num_chosen_keys;         // that a row attends to
+    // Compressed attention: see compressed.h. `output_groups` is 0 without it; else values are keys, and the first
+    // `still_dim` numbers of a head are not rotated.
+    int32_t output_groups, output_rank;  // of heads that are projected together in front of the output; to so many numbers
+    int32_t num_streams, num_sinkhorn;   // of a row's state: see streams.h (0: it has one); steps that balance them
     // Per-layer embeddings: see PLE_TABLE. `ple_dim` is 0 without them.
     int32_t ple_dim, ple_element;  // width; element of the table, unless that is packed
     float epsilon, scale;  // of the norms; of the scores
@@ -216,13 +220,15 @@ typedef struct {
     float gate_scale, down_scale;  // of gates before their activation, and of the products' output; mostly 1
     float value_scale;             // of values; mostly 1
     float ple_scale;               // of the rows of PLE_TABLE
+    float gate_limit, stream_epsilon;  // as in `expert_sizes`, of all products; added in streams' weights
 } decoder_sizes;
 
 typedef enum {
     SOFTMAX_OF_ALL, SIGMOID,  // of the logits of all experts
     SOFTMAX_OF_CHOSEN,        // experts are chosen by logits
     SIGMOID_OF_CHOSEN,        // likewise
-    SPARSE_MIXER  // likewise; each weight is a softmax over the remaining experts within `jitter`
+    SPARSE_MIXER,  // likewise; each weight is a softmax over the remaining experts within `jitter`
+    ROOT_SOFTPLUS  // of the logits of all experts: sqrt(log(1 + e^x))
 } router_score;
 
 enum { MOST_EXPERTS = 1024 };
@@ -237,7 +243,8 @@ typedef struct {
     int32_t rounds_logits, rounds_weights;          // to bf16, in bf16 models
     float least_sum, scale;                         // smallest divisor of weights; factor of weights
     float jitter;                                   // of SPARSE_MIXER
-    float gate_limit, gate_slope;  // gates and ups are clamped to the limit; sigmoids are of slope * gate; 0: neither
+    float gate_limit;  // gates and ups are clamped to it; 0: they are not
+    float gate_slope;  // sigmoids are of slope * gate, and ups get 1 added; 0: neither
 } expert_sizes;
 
 typedef enum {
@@ -263,7 +270,15 @@ typedef enum {
     // + the token's scaled row of the table) / sqrt(2). The layer adds norm((activated(state times PLE_GATE) * embedding)
     // times PLE_OUTPUT) to its state.
     PLE_TABLE,  // of the model: [vocab, num_layers, ple_dim]
-    PLE_PROJECTION, PLE_NORM, PLE_GATE, PLE_OUTPUT, PLE_OUTPUT_NORM
+    PLE_PROJECTION, PLE_NORM, PLE_GATE, PLE_OUTPUT, PLE_OUTPUT_NORM,
+    // Compressed attention; biases are floats.
+    POOLS,  // two int32, before all others of the layer: positions of a pooled key, and the number of series
+    POOL_KEY, POOL_GATE, POOL_BIAS, POOL_NORM,
+    INDEX_POOL_KEY, INDEX_POOL_GATE, INDEX_POOL_BIAS, INDEX_POOL_NORM,
+    OUTPUT_DOWN,  // of groups of heads
+    // Streams, all floats: in front of attention, of the products, of the head.
+    ATTENTION_MIX, ATTENTION_MIX_BIAS, ATTENTION_MIX_SCALE, MLP_MIX, MLP_MIX_BIAS, MLP_MIX_SCALE,
+    HEAD_MIX, HEAD_MIX_BIAS, HEAD_MIX_SCALE
 } weight_role;
 
 typedef enum {
@@ -271,7 +286,8 @@ typedef enum {
     EXPERT_GATE, EXPERT_UP, EXPERT_DOWN,  // of one expert
     LATENT_IN, LATENT_OUT,                // from a row to what experts read, and from their sum back to a row
     ROUTER_SCALE, CHOICE_SCALES,  // floats: of the router's input, then normed without weights; of experts' weights
-    FRONT_NORM, BEHIND_NORM       // of experts' input, which is then the layer's state; of their sum
+    FRONT_NORM, BEHIND_NORM,      // of experts' input, which is then the layer's state; of their sum
+    CHOICES                       // [vocab, num_chosen] int32: each token's experts, whatever their scores
 } expert_role;
 
 typedef struct decoder decoder;
@@ -301,7 +317,8 @@ typedef struct {
     const sequence_steps *sequences;       // the same rows for layers with a mixer; NULL without any
     int32_t num_rows, num_groups, num_sequences, first_layer, end_layer;
     int32_t embeds;  // `state` starts as the tokens' embeddings
-    float *state;   // [num_rows, hidden] passed between layers, for calls over some of the layers
+    float *state;   // [num_rows, hidden], or [num_rows, num_streams, hidden], passed between layers, for calls over some
+                    // of the layers
     void *hidden;   // [num_rows, hidden] after the final norm, or NULL
     float *logits;  // [num_rows, vocab], or NULL; only with `hidden`
     void *queries;  // [layers of the call, num_rows, num_heads, head_dim] as they are multiplied with keys, or NULL

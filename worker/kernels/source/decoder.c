@@ -23,6 +23,8 @@ typedef struct {
     mixer_room mixers_room;
     latent_room latents_room;
     index_room *index;  // NULL without indexers
+    compressed_room *compressed;  // NULL without compressed attention
+    stream_room *streams;         // NULL if a state has one stream
     adapted_rows *adapted;  // NULL if no row has an adapter
     bool rounds;
 } pass;
@@ -40,8 +42,9 @@ static void activate(const decoder_sizes *sizes, const float *curve, const float
     for (int i = 0; i < count; i += LANES) {
         vec a = vec_load(gates + i);
         if (sizes->gate_scale != 1.0f) a = rounded(rounds, vec_mul(a, vec_set(sizes->gate_scale)));
+        if (sizes->gate_limit != 0.0f) a = least(a, vec_set(sizes->gate_limit));
         a = rounded(rounds, activated((activation)sizes->activation, curve, a));
-        vec_store(out + i, ups ? rounded(rounds, vec_mul(a, vec_load(ups + i))) : a);
+        vec_store(out + i, ups ? rounded(rounds, vec_mul(a, within(sizes->gate_limit, vec_load(ups + i)))) : a);
     }
 }
 
@@ -69,11 +72,15 @@ static void norm_rows(const pass *pass, const float *rows, const float *weight, 
         norm(sizes, rows + row * hidden, weight, sizes->hidden, out + row * hidden);
 }
 
-// Writes the input of a product: the normed state, or a copy without a norm, since late helpers may still read it.
-static void front_rows(const pass *pass, const float *weight) {
-    size_t count = (size_t)pass->call->num_rows * (size_t)pass->decoder->sizes.hidden;
-    if (weight) norm_rows(pass, pass->call->state, weight, pass->normed);
-    else memcpy(pass->normed, pass->call->state, sizeof(float) * count);
+// Writes the input of a product: the normed state, or a copy without a norm, since late helpers may still read it. Of a
+// state with streams it is their sum.
+static void front_rows(const pass *pass, const float *weight, const stream_weights *streams) {
+    const decoder_sizes *sizes = &pass->decoder->sizes;
+    int num_rows = pass->call->num_rows;
+    const float *rows = pass->call->state;
+    if (pass->streams) rows = streams_front(pass->frame, streams, sizes, pass->streams, num_rows, rows);
+    if (weight) norm_rows(pass, rows, weight, pass->normed);
+    else memcpy(pass->normed, rows, sizeof(float) * (size_t)num_rows * (size_t)sizes->hidden);
 }
 
 // Norms all heads of a row together.
@@ -179,7 +186,8 @@ static void add_part(const pass *pass, const float *norm_behind, long count) {
     float scale = pass->decoder->sizes.residual_scale;
     if (norm_behind) norm_rows(pass, pass->wide, norm_behind, pass->wide);
     if (scale != 1.0f) scale_numbers(pass->wide, count, scale, pass->rounds);
-    add(pass->call->state, pass->wide, count, pass->rounds);
+    if (pass->streams) streams_behind(&pass->decoder->sizes, pass->streams, pass->call->num_rows, pass->wide, pass->call->state);
+    else add(pass->call->state, pass->wide, count, pass->rounds);
 }
 
 // Writes rows [num_rows, depth] times a matrix, with what their adapters add, to the wide room.
@@ -209,7 +217,7 @@ static void feed_forward(const pass *pass, const layer_weights *weights) {
     if (weights->shared_norm) norm_rows(pass, pass->wide, weights->shared_norm, pass->wide);
     if (weights->experts) {
         const float *rows = weights->experts->front_norm ? pass->call->state : pass->normed;
-        experts_run(pass->frame, weights->experts, pass->experts_room, num_rows, rows, pass->rounds, pass->wide);
+        experts_run(pass->frame, weights->experts, pass->experts_room, num_rows, rows, pass->call->token_ids, pass->rounds, pass->wide);
     }
 }
 
@@ -260,6 +268,10 @@ static void attend_rows(const pass *pass, int layer, int place) {
     if (sizes->latent_rank)
         found = latent_run(pass->frame, &weights->latent, &pass->latents_room, pass->index, pass->attention, &weights->view,
                            pass->call, place, pass->normed, pass->mixed);
+    else if (sizes->output_groups)
+        found = compressed_run(pass->frame, &weights->compressed, sizes, pass->compressed, pass->attention, &weights->view, pass->call,
+                               weights->has_other_angles ? pass->call->other_angles : pass->call->angles, place, pass->normed,
+                               pass->wide, pass->mixed);
     else {
         adapted_linear(pass, weights, ADAPTED_HEADS, pass->normed);
         if (sizes->key_scale != 1.0f) scale_keys(pass, weights);
@@ -288,7 +300,7 @@ static void add_ple(const pass *pass, int layer) {
     const layer_weights *weights = &pass->decoder->layers[layer];
     int width = sizes->ple_dim, num_rows = pass->call->num_rows;
     ple_read(pass->frame, pass->decoder, pass->call, layer, pass->embedded, pass->mixed, pass->ple);
-    front_rows(pass, NULL);
+    front_rows(pass, NULL, NULL);
     linear(pass->frame, &weights->ple.gate, num_rows, pass->normed, pass->mixed, width, pass->rounds);
     activate(sizes, weights->curve, pass->mixed, pass->ple, num_rows * width, pass->rounds, pass->mixed);
     linear(pass->frame, &weights->ple.output, num_rows, pass->mixed, pass->wide, sizes->hidden, pass->rounds);
@@ -300,12 +312,12 @@ static void run_layer(const pass *pass, int layer, layer_place place) {
     const layer_weights *weights = &pass->decoder->layers[layer];
     long count = (long)pass->call->num_rows * sizes->hidden;
     if (weights->mixer || !weights->does_not_attend) {
-        front_rows(pass, weights->input_norm);
+        front_rows(pass, weights->input_norm, &weights->attention_streams);
         mix_rows(pass, layer, place);
         add_part(pass, weights->output_norm, count);
     }
     if (!weights->intermediate && !weights->experts) return;
-    if (!sizes->is_parallel) front_rows(pass, weights->mlp_norm);
+    if (!sizes->is_parallel) front_rows(pass, weights->mlp_norm, &weights->mlp_streams);
     feed_forward(pass, weights);
     add_part(pass, weights->down_norm, count);
     if (sizes->ple_dim) add_ple(pass, layer);
@@ -314,6 +326,7 @@ static void run_layer(const pass *pass, int layer, layer_place place) {
 
 // Returns how many strides of the caches' layers a layer takes.
 static int cache_strides(const decoder *decoder, const layer_weights *weights) {
+    if (decoder->sizes.output_groups) return compressed_stripes(&decoder->sizes, &weights->compressed);
     return decoder->wide.head_dim ? weights->num_kv_heads * weights->head_dim / decoder->sizes.head_dim : 1;
 }
 
@@ -349,46 +362,13 @@ static void begin(pass *pass) {
     size_t rows = (size_t)pass->call->num_rows * sizeof(float), bytes = rows * (size_t)sizes->hidden;
     if (!sizes->ple_dim) {
         if (pass->call->embeds) embed(pass->decoder, pass->call, pass->call->state);
+        if (pass->call->embeds && pass->streams) streams_begin(sizes, pass->call->num_rows, pass->call->state);
         return;
     }
     pass->embedded = frame_take(pass->frame, bytes);
     pass->ple = frame_take(pass->frame, rows * (size_t)sizes->ple_dim);
     embed(pass->decoder, pass->call, pass->embedded);
     if (pass->call->embeds) memcpy(pass->call->state, pass->embedded, bytes);
-}
-
-// The last block's padded columns go through a buffer.
-static void multiply_head(frame *frame, const decoder *decoder, int num_rows, const float *normed, float *logits) {
-    int vocab = decoder->sizes.vocab, columns = decoder->head.columns;
-    if (vocab == columns) {
-        linear(frame, &decoder->head, num_rows, normed, logits, vocab, false);
-        return;
-    }
-    float *wide = frame_take(frame, sizeof(float) * (size_t)num_rows * (size_t)columns);
-    linear(frame, &decoder->head, num_rows, normed, wide, columns, false);
-    for (long row = 0; row < num_rows; row++) memcpy(logits + row * vocab, wide + row * columns, sizeof(float) * (size_t)vocab);
-}
-
-// Caps numbers, also those after the last whole vector.
-static void cap_numbers(float *numbers, long count, float cap) {
-    vec share = vec_set(1.0f / cap), most = vec_set(cap);
-    for (long i = 0; i < count; i += LANES) {
-        float some[LANES] = {0};
-        size_t num_bytes = sizeof(float) * (size_t)(count - i < LANES ? count - i : LANES);
-        memcpy(some, numbers + i, num_bytes);
-        vec_store(some, vec_mul(vec_tanh(vec_mul(vec_load(some), share)), most));
-        memcpy(numbers + i, some, num_bytes);
-    }
-}
-
-// Computes logits, which are not rounded.
-static void apply_head(frame *frame, const decoder *decoder, int num_rows, const float *normed, float *logits) {
-    float scale = decoder->sizes.logit_scale, cap = decoder->sizes.logit_cap;
-    long count = (long)num_rows * decoder->sizes.vocab;
-    multiply_head(frame, decoder, num_rows, normed, logits);
-    if (scale != 1.0f)
-        for (long i = 0; i < count; i++) logits[i] *= scale;
-    if (cap != 0.0f) cap_numbers(logits, count, cap);
 }
 
 static int most(int a, int b) { return a > b ? a : b; }
@@ -441,9 +421,11 @@ static void end_index(const pass *pass, decoder *decoder) {
 void decoder_forward(decoder *decoder, team *team, const forward_call *call) {
     const decoder_sizes *sizes = &decoder->sizes;
     frame *frame = frame_open(team);
-    if (sizes->index_heads) call = index_rows_alone(frame, sizes, call);
+    if (sizes->output_groups) call = rows_alone(frame, call);
+    else if (sizes->index_heads) call = index_rows_alone(frame, sizes, call);
     int rows_of_a_group = call->num_groups == call->num_rows ? 1 : call->num_rows;
-    int num_kv_heads = sizes->latent_rank ? latent_groups(sizes, rows_of_a_group) : sizes->num_kv_heads;
+    int shared_dim = sizes->output_groups ? sizes->head_dim : sizes->latent_rank;  // of values that all heads share
+    int num_kv_heads = shared_dim ? latent_groups(sizes, rows_of_a_group) : sizes->num_kv_heads;
     attention_sizes heads = {sizes->element, sizes->num_heads, num_kv_heads, sizes->head_dim, sizes->scale};
     size_t rows = (size_t)call->num_rows * sizeof(float);
     int intermediate = most(most_intermediate(decoder), sizes->ple_dim);
@@ -454,7 +436,7 @@ void decoder_forward(decoder *decoder, team *team, const forward_call *call) {
     pass pass = {.frame = frame,
                  .decoder = decoder,
                  .call = call,
-                 .attention = attention_new(frame, &heads, sizes->latent_rank, key_dim, 1, call->groups, call->num_groups),
+                 .attention = attention_new(frame, &heads, shared_dim, key_dim, 1, call->groups, call->num_groups),
                  .normed = frame_take(frame, rows * (size_t)sizes->hidden),
                  .wide = frame_take(frame, rows * (size_t)widest + 4 * LANES),
                  .mixed = frame_take(frame, rows * (size_t)most(most_heads(decoder, false), intermediate)),
@@ -467,27 +449,20 @@ void decoder_forward(decoder *decoder, team *team, const forward_call *call) {
     if (sizes->latent_rank) pass.latents_room = latent_room_new(frame, sizes, call->num_rows);
     if (mixer) pass.mixers_room = mixer_room_new(frame, mixer, call->num_rows, call->num_sequences);
     if (mixes_beside_attention(decoder)) pass.beside = frame_take(frame, rows * (size_t)sizes->hidden);
-    if (sizes->index_heads) begin_index(&pass);
+    if (sizes->output_groups) pass.compressed = compressed_room_new(frame, decoder, call);
+    else if (sizes->index_heads) begin_index(&pass);
+    if (sizes->num_streams) pass.streams = stream_room_new(frame, sizes, call->num_rows);
     if (decoder->adapters.num_adapters) pass.adapted = adapted_rows_new(frame, call, &decoder->adapters);
     begin(&pass);
     run_layers(&pass);
-    if (sizes->index_heads) end_index(&pass, decoder);
+    if (pass.index) end_index(&pass, decoder);
     if (call->hidden) {
-        norm_rows(&pass, call->state, decoder->final_norm, pass.normed);
+        front_rows(&pass, decoder->final_norm, &decoder->head_streams);
         store((element)sizes->element, pass.normed, call->num_rows * sizes->hidden, call->hidden);
-        if (call->logits) apply_head(frame, decoder, call->num_rows, pass.normed, call->logits);
+        if (call->logits) head_apply(frame, decoder, call->num_rows, pass.normed, call->logits);
     }
     decoder->num_experts_met += experts_room.num_met;
     frame_close(frame);
 }
 
 int64_t decoder_experts_met(const decoder *decoder) { return decoder->num_experts_met; }
-
-void decoder_head(decoder *decoder, team *team, int num_rows, const void *hidden, float *logits) {
-    frame *frame = frame_open(team);
-    long count = (long)num_rows * decoder->sizes.hidden;
-    float *normed = frame_take(frame, sizeof(float) * (size_t)count);
-    load((element)decoder->sizes.element, hidden, count, normed);
-    apply_head(frame, decoder, num_rows, normed, logits);
-    frame_close(frame);
-}

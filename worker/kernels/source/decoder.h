@@ -1,12 +1,14 @@
 // A decoder and its layers' weights.
 #pragma once
 #include "attention.h"
+#include "compressed.h"
 #include "experts.h"
 #include "latent.h"
 #include "linear.h"
 #include "lora.h"
 #include "mixers.h"
 #include "quantized.h"
+#include "streams.h"
 
 // A layer's part of per-layer embeddings.
 typedef struct {
@@ -23,6 +25,8 @@ typedef struct {
     experts *experts;  // or NULL
     mixer *mixer;      // instead of attention or added to it, or NULL
     latent_weights latent;  // instead of `qkv`, in decoders with latent vectors
+    compressed_weights compressed;                // instead of `qkv`, in decoders with compressed attention
+    stream_weights attention_streams, mlp_streams;  // in decoders with streams
     float *shared_norm;     // or NULL
     int intermediate;  // columns of gates and ups, or of the expert that all rows use; 0: none
     int num_kv_heads, head_dim;
@@ -53,5 +57,9 @@ struct decoder {
     bool shares_keys;
     adapter_sizes adapters;
     int64_t num_experts_met;
+    stream_weights head_streams;
     void *choice;  // of indexers in the last call, for later layers of the same rows
 };
+
+// Computes logits of rows [num_rows, hidden] after the final norm: head.c.
+void head_apply(frame *frame, const decoder *decoder, int num_rows, const float *normed, float *logits);

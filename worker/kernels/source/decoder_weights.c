@@ -13,6 +13,7 @@ static void set_heads(const decoder_sizes *sizes, layer_weights *layer, int num_
     int value_dim = width_of_values(sizes, head_dim);
     int key_columns = layer->shares_keys ? 0 : num_kv_heads * (head_dim + value_dim);
     int found_columns = sizes->num_heads * (sizes->latent_rank ? sizes->value_dim : value_dim);
+    if (sizes->output_groups) found_columns = sizes->output_groups * sizes->output_rank;
     layer->num_kv_heads = num_kv_heads, layer->head_dim = head_dim;
     matrix_free(&layer->qkv);
     matrix_free(&layer->output);
@@ -38,10 +39,13 @@ decoder *decoder_new(const decoder_sizes *sizes) {
         layer->scale = 1.0f;
         set_heads(sizes, layer, sizes->num_kv_heads, sizes->head_dim);
         if (sizes->latent_rank) layer->latent = latent_new(sizes);
+        if (sizes->output_groups) layer->compressed = compressed_new(sizes);
+        if (sizes->num_streams) layer->attention_streams = streams_new(sizes, false), layer->mlp_streams = streams_new(sizes, false);
         products_new(sizes, layer, sizes->intermediate);
         if (sizes->ple_dim) layer->ple = ple_new(sizes);
         layer->view.softcap = sizes->score_cap;
     }
+    if (sizes->num_streams) fresh->head_streams = streams_new(sizes, true);
     return fresh;
 }
 
@@ -65,10 +69,14 @@ void decoder_free(decoder *decoder) {
         experts_free(layer->experts);
         mixer_free(layer->mixer);
         latent_free(&layer->latent);
+        compressed_free(&layer->compressed);
+        streams_free(&layer->attention_streams);
+        streams_free(&layer->mlp_streams);
         free(layer->curve);
         ple_free(&layer->ple);
     }
     matrix_free(&decoder->head);
+    streams_free(&decoder->head_streams);
     free(decoder->final_norm);
     free(decoder->choice);
     free(decoder->layers);
@@ -92,6 +100,9 @@ static columns_of_role role_columns(decoder *decoder, int layer, weight_role rol
     int hidden = sizes->hidden, mlp = to->intermediate, gates = sizes->has_gates, columns;
     matrix *of_latents = sizes->latent_rank ? latent_matrix(&to->latent, role, &columns) : NULL;
     if (of_latents) return (columns_of_role){of_latents, 0, ALONE, columns};
+    int first_block = 0;
+    matrix *compressed = sizes->output_groups ? compressed_matrix(&to->compressed, sizes, role, &first_block, &columns) : NULL;
+    if (compressed) return (columns_of_role){compressed, first_block, ALONE, columns};
     switch (role) {
         case HEAD:
             matrix_free(&decoder->head);
@@ -112,6 +123,19 @@ static columns_of_role role_columns(decoder *decoder, int layer, weight_role rol
     }
 }
 
+// Loads a part of streams' weights; returns whether the role is one.
+static bool load_streams(decoder *decoder, layer_weights *to, weight_role role, const given_weight *given) {
+    stream_weights *all[] = {&to->attention_streams, &to->mlp_streams, &decoder->head_streams};
+    int num = decoder->sizes.num_streams, part = (int)role - ATTENTION_MIX;
+    if (part < 0 || part > HEAD_MIX_SCALE - ATTENTION_MIX) return false;
+    stream_weights *weights = all[part / 3];
+    int columns = weights->is_head ? num : num * (2 + num);
+    if (part % 3 == 0) matrix_load(&weights->mix, 0, ALONE, columns, given);
+    else if (part % 3 == 1) floats_load(&weights->bias, columns, given->numbers);
+    else floats_load(&weights->scale, weights->is_head ? 1 : 3, given->numbers);
+    return true;
+}
+
 void decoder_load(decoder *decoder, int layer, int role, const given_weight *given) {
     const decoder_sizes *sizes = &decoder->sizes;
     layer_weights *to = &decoder->layers[layer];
@@ -121,6 +145,8 @@ void decoder_load(decoder *decoder, int layer, int role, const given_weight *giv
         return;
     }
     const void *weight = given ? given->numbers : NULL;
+    if (load_streams(decoder, to, (weight_role)role, given)) return;
+    if (sizes->output_groups && compressed_load(&to->compressed, sizes, (weight_role)role, weight)) return;
     int hidden = sizes->hidden;
     bool has_all = sizes->joins_heads || sizes->head_norms_differ, is_latent = sizes->latent_rank;
     int query_width = is_latent ? sizes->query_rank : to->head_dim * (has_all ? sizes->num_heads : 1);
@@ -159,6 +185,7 @@ void decoder_load(decoder *decoder, int layer, int role, const given_weight *giv
             to->source = *(const int32_t *)weight;
             set_heads(sizes, to, to->num_kv_heads, to->head_dim);
             break;
+        case POOLS: compressed_pools(sizes, &to->compressed, ((const int32_t *)weight)[0], ((const int32_t *)weight)[1]); break;
         case PLE_TABLE:
             decoder->ple_table = weight;
             if (given->quantized) decoder->packed_ple_table = *given->quantized;

@@ -6,6 +6,22 @@
 
 INLINE vec rounded(bool rounds, vec a) { return rounds ? vec_round_bf16(a) : a; }
 
+// Rounds one number to bf16.
+INLINE float rounded_one(float a) {
+    float lanes[LANES];
+    vec_store(lanes, vec_round_bf16(vec_set(a)));
+    return lanes[0];
+}
+
+// Returns the smaller number; NaN in `a` stays, since vec_max returns its second operand then.
+INLINE vec least(vec a, vec b) {
+    vec zero = vec_set(0.0f);
+    return vec_sub(zero, vec_max(vec_sub(zero, b), vec_sub(zero, a)));
+}
+
+// Returns a number within a limit, or itself without one (0).
+INLINE vec within(float limit, vec a) { return limit == 0.0f ? a : vec_max(vec_set(-limit), least(a, vec_set(limit))); }
+
 // a / (1 + e^-b), by exponentials of negative numbers; a and b have the same sign
 INLINE vec by_sigmoid(vec a, vec b) {
     vec zero = vec_set(0.0f), minus = vec_sub(zero, b);

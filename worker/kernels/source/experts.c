@@ -87,7 +87,11 @@ static void share_form_of_rows(experts *experts, expert_role role) {
 
 void experts_load(experts *experts, expert_role role, int expert, const given_weight *given) {
     int count = experts->sizes.num_experts;
+    size_t num_choices = (size_t)experts->decoder.vocab * (size_t)experts->sizes.num_chosen;
     switch (role) {
+        case CHOICES:
+            experts->router.choices = memcpy(realloc(experts->router.choices, 4 * num_choices), given->numbers, 4 * num_choices);
+            break;
         case ROUTER: matrix_load(&experts->router.weight, 0, ALONE, count, given); break;
         case CHOICE_BIAS: floats_load(&experts->router.choice_bias, count, given->numbers); break;
         case CHOICE_SCALES: floats_load(&experts->router.choice_scales, count, given->numbers); break;
@@ -192,17 +196,10 @@ static void multiply_expert_unit(const grouped_job *job, const unit_rows *unit, 
     finish_panel(matrix, first, blocks, unit->count, out, stride, job->rounds);
 }
 
-// Returns the smaller number; NaN in `a` stays, since vec_max returns its second operand then.
-static vec least(vec a, vec b) {
-    vec zero = vec_set(0.0f);
-    return vec_sub(zero, vec_max(vec_sub(zero, b), vec_sub(zero, a)));
-}
-
 static vec gated(const grouped_job *job, vec gate, vec up) {
-    if (job->gate_limit == 0.0f) return vec_mul(rounded(job->rounds, activated(job->activation, NULL, gate)), up);
-    vec limit = vec_set(job->gate_limit);
-    gate = least(gate, limit);
-    up = vec_max(vec_set(-job->gate_limit), least(up, limit));
+    if (job->gate_limit != 0.0f) gate = least(gate, vec_set(job->gate_limit));
+    up = within(job->gate_limit, up);
+    if (job->gate_slope == 0.0f) return vec_mul(rounded(job->rounds, activated(job->activation, NULL, gate)), up);
     vec share = rounded(job->rounds, by_sigmoid(gate, vec_mul(gate, vec_set(job->gate_slope))));
     return vec_mul(rounded(job->rounds, vec_add(up, vec_set(1.0f))), share);
 }
@@ -390,13 +387,14 @@ static void add_sums(frame *frame, const experts *experts, expert_room *room, in
 }
 
 static void run_block(frame *frame, const experts *experts, expert_room *room, int num_rows, const float *rows,
-                      bool rounds, float *out) {
+                      const int32_t *token_ids, bool rounds, float *out) {
     int num_chosen = experts->sizes.num_chosen;
     size_t pairs = (size_t)num_rows * (size_t)num_chosen;
     int32_t *choices = frame_take(frame, sizeof(int32_t) * pairs);
     float *weights = frame_take(frame, sizeof(float) * pairs);
     void *results[MOST_UNITS];
-    route(frame, &experts->router, num_rows, router_rows(frame, experts, room, num_rows, rows, rounds), rounds, choices, weights);
+    const float *read = router_rows(frame, experts, room, num_rows, rows, rounds);
+    route(frame, &experts->router, num_rows, read, token_ids, rounds, choices, weights);
     rows = normed_rows(frame, experts, room, num_rows, rows);
     grouping groups = group_rows(frame, &experts->sizes, num_rows, choices, room);
     const void *gathered = rows_of_pairs(frame, experts, &groups, latent_rows(frame, experts, room, num_rows, rows, rounds), room);
@@ -410,13 +408,13 @@ static void run_block(frame *frame, const experts *experts, expert_room *room, i
     add_sums(frame, experts, room, num_rows, rows, sums, rounds, out);
 }
 
-void experts_run(frame *frame, const experts *experts, expert_room *room, int num_rows, const float *rows, bool rounds,
-                 float *out) {
+void experts_run(frame *frame, const experts *experts, expert_room *room, int num_rows, const float *rows,
+                 const int32_t *token_ids, bool rounds, float *out) {
     int most = MOST_PAIRS / experts->sizes.num_chosen;
     if (most > ROWS_OF_EXPERTS) most = ROWS_OF_EXPERTS;
     for (int first = 0; first < num_rows; first += most) {
         int count = num_rows - first < most ? num_rows - first : most;
         long offset = (long)first * experts->decoder.hidden;
-        run_block(frame, experts, room, count, rows + offset, rounds, out + offset);
+        run_block(frame, experts, room, count, rows + offset, token_ids + first, rounds, out + offset);
     }
 }

@@ -29,5 +29,5 @@ void experts_load(experts *experts, expert_role role, int expert, const given_we
 
 // Adds each row's experts, which norm it themselves if they have a norm, to `out` [num_rows, hidden] if it holds the shared expert's output, else writes
 // them.
-void experts_run(frame *frame, const experts *experts, expert_room *room, int num_rows, const float *rows, bool rounds,
-                 float *out);
+void experts_run(frame *frame, const experts *experts, expert_room *room, int num_rows, const float *rows,
+                 const int32_t *token_ids, bool rounds, float *out);

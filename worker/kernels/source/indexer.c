@@ -64,8 +64,7 @@ static row_group row_alone(frame *frame, const row_group *group, int row) {
     return alone;
 }
 
-const forward_call *index_rows_alone(frame *frame, const decoder_sizes *sizes, const forward_call *call) {
-    if (!chooses(sizes, call)) return call;
+const forward_call *rows_alone(frame *frame, const forward_call *call) {
     row_group *rows = frame_take(frame, sizeof *rows * (size_t)call->num_rows), *next = rows;
     for (int i = 0; i < call->num_groups; i++)
         for (int row = 0; row < call->groups[i].num_rows; row++) *next++ = row_alone(frame, &call->groups[i], row);
@@ -76,36 +75,43 @@ const forward_call *index_rows_alone(frame *frame, const decoder_sizes *sizes, c
     return alone;
 }
 
+const forward_call *index_rows_alone(frame *frame, const decoder_sizes *sizes, const forward_call *call) {
+    return chooses(sizes, call) ? rows_alone(frame, call) : call;
+}
+
 static size_t chosen_bytes(const decoder_sizes *sizes) {
     return (size_t)round_up((long)sizeof(chosen_keys) + 4 * round_up(sizes->num_chosen_keys, KEYS_AT_ONCE), 64);
 }
 
 size_t index_choice_bytes(const decoder_sizes *sizes, int num_rows) { return chosen_bytes(sizes) * (size_t)num_rows; }
 
-// Returns the most keys that a row sees.
-static long most_keys_seen(const forward_call *call) {
+long most_keys_seen(const forward_call *call) {
     long most = 0;
     for (int i = 0; i < call->num_groups; i++) most = call->groups[i].boundary > most ? call->groups[i].boundary : most;
     return most + TAIL;
 }
 
-static int rows_at_once(const forward_call *call) {
+int index_rows_at_once(const forward_call *call) {
     long most = MOST_SCORES / most_keys_seen(call), units = MOST_UNITS / (most_keys_seen(call) / INDEX_SPAN + 1);
     most = most < units ? most : units;
     return most < 1 ? 1 : most < call->num_rows ? (int)most : call->num_rows;
 }
 
-static long query_stride(const decoder_sizes *sizes) { return (long)sizes->index_heads * sizes->index_dim; }
-static long weight_stride(const decoder_sizes *sizes) { return round_up(sizes->index_heads, LANES); }
+size_t index_score_bytes(const forward_call *call) {
+    return sizeof(float) * (size_t)(index_rows_at_once(call) * most_keys_seen(call));
+}
+
+long index_query_stride(const decoder_sizes *sizes) { return (long)sizes->index_heads * sizes->index_dim; }
+long index_weight_stride(const decoder_sizes *sizes) { return round_up(sizes->index_heads, LANES); }
 
 index_room *index_room_new(frame *frame, const decoder_sizes *sizes, const forward_call *call) {
     size_t num_rows = (size_t)call->num_rows, rows = sizeof(float) * num_rows, bytes = index_choice_bytes(sizes, call->num_rows);
     index_room *room = frame_take(frame, sizeof *room);
-    *room = (index_room){.queries = frame_take(frame, rows * (size_t)query_stride(sizes) + 4 * LANES),
+    *room = (index_room){.queries = frame_take(frame, rows * (size_t)index_query_stride(sizes) + 4 * LANES),
                          .keys = frame_take(frame, rows * (size_t)sizes->index_dim + 4 * LANES),
-                         .weights = frame_take(frame, rows * (size_t)weight_stride(sizes))};
+                         .weights = frame_take(frame, rows * (size_t)index_weight_stride(sizes))};
     if (!chooses(sizes, call)) return room;
-    room->scores = frame_take(frame, sizeof(float) * (size_t)(rows_at_once(call) * most_keys_seen(call)));
+    room->scores = frame_take(frame, index_score_bytes(call));
     room->chosen = frame_take(frame, sizeof(chosen_keys *) * num_rows);
     char *memory = memset(frame_take(frame, bytes), 0, bytes);  // late helpers may read slots that none has written
     for (size_t i = 0; i < num_rows; i++) room->chosen[i] = (chosen_keys *)(memory + i * chosen_bytes(sizes));
@@ -133,8 +139,8 @@ void index_rows(frame *frame, const indexer *indexer, const decoder_sizes *sizes
     shifted.norm_form = SHIFTED;
     linear(frame, &indexer->key, call->num_rows, normed, room->keys, sizes->index_dim, rounds);
     if (room->chosen) {
-        linear(frame, &indexer->query, call->num_rows, vectors, room->queries, query_stride(sizes), rounds);
-        linear(frame, &indexer->weight, call->num_rows, normed, room->weights, weight_stride(sizes), rounds);
+        linear(frame, &indexer->query, call->num_rows, vectors, room->queries, index_query_stride(sizes), rounds);
+        linear(frame, &indexer->weight, call->num_rows, normed, room->weights, index_weight_stride(sizes), rounds);
     }
     for (long row = 0; row < call->num_rows; row++) {
         const float *angles = call->angles + (long)call->positions[row] * index_turned_dim(sizes);
@@ -142,7 +148,7 @@ void index_rows(frame *frame, const indexer *indexer, const decoder_sizes *sizes
         norm_with(&shifted, INDEX_EPSILON, key, indexer->norm, sizes->index_dim, key);
         turn(sizes, key, angles);
         for (int head = 0; room->chosen && head < sizes->index_heads; head++)
-            turn(sizes, room->queries + row * query_stride(sizes) + (long)head * sizes->index_dim, angles);
+            turn(sizes, room->queries + row * index_query_stride(sizes) + (long)head * sizes->index_dim, angles);
     }
 }
 
@@ -153,7 +159,8 @@ typedef struct {
     const index_room *room;
     const forward_call *call;
     const attention *all;
-    int place, first_row, num_rows;
+    scored_keys keys;
+    int first_row, num_rows;
     int units_per_row;
     long stride;  // of scores
 } scoring;
@@ -170,20 +177,20 @@ static long depth_of(const decoder_sizes *sizes) {
 }
 
 static size_t scoring_bytes(const decoder_sizes *sizes) {
-    long heads = weight_stride(sizes);
+    long heads = index_weight_stride(sizes);
     return sizeof(float) * (size_t)(heads * depth_of(sizes) + KEYS_AT_ONCE * depth_of(sizes) + heads * KEYS_AT_ONCE + LANES);
 }
 
 static scoring_space index_space_at(const decoder_sizes *sizes, void *scratch) {
     float *memory = scratch;
-    long heads = weight_stride(sizes), depth = depth_of(sizes);
+    long heads = index_weight_stride(sizes), depth = depth_of(sizes);
     return (scoring_space){(char *)memory, (char *)(memory + heads * depth), memory + (heads + KEYS_AT_ONCE) * depth};
 }
 
 // Writes a row's queries, padded with zeros.
 static void pack_index_queries(const decoder_sizes *sizes, const float *queries, char *packed) {
     long depth = depth_of(sizes);
-    memset(packed, 0, sizeof(float) * (size_t)(weight_stride(sizes) * depth));
+    memset(packed, 0, sizeof(float) * (size_t)(index_weight_stride(sizes) * depth));
     for (long head = 0; head < sizes->index_heads; head++)
         for (int d = 0; d < sizes->index_dim; d += LANES) {
             vec numbers = vec_load(queries + head * sizes->index_dim + d);
@@ -229,23 +236,24 @@ static void run_scoring(const void *job, int unit, void *slot, void *scratch) {
     const decoder_sizes *sizes = all->sizes;
     int row = all->first_row + unit / all->units_per_row, start = unit % all->units_per_row * INDEX_SPAN;
     const row_group *group = &all->call->groups[row];
-    int count = group->boundary + group->tail_lengths[0], end = start + INDEX_SPAN < count ? start + INDEX_SPAN : count;
+    int count = (group->boundary + group->tail_lengths[0]) / all->keys.step;
+    int end = start + INDEX_SPAN < count ? start + INDEX_SPAN : count;
     float *scores = slot ? slot : all->room->scores + (row - all->first_row) * all->stride + start;
     scoring_space space = index_space_at(sizes, scratch);
-    long row_bytes = kv_row_bytes(form_of(all->all, row)), own = sizes->head_dim - sizes->index_dim;
-    const char *keys = head_start(all->all, all->place, row, 0, false) + own * element_bytes_of((element)sizes->element);
+    long row_bytes = kv_row_bytes(form_of(all->all, row)), before = (long)all->keys.first_number * element_bytes_of((element)sizes->element);
+    const char *keys = head_start(all->all, all->keys.place, row, 0, false) + before;
     if (start >= end) return;
-    pack_index_queries(sizes, all->room->queries + row * query_stride(sizes), space.queries);
+    pack_index_queries(sizes, all->room->queries + row * index_query_stride(sizes), space.queries);
     for (int first = start; first < end; first += KEYS_AT_ONCE) {
         int some = end - first < KEYS_AT_ONCE ? end - first : KEYS_AT_ONCE, padded = (int)round_up(some, LANES);
         const char *rows[KEYS_AT_ONCE];
         for (int i = 0; i < padded; i++) {
-            int key = first + (i < some ? i : some - 1);
+            int key = (first + (i < some ? i : some - 1) + 1) * all->keys.step - 1;
             long at = key < group->boundary ? key : group->tail_slots[key - group->boundary];
             rows[i] = keys + at * row_bytes;
         }
         multiply_keys(sizes, space, rows, padded);
-        sum_heads(sizes, all->room->weights + row * weight_stride(sizes), space.products, padded, scores + first - start);
+        sum_heads(sizes, all->room->weights + row * index_weight_stride(sizes), space.products, padded, scores + first - start);
     }
 }
 
@@ -274,17 +282,24 @@ static uint32_t least_chosen(const float *scores, int count, int wanted, int *nu
     return found;
 }
 
-// Writes the slots of the best keys.
-static void choose(const float *scores, const row_group *group, int num_chosen, chosen_keys *chosen) {
-    int count = group->boundary + group->tail_lengths[0], num_equal, num_left = num_chosen;
-    uint32_t least = least_chosen(scores, count, num_chosen, &num_equal);
-    chosen->num_prefix = chosen->num_tail = 0;
-    for (int i = 0; i < count && num_left; i++) {
+int index_best(const float *scores, int count, int wanted, int32_t *best) {
+    int num_equal, found = 0;
+    uint32_t least = least_chosen(scores, count, wanted, &num_equal);
+    for (int i = 0; i < count && found < wanted; i++) {
         uint32_t order = score_order(scores[i]);
         if (order < least || (order == least && num_equal-- <= 0)) continue;
-        num_left--;
-        if (i < group->boundary) chosen->prefix[chosen->num_prefix++] = i;
-        else chosen->tail[chosen->num_tail++] = group->tail_slots[i - group->boundary];
+        best[found++] = i;
+    }
+    return found;
+}
+
+// Writes the slots of the best keys.
+static void choose(const float *scores, const row_group *group, int num_chosen, chosen_keys *chosen) {
+    int found = index_best(scores, group->boundary + group->tail_lengths[0], num_chosen, chosen->prefix);
+    chosen->num_prefix = chosen->num_tail = 0;
+    for (int i = 0; i < found; i++) {
+        if (chosen->prefix[i] < group->boundary) chosen->num_prefix++;
+        else chosen->tail[chosen->num_tail++] = group->tail_slots[chosen->prefix[i] - group->boundary];
     }
     for (int i = chosen->num_tail; i < TAIL; i++) chosen->tail[i] = group->tail_slots[0];
     chosen->num_padded = (int)(round_up(chosen->num_prefix, KEYS_AT_ONCE) - chosen->num_prefix);
@@ -300,6 +315,12 @@ static void run_choice(const void *job, int unit, void *slot, void *scratch) {
     else chosen->num_prefix = ALL_KEYS;
 }
 
+static scoring scoring_of(const decoder_sizes *sizes, const index_room *room, const forward_call *call, const attention *all,
+                          scored_keys keys, int first_row, int num_rows) {
+    long most = most_keys_seen(call), num_spans = (most / keys.step + INDEX_SPAN - 1) / INDEX_SPAN;
+    return (scoring){sizes, room, call, all, keys, first_row, num_rows, (int)num_spans, most};
+}
+
 static void score_rows(frame *frame, const scoring *job) {
     stage_plan plan = {.num_units = job->num_rows * job->units_per_row,
                        .run = run_scoring,
@@ -307,7 +328,7 @@ static void score_rows(frame *frame, const scoring *job) {
                        .job_bytes = sizeof *job,
                        .scratch_bytes = scoring_bytes(job->sizes),
                        .slot_bytes = sizeof(float) * INDEX_SPAN,
-                       .is_small = job->num_rows * job->stride * query_stride(job->sizes) < SCORING_WORTH_HELP};
+                       .is_small = job->num_rows * job->stride * index_query_stride(job->sizes) < SCORING_WORTH_HELP};
     void *results[MOST_UNITS];
     run_stage(frame, &plan, results);
     for (int unit = 0; unit < plan.num_units; unit++) {
@@ -315,6 +336,12 @@ static void score_rows(frame *frame, const scoring *job) {
         float *scores = job->room->scores + unit / job->units_per_row * job->stride + start;
         if (results[unit]) memcpy(scores, results[unit], sizeof(float) * (size_t)(left < INDEX_SPAN ? left : INDEX_SPAN));
     }
+}
+
+void index_score(frame *frame, const decoder_sizes *sizes, const index_room *room, const forward_call *call,
+                 const attention *all, scored_keys keys, int first_row, int num_rows) {
+    scoring job = scoring_of(sizes, room, call, all, keys, first_row, num_rows);
+    score_rows(frame, &job);
 }
 
 static void choose_rows(frame *frame, const scoring *job) {
@@ -331,18 +358,11 @@ static void choose_rows(frame *frame, const scoring *job) {
 }
 
 void index_choose(frame *frame, const decoder_sizes *sizes, index_room *room, const forward_call *call, attention *all, int place) {
-    int at_once = rows_at_once(call);
+    int at_once = index_rows_at_once(call);
     for (int first = 0; first < call->num_rows; first += at_once) {
         int left = call->num_rows - first;
-        scoring job = {.sizes = sizes,
-                       .room = room,
-                       .call = call,
-                       .all = all,
-                       .place = place,
-                       .first_row = first,
-                       .num_rows = left < at_once ? left : at_once,
-                       .units_per_row = (int)((most_keys_seen(call) + INDEX_SPAN - 1) / INDEX_SPAN),
-                       .stride = most_keys_seen(call)};
+        scored_keys keys = {place, sizes->head_dim - sizes->index_dim, 1};
+        scoring job = scoring_of(sizes, room, call, all, keys, first, left < at_once ? left : at_once);
         score_rows(frame, &job);
         choose_rows(frame, &job);
     }

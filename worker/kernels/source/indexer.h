@@ -35,6 +35,29 @@ void index_rows(frame *frame, const indexer *indexer, const decoder_sizes *sizes
 // Chooses each row's keys in a layer; `all` has their keys stored.
 void index_choose(frame *frame, const decoder_sizes *sizes, index_room *room, const forward_call *call, attention *all, int place);
 
+// The steps of `index_choose`, for rows of a call in which each row is a group.
+
+// Where the scored keys lie.
+typedef struct {
+    int place, first_number;  // layer of the caches, and number within a row
+    int step;                 // positions per key, which lies at the last of them
+} scored_keys;
+
+// Returns a call with one row per group.
+const forward_call *rows_alone(frame *frame, const forward_call *call);
+// Returns the most positions that a row sees, which is also the stride of scores.
+long most_keys_seen(const forward_call *call);
+// Returns how many rows are scored together.
+int index_rows_at_once(const forward_call *call);
+size_t index_score_bytes(const forward_call *call);
+long index_query_stride(const decoder_sizes *sizes);
+long index_weight_stride(const decoder_sizes *sizes);
+// Writes `room->scores` of so many rows from `first_row` on.
+void index_score(frame *frame, const decoder_sizes *sizes, const index_room *room, const forward_call *call,
+                 const attention *all, scored_keys keys, int first_row, int num_rows);
+// Writes the numbers of the best scores in order, and returns how many there are.
+int index_best(const float *scores, int count, int wanted, int32_t *best);
+
 // The choices of a call as bytes, for the next call of the same rows.
 size_t index_choice_bytes(const decoder_sizes *sizes, int num_rows);
 void index_take_choice(frame *frame, index_room *room, const void *choice, size_t bytes, attention *all);

@@ -92,46 +92,51 @@ static void run_head_product(const void *job, int head, void *slot, void *scratc
     finish_panel(all->matrix, head * all->blocks, all->blocks, all->num_rows, out, stride, all->rounds);
 }
 
-// out [num_rows, num_heads, out_width] from the first numbers of rows [num_rows, num_heads, row_width].
-static void multiply_heads(frame *frame, const matrix *matrix, const decoder_sizes *sizes, int num_rows,
+static void multiply_heads(frame *frame, const matrix *matrix, int num_heads, bool rounds, int num_rows,
                            const float *rows, int row_width, float *out, int out_width, char *gathered) {
     size_t bytes = multiplied_bytes(matrix);
-    for (long head = 0; head < sizes->num_heads; head++)
+    for (long head = 0; head < num_heads; head++)
         for (long row = 0; row < num_rows; row++) {
-            const float *from = rows + (row * sizes->num_heads + head) * row_width;
+            const float *from = rows + (row * num_heads + head) * row_width;
             multiplied_row(matrix, from, gathered + (size_t)(head * num_rows + row) * bytes);
         }
     head_products job = {.matrix = matrix,
                          .rows = gathered,
                          .out = out,
                          .row_bytes = (long)bytes,
-                         .out_stride = (long)sizes->num_heads * out_width,
+                         .out_stride = (long)num_heads * out_width,
                          .out_width = out_width,
                          .num_rows = num_rows,
-                         .blocks = matrix->columns / sizes->num_heads / LANES,
-                         .rounds = sizes->element == BF16};
+                         .blocks = matrix->columns / num_heads / LANES,
+                         .rounds = rounds};
     size_t width = (size_t)job.blocks * LANES;
-    stage_plan plan = {.num_units = sizes->num_heads,
+    stage_plan plan = {.num_units = num_heads,
                        .run = run_head_product,
                        .job = &job,
                        .job_bytes = sizeof job,
+                       .scratch_bytes = matrix->quantized ? quantized_scratch_bytes() : 0,
                        .slot_bytes = sizeof(float) * (size_t)num_rows * width,
                        .is_small = (num_rows + 4L) * matrix->depth * matrix->columns < HEADS_WORTH_HELP};
     void *results[MOST_UNITS];
     run_stage(frame, &plan, results);
-    for (int head = 0; head < sizes->num_heads; head++)
+    for (int head = 0; head < num_heads; head++)
         for (long row = 0; results[head] && row < num_rows; row++)
             memcpy(out + row * job.out_stride + head * job.out_width, (float *)results[head] + row * (long)width,
                    sizeof(float) * width);
 }
 
-static void multiply_all_heads(frame *frame, const matrix *matrix, const decoder_sizes *sizes, int num_rows,
-                               const float *rows, int row_width, float *out, int out_width, char *gathered) {
+size_t grouped_bytes(const matrix *matrix, int num_groups, int num_rows) {
+    size_t at_once = (size_t)(num_rows < ROWS_OF_HEADS ? num_rows : ROWS_OF_HEADS);
+    return multiplied_bytes(matrix) * ((size_t)num_groups * at_once + LANES);
+}
+
+void multiply_groups_of_heads(frame *frame, const matrix *matrix, int num_groups, bool rounds, int num_rows, const float *rows,
+                              int row_width, float *out, int out_width, char *gathered) {
     for (int first = 0; first < num_rows; first += ROWS_OF_HEADS) {
         int count = num_rows - first < ROWS_OF_HEADS ? num_rows - first : ROWS_OF_HEADS;
-        long heads = (long)first * sizes->num_heads;
-        multiply_heads(frame, matrix, sizes, count, rows + heads * row_width, row_width, out + heads * out_width, out_width,
-                       gathered);
+        long heads = (long)first * num_groups;
+        multiply_heads(frame, matrix, num_groups, rounds, count, rows + heads * row_width, row_width, out + heads * out_width,
+                       out_width, gathered);
     }
 }
 
@@ -202,16 +207,16 @@ const float *latent_run(frame *frame, const latent_weights *latent, const latent
                         const float *normed, float *mixed) {
     const decoder_sizes *sizes = &latent->sizes;
     int num_rows = call->num_rows;
-    bool has_indexer = index && latent->indexer.norm;
+    bool has_indexer = index && latent->indexer.norm, rounds = sizes->element == BF16;
     queries_of(frame, latent, room, num_rows, normed);
     if (has_indexer) index_rows(frame, &latent->indexer, sizes, index, call, room->down, normed);
-    multiply_all_heads(frame, &latent->key_up, sizes, num_rows, room->queries, query_dim(sizes), room->absorbed,
-                       sizes->head_dim, room->gathered);
-    linear(frame, &latent->key, num_rows, normed, room->down, latent_key_dim(sizes), sizes->element == BF16);
+    multiply_groups_of_heads(frame, &latent->key_up, sizes->num_heads, rounds, num_rows, room->queries, query_dim(sizes),
+                             room->absorbed, sizes->head_dim, room->gathered);
+    linear(frame, &latent->key, num_rows, normed, room->down, latent_key_dim(sizes), rounds);
     keep_latents(latent, room, has_indexer ? index->keys : NULL, attention, call, place);
     if (has_indexer && index->chosen) index_choose(frame, sizes, index, call, attention, place);
     attention_run(index && index->chosen ? index->attention : attention, frame, place, view, mixed);
-    multiply_all_heads(frame, &latent->value_up, sizes, num_rows, mixed, sizes->latent_rank, room->queries,
-                       sizes->value_dim, room->gathered);
+    multiply_groups_of_heads(frame, &latent->value_up, sizes->num_heads, rounds, num_rows, mixed, sizes->latent_rank,
+                             room->queries, sizes->value_dim, room->gathered);
     return room->queries;
 }

@@ -36,5 +36,11 @@ const float *latent_run(frame *frame, const latent_weights *latent, const latent
                         attention *attention, const attention_view *view, const forward_call *call, int place,
                         const float *normed, float *mixed);
 
+// out [num_rows, num_groups, out_width] from the first numbers of rows [num_rows, num_groups, row_width], each group by
+// its own columns. `gathered` has `grouped_bytes`.
+void multiply_groups_of_heads(frame *frame, const matrix *matrix, int num_groups, bool rounds, int num_rows, const float *rows,
+                              int row_width, float *out, int out_width, char *gathered);
+size_t grouped_bytes(const matrix *matrix, int num_groups, int num_rows);
+
 // Returns the numbers of a cache's row that scores multiply.
 int latent_key_dim(const decoder_sizes *sizes);

@@ -16,6 +16,7 @@ void router_free(router *router) {
     matrix_free(&router->weight);
     free(router->choice_bias);
     free(router->choice_scales);
+    free(router->choices);
 }
 
 float sigmoid_of(float x) { return x <= -700.0f ? 0.0f : (float)(1.0 / (1.0 + exp_or_nan(-(double)x))); }
@@ -28,10 +29,18 @@ static void router_softmax(const float *logits, int count, float *scores) {
     for (int i = 0; i < count; i++) scores[i] = (float)(powers[i] / sum);
 }
 
+// sqrt(log(1 + e^x)), rounded once. Below -20 the logarithm is e^x to all of a float's digits.
+static float root_softplus(float x) {
+    double power = exp_or_nan((double)x);
+    return (float)__builtin_sqrt(x > 30.0f ? (double)x : x < -20.0f ? power : log_of(1.0 + power));
+}
+
 static void score_experts(const expert_sizes *sizes, const float *logits, float *scores) {
     if (sizes->score == SOFTMAX_OF_ALL) router_softmax(logits, sizes->num_experts, scores);
     else if (sizes->score == SIGMOID)
         for (int i = 0; i < sizes->num_experts; i++) scores[i] = sigmoid_of(logits[i]);
+    else if (sizes->score == ROOT_SOFTPLUS)
+        for (int i = 0; i < sizes->num_experts; i++) scores[i] = root_softplus(logits[i]);
     else memcpy(scores, logits, sizeof(float) * (size_t)sizes->num_experts);
 }
 
@@ -76,12 +85,6 @@ static void choose_experts(const router *router, const float *scores, int32_t *c
     for (int i = 0; i < sizes->num_chosen; i++) choices[i] = take_best(scores, is_open, sizes->num_experts);
 }
 
-static float round_one(float a) {
-    float lanes[LANES];
-    vec_store(lanes, vec_round_bf16(vec_set(a)));
-    return lanes[0];
-}
-
 // Computes each choice's weight: its softmax over the experts that no earlier choice took and whose logits differ from
 // its own by at most twice the jitter, relative to the larger.
 static void mix_sparsely(const expert_sizes *sizes, const float *logits, const int32_t *choices, float *weights) {
@@ -115,7 +118,7 @@ static void weigh_experts(const router *router, const float *scores, const int32
         if (sizes->is_normalised) weights[i] /= sum;
         weights[i] *= sizes->scale;
         if (router->choice_scales) weights[i] *= router->choice_scales[choices[i]];
-        if (rounds && sizes->rounds_weights) weights[i] = round_one(weights[i]);
+        if (rounds && sizes->rounds_weights) weights[i] = rounded_one(weights[i]);
     }
 }
 
@@ -125,8 +128,8 @@ static bool has_nan(const float *numbers, int count) {
     return false;
 }
 
-void route(frame *frame, const router *router, int num_rows, const float *rows, bool rounds, int32_t *choices,
-           float *weights) {
+void route(frame *frame, const router *router, int num_rows, const float *rows, const int32_t *token_ids, bool rounds,
+           int32_t *choices, float *weights) {
     const expert_sizes *sizes = &router->sizes;
     long columns = router->weight.columns;
     float *logits = frame_take(frame, sizeof(float) * (size_t)num_rows * (size_t)columns), scores[MOST_EXPERTS];
@@ -135,7 +138,10 @@ void route(frame *frame, const router *router, int num_rows, const float *rows, 
     for (long row = 0; row < num_rows; row++) {
         float *row_weights = weights + row * sizes->num_chosen;
         score_experts(sizes, logits + row * columns, scores);
-        choose_experts(router, scores, choices + row * sizes->num_chosen);
+        if (router->choices)
+            memcpy(choices + row * sizes->num_chosen, router->choices + (long)token_ids[row] * sizes->num_chosen,
+                   sizeof(int32_t) * (size_t)sizes->num_chosen);
+        else choose_experts(router, scores, choices + row * sizes->num_chosen);
         weigh_experts(router, scores, choices + row * sizes->num_chosen, rounds, row_weights);
         if (is_damaged || has_nan(logits + row * columns, sizes->num_experts))  // damage must show, and comparisons ignore NaN
             for (int i = 0; i < sizes->num_chosen; i++) row_weights[i] = __builtin_nanf("");

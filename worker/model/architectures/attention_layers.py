@@ -199,6 +199,20 @@ class MLASpec:
     interleaving_key: str | None = None  # key of whether adjacent dimensions are rotated as a pair; without it they are
     indexer: IndexerSpec | None = None
 
+    @property
+    def types(self) -> frozenset[str]:
+        """Return the types of layers that no other architecture has."""
+        return frozenset(INDEXED if self.indexer else ())
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Return the config keys that decide the size of caches."""
+        return ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+    def read(self, config: Config) -> MLAConfig:
+        """Read the latent attention of a config. Raises KeyError or ValueError for missing or impossible sizes."""
+        return _read_mla(config, self)
+
     def rules(self) -> dict[Any, KeyRule | None]:
         """Return the rules for the config keys of latent attention."""
         rules: dict[Any, KeyRule | None] = dict.fromkeys(LATENT_KEYS, SIZE)
@@ -250,8 +264,7 @@ class MLAConfig:
         return [*(f"{name}.weight" for name in INDEX_LINEARS.values()), f"{INDEX_NORM}.weight", f"{INDEX_NORM}.bias"]
 
 
-def read_mla(config: Config, spec: MLASpec) -> MLAConfig:
-    """Read the latent attention of a config. Raises KeyError or ValueError for missing or impossible sizes."""
+def _read_mla(config: Config, spec: MLASpec) -> MLAConfig:
     if config["num_key_value_heads"] != config["num_attention_heads"]:
         raise ValueError("it has other heads of keys than of queries")
     sizes = MLASizes(

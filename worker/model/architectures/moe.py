@@ -20,6 +20,7 @@ from swiftbatch.worker.model.architectures.attention_layers import (
     without_windows,
     without_windows_if_said,
 )
+from swiftbatch.worker.model.architectures.deepseek_v4 import DEEPSEEK_V4
 from swiftbatch.worker.model.architectures.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from swiftbatch.worker.model.architectures.llama_like import BIASED, COHERE, GRANITE, HUNYUAN, OLMO2, QK_NORMED, TIED
 from swiftbatch.worker.model.architectures.mimo import MIMO_V2_FLASH
@@ -191,6 +192,7 @@ MIXTURES: dict[str, ArchitectureSpec] = {
     ),
     "deepseek_v3": replace(DEEPSEEK_V3, rules=NULL_HEADS, aliases=("kimi_k2",), nested_in=("kimi_k25",)),
     "deepseek_v32": indexed(IndexerSpec(is_interleaved=False)),
+    "deepseek_v4": DEEPSEEK_V4,
     "dots1": replace(QK_NORMED, windows=by_layer_types_if_said, rules=NULL_HEADS, experts=SCORED_BY_SIGMOID),
     "ernie4_5_moe": ArchitectureSpec(
         "use_bias",

@@ -56,6 +56,7 @@ class MoETensorNames:
     )  # names of one expert's tensors by its index, without a gate if it has none; None if never stored this way
     fused: FusedNames | None = None
     choice_bias: str | None = None
+    choices: str | None = None  # table of each token's experts, in layers that have it in place of `choice_bias`
     shared_gate: str | None = None
     shared: Mapping[str, str] | None = None  # role -> name, of the shared expert's projections
     latent: tuple[str, str] | None = None  # projections before and after all experts
@@ -86,6 +87,7 @@ class MoESpec:
     gate_limit: str | None = None
     gate_slope: str | None = None
     jitter: str | None = None
+    tables: MoELayers | None = None  # layers with a table of each token's experts
     may_be_none: bool = False  # models of this architecture may have no experts
     keys: Mapping[str, KeyRule | None] = field(default_factory=dict)  # more keys; None: no effect on the forward
     one_meaning: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # the only supported values of optional keys
@@ -162,6 +164,7 @@ class MoEConfig:
     gate_limit: float
     gate_slope: float
     latent_width: int  # width of the vectors that experts read; 0 if they read rows
+    tables: frozenset[int]  # layers with a table of each token's experts
 
     @property
     def names(self) -> MoETensorNames:
@@ -174,10 +177,11 @@ class MoEConfig:
         is_clear = fused.is_transposed is not None or self.hidden not in (self.width, 2 * self.width)
         return is_clear and prefix + fused.down in stored
 
-    def parts(self, is_fused: bool) -> Iterator[str]:
+    def parts(self, number: int, is_fused: bool) -> Iterator[str]:
         """Yield the names of a layer's router and expert tensors."""
         names = self.names
-        for each in (names.router, names.router_bias, names.choice_bias, names.shared_gate):
+        chooser = names.choices if number in self.tables else names.choice_bias
+        for each in (names.router, names.router_bias, chooser, names.shared_gate):
             if each is not None and (each != names.shared_gate or self.shared_width):
                 yield each
         yield from (f"{norm}.weight" for norm in names.norms.values())
@@ -227,6 +231,7 @@ def read_moe(config: Config, form: MoESpec | None) -> MoEConfig | None:
         _number(config, form.gate_limit),
         _number(config, form.gate_slope),
         0 if form.latent_width is None or config[form.latent_width] is None else _width(config, form.latent_width),
+        frozenset() if form.tables is None else form.tables(config),
     )
 
 

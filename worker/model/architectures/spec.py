@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from swiftbatch.worker.kernels.kernel_sizes import StreamSizes
 from swiftbatch.worker.kernels.layer_specs import Activation, NormForm
 from swiftbatch.worker.model.architectures.attention_layers import (
     IS_WINDOWED,
@@ -17,7 +18,7 @@ from swiftbatch.worker.model.architectures.attention_layers import (
 )
 from swiftbatch.worker.model.architectures.moe_layers import MoESpec
 from swiftbatch.worker.model.architectures.recurrent_layers import MixerSpec
-from swiftbatch.worker.model.config_values import ACTIVATION, COUNT, POSITIVE, SIZE, SWITCH, Config, KeyRule
+from swiftbatch.worker.model.config_values import ACTIVATION, COUNT, POSITIVE, SIZE, SWITCH, Config, KeyRule, number_of
 
 ALWAYS = "always"  # the bias always exists, without a config key
 ATTENTION = ("query", "key", "value", "output")
@@ -34,6 +35,9 @@ PLE_TABLE = "model.embed_tokens_per_layer.weight"  # per-layer embeddings
 PLE_OF_ALL = {"ple_projection": "model.per_layer_model_projection", "ple_norm": "model.per_layer_projection_norm"}
 PLE_LINEARS = {"ple_gate": "per_layer_input_gate", "ple_output": "per_layer_projection"}
 PLE_OUTPUT_NORM = "post_per_layer_input_norm"
+STREAMS = {"attention_streams": "attn_hc.", "mlp_streams": "ffn_hc."}  # prefixes within a layer
+STREAM_PARTS = {"mix": "fn", "bias": "base", "scale": "scale"}
+STREAMS_OF_HEAD = "model.hc_head.hc_"
 OF_KEYS = tuple(f"self_attn.{part}." for part in ("k_proj", "v_proj", "k_norm", "v_norm"))
 QK_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
 IN_FRONT = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -75,9 +79,27 @@ class WindowAngles:
     full: float
     windowed: float
     windowed_key: str | None = None
+    full_key: str = "rope_theta"
 
     def theta(self, layers: str) -> float:
         return self.windowed if IS_WINDOWED[layers] else self.full
+
+
+@dataclass(frozen=True)
+class StreamSpec:
+    """Config keys of the streams of a row's state (hyper-connections)."""
+
+    count: str
+    num_sinkhorn: str
+    epsilon: str
+
+    def rules(self) -> dict[str, KeyRule | None]:
+        return {self.count: SIZE, self.num_sinkhorn: SIZE, self.epsilon: POSITIVE}
+
+    def read(self, config: Config) -> StreamSizes:
+        """Read the streams. Raises KeyError or ValueError."""
+        count, num_sinkhorn = (SIZE.of(config, key) for key in (self.count, self.num_sinkhorn))
+        return StreamSizes(count, num_sinkhorn, number_of(config, self.epsilon))
 
 
 @dataclass(frozen=True)
@@ -98,6 +120,7 @@ class ArchitectureSpec:
     head_bias: str | None = None  # key that says whether the head has a bias
     own_decoder: str = "model."  # prefix of published tensor names
     own_embedding: str | None = None  # the embedding's published name, if it has another prefix
+    name_in_class: Callable[[str], str] | None = None  # returns a published name as its class in transformers has it
 
     # norms and linear layers
     norm_form: NormForm = NormForm.TWICE
@@ -147,6 +170,7 @@ class ArchitectureSpec:
     experts: MoESpec | None = None
     mixer: MixerSpec | None = None  # layers with a mixer instead of attention or beside it
     latent: MLASpec | None = None  # heads share one latent vector per position
+    streams: StreamSpec | None = None  # of a row's state
     unlisted_layers: Callable[[Config], list[str] | None] = lambda config: None  # finds types of unlisted layers
 
     # keys of its config
@@ -213,6 +237,6 @@ class ArchitectureSpec:
         rules |= dict.fromkeys(self.caps.values(), POSITIVE.or_null())
         rules |= {key: POSITIVE.list_of(len(names)) for key, names in self.scale_lists.items()}
         rules |= {self.thetas_key: None}  # `PER_LAYER` has its rule
-        for part in (self.experts, self.mixer, self.latent, self.own_heads):
+        for part in (self.experts, self.mixer, self.latent, self.own_heads, self.streams):
             rules |= part.rules() if part else {}
         return {key: rule for key, rule in rules.items() if isinstance(key, str) and key != ALWAYS}

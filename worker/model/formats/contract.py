@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard
 
 from swiftbatch.worker.model.config_values import shown
@@ -55,12 +55,13 @@ class Format:
     suffixes: Mapping[str, str]  # suffix of a stored name -> its part
     scheme_of: Callable[[str, Mapping[str, StoredTensor]], Scheme | None]  # None: its tensors are no parts of a matrix
     ending: str = ""  # suffix of the whole matrix's name
+    own_endings: Mapping[str, str] = field(default_factory=dict)  # the same, by suffix, where it is another
 
     def place(self, stored: str) -> tuple[str, str]:
         """Return the name of the matrix that a stored tensor belongs to, and which part of it the tensor is."""
         for suffix, part in sorted(self.suffixes.items(), key=lambda pair: -len(pair[0])):
             if stored.endswith(suffix):
-                return stored.removesuffix(suffix) + self.ending, part
+                return stored.removesuffix(suffix) + self.own_endings.get(suffix, self.ending), part
         return stored, WHOLE
 
 

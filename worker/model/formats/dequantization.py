@@ -25,6 +25,7 @@ from swiftbatch.worker.model.formats.float_formats import (
     NVFP4_GROUP,
     ExpertScheme,
     FloatScheme,
+    FP4Scheme,
     MXFP4Scheme,
     NVFP4Scheme,
 )
@@ -253,6 +254,10 @@ def _mxfp4(_: MXFP4Scheme, parts: Parts, dtype: torch.dtype) -> Weight:
     return scaled("e2m1", parts["packed"], _powers(parts["scale"]), MXFP4_GROUP, dtype)
 
 
+def _fp4(scheme: FP4Scheme, parts: Parts, dtype: torch.dtype) -> Weight:
+    return scaled("e2m1", parts[WHOLE].view(torch.uint8), numbers(parts[scheme.scale]), MXFP4_GROUP, dtype)
+
+
 def _experts(_: ExpertScheme, parts: Parts, dtype: torch.dtype) -> Weight:
     codes, scales = parts["blocks"].flatten(2).flatten(0, 1), _powers(parts["scales"]).flatten(0, 1)
     return PackedExperts("e2m1", codes, scales, dtype, num_experts=len(parts["blocks"]), is_transposed=True)
@@ -269,6 +274,7 @@ DECODERS: dict[type, Callable[[Any, Parts, torch.dtype], Weight]] = {
     ByteScheme: _bytes,
     ExpertScheme: _experts,
     FloatScheme: _floats,
+    FP4Scheme: _fp4,
     GPTQScheme: _gptq,
     MXFP4Scheme: _mxfp4,
     NVFP4Scheme: _nvfp4,

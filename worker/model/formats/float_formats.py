@@ -27,7 +27,7 @@ from swiftbatch.worker.model.formats.contract import (
 )
 
 E4M3 = "F8_E4M3"
-BYTES = "U8"
+BYTES, PAIRS = "U8", "I8"
 NVFP4_GROUP, MXFP4_GROUP = 16, 32
 SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 
@@ -86,6 +86,19 @@ class MXFP4Scheme:
         return StoredTensor("MXFP4", (rows, depth), form_of("e2m1", 4, depth, MXFP4_GROUP))
 
 
+@dataclass(frozen=True)
+class FP4Scheme:
+    """`weight` of two e2m1 codes per byte, and a power of two per 32 codes, beside FP8 (DeepSeek V4)."""
+
+    scale: str
+
+    def head(self, heads: Mapping[str, StoredTensor]) -> StoredTensor:
+        only(heads, WHOLE, self.scale)
+        rows, depth = _shape(part(heads, WHOLE, PAIRS), MXFP4_GROUP)
+        fits(self.scale, part(heads, self.scale, "F8_E8M0").shape, (rows, depth // MXFP4_GROUP))
+        return StoredTensor("MXFP4", (rows, depth), form_of("e2m1", 4, depth, MXFP4_GROUP))
+
+
 class ExpertScheme:
     """Experts in one tensor `[num_experts, rows, num_groups, 16]`; decoded, they are transposed."""
 
@@ -108,7 +121,8 @@ def _shape(codes: StoredTensor, group: int) -> tuple[int, int]:
 
 # FP8 as Qwen, DeepSeek, MiniMax and GLM publish it: `quant_method: fp8`.
 
-FP8_SUFFIXES = {"_scale_inv": "scale_inv", "_scale": "scale"}  # weights are multiplied by either
+FP8_SUFFIXES = {"_scale_inv": "scale_inv", "_scale": "scale", ".scale": "scale"}  # weights are multiplied by one
+OWN_ENDINGS = {".scale": ".weight"}
 # `activation_scheme` is for engines that quantize activations, too. Stored tensors tell which modules are packed.
 FP8_KEYS = (
     *("quant_method", "activation_scheme", "fmt", "scale_fmt", "expert_dtype", "weight_block_size", "dequantize"),
@@ -120,16 +134,18 @@ def read_fp8(said: Mapping[str, Any]) -> Format:
     refuse_unknown(said, FP8_KEYS, WHERE)
     one_of(said, "fmt", (None, "e4m3", "float8_e4m3fn"), WHERE)
     one_of(said, "scale_fmt", (None, "float", "ue8m0"), WHERE)
-    one_of(said, "expert_dtype", (None, "fp8"), WHERE)
+    experts = one_of(said, "expert_dtype", (None, "fp8", "fp4"), WHERE)
     block = None if said.get("weight_block_size") is None else two_sizes(said, "weight_block_size", WHERE)
     shared = "a scale per tensor or row" if block is None else f"blocks of {block[0]} x {block[1]}"
 
     def scheme_of(_: str, heads: Mapping[str, StoredTensor]) -> Scheme | None:
-        if WHOLE not in heads or heads[WHOLE].dtype != E4M3:
-            return None
-        return FloatScheme("scale" if "scale" in heads else "scale_inv", block)
+        scale, stored = "scale" if "scale" in heads else "scale_inv", heads[WHOLE].dtype if WHOLE in heads else None
+        if stored == PAIRS and experts == "fp4":
+            return FP4Scheme(scale)
+        return FloatScheme(scale, block) if stored == E4M3 else None
 
-    return Format("fp8", f"FP8 (e4m3, {shared})", FP8_SUFFIXES, scheme_of)
+    words = f"FP8 (e4m3, {shared})" + ("; experts in FP4 (e2m1, an exponent for 32)" if experts == "fp4" else "")
+    return Format("fp8", words, FP8_SUFFIXES, scheme_of, own_endings=OWN_ENDINGS)
 
 
 # FP8 and NVFP4 as NVIDIA's ModelOpt writes them.
@@ -164,6 +180,21 @@ def read_modelopt(said: Mapping[str, Any]) -> Format:
         return known.get(heads[WHOLE].dtype) if WHOLE in heads else None
 
     return Format("modelopt", "; ".join(words for _, _, words in schemes), MODELOPT_SUFFIXES, scheme_of)
+
+
+def read_fp8_beside_nvfp4(said: Mapping[str, Any]) -> Format:
+    """Read FP8 of which ModelOpt quantized the experts again, to NVFP4 (DeepSeek V4)."""
+    refuse_unknown(said, (*FP8_KEYS, *MODELOPT_KEYS), WHERE)
+    fp8 = read_fp8({key: each for key, each in said.items() if key in FP8_KEYS and key != "expert_dtype"})
+    nvfp4 = read_modelopt({key: each for key, each in said.items() if key in MODELOPT_KEYS})
+    if others := set(map(str, _algorithms(said, WHERE))) - {"NVFP4"}:
+        raise FormatError(f"{WHERE} has quant_algo = {min(others)!r:.80} beside FP8; expected NVFP4")
+
+    def scheme_of(name: str, heads: Mapping[str, StoredTensor]) -> Scheme | None:
+        return nvfp4.scheme_of(name, heads) or fp8.scheme_of(name, heads)
+
+    words = f"{fp8.words}; experts in {nvfp4.words}"
+    return Format("fp8", words, FP8_SUFFIXES | MODELOPT_SUFFIXES, scheme_of, own_endings=OWN_ENDINGS)
 
 
 def _algorithms(said: Mapping[str, Any], where: str) -> list[Any]:

@@ -15,7 +15,7 @@ from swiftbatch.worker.model.digests import weight_files
 from swiftbatch.worker.model.file_checks import PICKLED, json_object
 from swiftbatch.worker.model.formats.compressed_tensors import read_compressed_tensors
 from swiftbatch.worker.model.formats.contract import UNUSED, Format, FormatError, Scheme, StoredTensor
-from swiftbatch.worker.model.formats.float_formats import read_fp8, read_modelopt, read_mxfp4
+from swiftbatch.worker.model.formats.float_formats import read_fp8, read_fp8_beside_nvfp4, read_modelopt, read_mxfp4
 from swiftbatch.worker.model.formats.gptq_awq import read_awq, read_gptq
 from swiftbatch.worker.model.gguf.gguf_model import SUFFIX, stored_in_gguf
 from swiftbatch.worker.model.gguf.header import BITS, GGUFError
@@ -49,12 +49,16 @@ def format_of(config: Mapping[str, Any], path: Path) -> Format | None:
             f"its weights are quantized (config.json has {key}, {method!r:.80}); expected weights in bfloat16, "
             f"float16, float32 or float64, or one of the formats {', '.join(FORMATS)}"
         )
-    if in_file is not None and (method != "modelopt" or in_file.get("quant_algo") != said.get("quant_algo")):
+    is_of_modelopt = method == "modelopt" or (method == "fp8" and said.get("quant_algo") is not None)
+    if in_file is not None and (not is_of_modelopt or in_file.get("quant_algo") != said.get("quant_algo")):
         raise FormatError(
             f"its config.json says {method!r:.80}, {said.get('quant_algo')!r:.80}, its {QUANTIZATION_FILE} says "
             f"{in_file.get('quant_algo')!r:.80}; two formats in one checkpoint are not read here"
         )
-    return FORMATS[method](said)
+    if method == "fp8" and is_of_modelopt:
+        return read_fp8_beside_nvfp4(said)
+    beside = {key: config[key] for key in ("expert_dtype",) if method == "fp8" and config.get(key) is not None}
+    return FORMATS[method](beside | said)
 
 
 def _method(said: Any) -> Any:

@@ -28,7 +28,8 @@ from swiftbatch.worker.session.session import WorkerSession
 from swiftbatch.worker.session.work_messages import Orders
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.forward.cuda.cuda_parts import PAGE, cuda_target
-from tests.worker.model.kind_parts import VOCAB_SIZE, save_tiny, tiny_config
+from tests.worker.model.kind_parts import save_tiny, tiny_config
+from tests.worker.model.kind_sizes import VOCAB_SIZE
 from tests.worker.session.recurrent_parts import save_recurrent_model
 from tests.worker.session.session_parts import claimed, digest, make_run, record, session, to_the_end
 

@@ -149,7 +149,7 @@ def with_targets(*targets: str) -> dict[str, Any]:
         ("fp8", "its weights are quantized (config.json has quantization_config, 'fp8')"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "has fmt = 'e5m2'; expected 'e4m3', 'float8_e4m3fn'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size = [128]; expected two positive"),
-        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "has expert_dtype = 'fp4'; expected 'fp8'"),
+        ({"quant_method": "fp8", "expert_dtype": "fp3"}, "has expert_dtype = 'fp3'; expected 'fp8', 'fp4'"),
         ({"quant_method": "fp8", "rotation": "hadamard"}, "rotation = 'hadamard', which is not understood here"),
         ({"quant_method": "gptq", "bits": 5, "group_size": 32}, "has bits = 5; expected 2, 3, 4, 8"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "has group_size = 0; expected a positive integer"),
