@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-import dataclasses
 import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +23,7 @@ from swiftbatch.worker.kernels.decoder_weights import (
     shapes,
     stripes_of,
 )
-from swiftbatch.worker.kernels.kernel_sizes import COUNTS, HEAD_DIMS
+from swiftbatch.worker.kernels.kernel_sizes import COUNTS, HEAD_DIMS, BlockChoice
 from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView, recurrent_float_shapes
 from swiftbatch.worker.kernels.native_library import Team, load_library, shared_team
 from swiftbatch.worker.kernels.native_recurrence import SequenceTable
@@ -51,7 +50,7 @@ ROLES = {  # in the order of `weight_role` in source/api.h; parts of a layer hav
             *("mlp_norm", "gate", "up", "down", "down_norm"),
             *("without rotation", "seen window", "other angles", "curve", "sinks", "head_gate"),
             *("without attention", "columns of products", "query_down", "key_up", "value_up"),
-            *("index_query", "index_key", "index_weight", "index_norm"),
+            *("index_query", "index_key", "index_weight", "index_norm", "index_query_norm"),
             *("own heads", "shared_norm", "layer_scale", "shared keys"),
             *("ple_table", "ple_projection", "ple_norm", "ple_gate", "ple_output", "ple_output_norm"),
         )
@@ -63,15 +62,16 @@ class CDecoderSizes(ctypes.Structure):
     """`decoder_sizes` of source/api.h."""
 
     SCALES = ("epsilon", "scale", "embedding_scale", "residual_scale", "logit_scale", "score_softcap", "logit_softcap")
-    MORE_SCALES = ("attention_in_scale", "key_scale", "attention_out_scale", "gate_scale", "down_scale", "value_scale")
+    MORE_SCALES = ("attention_in_scale", "key_scale", "attention_out_scale", "gate_scale", "down_scale")
+    GATES = ("gate_limit", "gate_slope")
     FORMS = ("norm_form", "activation", "has_gates", "joins_heads", "norms_after_rope", "is_parallel")
     MORE_FORMS = ("qk_norms_differ", "gates_heads", "norms_values")
     LATENT = ("latent_rank", "query_rank", "nope_dim", "value_dim")
-    INDEX = ("index_heads", "index_dim", "num_chosen_keys")
+    INDEX = ("index_heads", "index_dim", "num_chosen_keys", "index_block")
     PLE = ("ple_dim", "ple_element")
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("element", *COUNTS, *FORMS, *MORE_FORMS, *LATENT, *INDEX, *PLE)),
-        *((name, ctypes.c_float) for name in (*SCALES, *MORE_SCALES, "ple_scale")),
+        *((name, ctypes.c_float) for name in (*SCALES, *MORE_SCALES, *GATES, "value_scale", "ple_scale")),
     )
 
 
@@ -125,6 +125,8 @@ class NativeLayers:
         self._conv_width = conv_width_of(layers)
         self._keeping = [number for number, layer in enumerate(layers) if layer.keeps_keys]
         self._shares_keys = any(layer.shared_keys is not None for layer in layers)
+        blocks = next((layer.heads.blocks for layer in layers if layer.heads is not None), None)
+        self._has_indexers = blocks is not None or sizes.indexer is not None
         self.team = team
         self._library = team.library
         self._shape = LayerCacheShape(sizes.num_kv_heads, sizes.head_dim, sizes.dtype)
@@ -141,8 +143,7 @@ class NativeLayers:
         if (latent := sizes.latent) is not None:
             of_vectors = (latent.rank, latent.query_rank, latent.nope_dim, latent.value_dim)
             numbers |= dict(zip(CDecoderSizes.LATENT, of_vectors, strict=True))
-            if latent.indexer is not None:
-                numbers |= dict(zip(CDecoderSizes.INDEX, dataclasses.astuple(latent.indexer), strict=True))
+        numbers |= dict(zip(CDecoderSizes.INDEX, _index_sizes(sizes, blocks), strict=True))
         c_sizes = CDecoderSizes(element=ELEMENTS[sizes.dtype], **numbers)
         self.handle: int = self._library.decoder_new(ctypes.byref(c_sizes))
         weakref.finalize(self, team.retire, self._library.decoder_free, self.handle)
@@ -216,7 +217,7 @@ class NativeLayers:
         if self._num_adapters:
             for entry, group in zip(table.groups, groups, strict=True):
                 entry.adapter = group.cache.adapter
-        if self.sizes.indexer is not None and any(group.kv_code for group in table.groups):
+        if self._has_indexers and any(group.kv_code for group in table.groups):
             raise ValueError("found caches of 8 bits of a decoder with indexers, expected its dtype")
         return table
 
@@ -276,7 +277,8 @@ class NativeLayers:
         if layer.shared_keys is not None:
             self._load(number, "shared keys", torch.tensor(layer.shared_keys, dtype=torch.int32))
         if (heads := layer.heads) is not None:
-            self._load(number, "own heads", torch.tensor([heads.num_kv_heads, heads.head_dim], dtype=torch.int32))
+            given = [heads.num_kv_heads, heads.head_dim, heads.blocks is not None]
+            self._load(number, "own heads", torch.tensor(given, dtype=torch.int32))
         if layer.experts is not None:
             load_experts(self._library, self.handle, number, layer.experts, layer.intermediate, self._as_integers)
         elif layer.intermediate != self.sizes.intermediate:
@@ -305,6 +307,14 @@ class NativeLayers:
     ) -> tuple[Tensor | None, QuantizedRows | None]:
         load = functools.partial(self._library.decoder_load, self.handle, layer, ROLES[role])
         return load_weight(load, weight, bias, self._as_integers)
+
+
+def _index_sizes(sizes: DecoderSizes, blocks: BlockChoice | None) -> tuple[int, int, int, int]:
+    """Return what `decoder_sizes` has of indexers."""
+    if blocks is not None:
+        return sizes.num_kv_heads, sizes.head_dim, blocks.num_keys, blocks.size
+    found = sizes.indexer
+    return (0, 0, 0, 0) if found is None else (found.num_heads, found.dim, found.num_chosen, 0)
 
 
 def _floats(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weight | None, tuple[int, ...]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,13 @@ from swiftbatch.worker.kernels.quantized_weights import (
     linear_from,
     plain,
 )
-from swiftbatch.worker.model.architectures.attention_layers import INDEX_LINEARS, INDEX_NORM, UP, MLAConfig
+from swiftbatch.worker.model.architectures.attention_layers import (
+    BLOCK_LINEARS,
+    INDEX_LINEARS,
+    INDEX_NORM,
+    UP,
+    MLAConfig,
+)
 from swiftbatch.worker.model.architectures.moe_layers import ROLES, SHARED_NORM, FusedNames, MoEConfig
 from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentConfig
 from swiftbatch.worker.model.architectures.spec import ATTENTION, PLE_LINEARS, PLE_OF_ALL, PLE_OUTPUT_NORM, PLE_TABLE
@@ -209,15 +215,19 @@ def latent_linears(linears: Mapping[str, AnyLinear], latent: MLAConfig) -> dict[
     }
 
 
+def _refuse_endless(tensors: Mapping[str, Weight], names: Iterable[str]) -> None:
+    """Raise ValueError for parts of an indexer that are not finite: they only choose keys, so logits stay finite."""
+    for name in names:
+        if not plain(tensors[name]).isfinite().all():
+            raise ValueError(f"found numbers in {name} that are not finite")
+
+
 def indexer_weights(tensors: Mapping[str, Weight], prefix: str, latent: MLAConfig) -> dict[str, Any]:
     """Arrange a layer's indexer for the kernels. Raises ValueError for tensors of unexpected sizes or damaged ones."""
     assert latent.sizes.indexer is not None
     order, dim = latent.index_order, latent.sizes.indexer.dim
     names = {role: f"{prefix}{name}.weight" for role, name in INDEX_LINEARS.items()}
     norms = [f"{prefix}{INDEX_NORM}.{part}" for part in ("weight", "bias")]
-    for name in (*names.values(), *norms):  # they only choose keys, so logits would stay finite
-        if not plain(tensors[name]).isfinite().all():
-            raise ValueError(f"found numbers in {name} that are not finite")
     found: dict[str, Any] = {role: linear_from(tensors[name]) for role, name in names.items()}
     norm = [plain(tensors[name]) for name in norms]
     if any(part.shape != (dim,) for part in norm):
@@ -309,6 +319,8 @@ def _sizes(dense: DecoderConfig, dtype: torch.dtype, ple_table: Weight | None = 
         score_softcap=dense.caps.get("scores", 0.0),
         logit_softcap=dense.caps.get("logits", 0.0),
         latent=None if dense.latent is None else dense.latent.sizes,
+        gate_limit=0.0 if dense.experts is None else dense.experts.gate_limit,
+        gate_slope=0.0 if dense.experts is None else dense.experts.gate_slope,
         value_dim=dense.value_dim,
         **({} if ple_table is None else _ple_sizes(dense, dtype, ple_table)),
         **scales,
@@ -365,6 +377,7 @@ def _layer(tensors: Mapping[str, Weight], number: int, dense: DecoderConfig, dty
         linears = (
             latent_linears(linears, dense.latent) if dense.latent is not None else linears | _heads(linears, dense)
         )
+    _refuse_endless(tensors, [prefix + part for part in dense.index_tensors(number)])
     if dense.latent is not None and number in dense.latent.indexed_layers:
         linears |= indexer_weights(tensors, prefix, dense.latent)
     view: dict[str, Any] = {"is_nope": number in dense.nope_layers, "window": dense.windows[number]}
@@ -389,7 +402,7 @@ def _layer(tensors: Mapping[str, Weight], number: int, dense: DecoderConfig, dty
 
 def _heads(linears: Mapping[str, AnyLinear], dense: DecoderConfig) -> dict[str, AnyLinear]:
     """Arrange queries and keys in the kernels' order, and split gates from queries."""
-    found = {role: linears[role] for role in ("query", "key") if role in linears}
+    found = {role: linears[role] for role in ("query", "key", *BLOCK_LINEARS) if role in linears}
     if dense.form.gates_heads and "query" in found:
         dim, query = dense.head_dim, found["query"]
         found["query"] = _of_heads(query, list(range(dim)), 2 * dim)

@@ -25,6 +25,7 @@ from swiftbatch.worker.model.digests import Digests
 from swiftbatch.worker.model.gguf.header import READABLE
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.model.text_config import text_view
+from tests.worker.model.minimax_config import AS_ITS_CLASS_READS
 
 WITH_STATES = {kind: spec.mixer.words for kind, spec in ARCHITECTURES.items() if spec.mixer}
 WITH_INDEXERS = tuple(kind for kind in ARCHITECTURES if needs_indexers({"model_type": kind}))
@@ -168,6 +169,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "mellum": {"layer_types": WINDOWS},
     "mimo_v2_flash": FOUR
     | {"layer_types": WINDOWS * 2, "v_head_dim": 48, "rope_parameters": dict.fromkeys(WINDOWS, HALF_TURNED)},
+    "minimax_m3_vl_text": AS_ITS_CLASS_READS,
     "helium": {"head_dim": 16},  # its heads together are as wide as a row
     "olmoe": {"hidden_size": 128},  # its norms span all heads
     "smollm3": FOUR | {"sliding_window": None},
@@ -176,12 +178,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     **{kind: RECURRENT for kind, form in WITH_STATES.items() if form == "gated delta nets"},
     "bamba": {**MAMBA, **THREE, "attn_layer_indices": [2]},
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 192, "ssm_multipliers": [0.9, 1.1, 1.2, 0.8, 0.7]},
-    "granitemoehybrid": {
-        **MAMBA,
-        **THREE,
-        "layer_types": ["mamba", "mamba", "attention"],
-        "shared_intermediate_size": 96,
-    },
+    "granitemoehybrid": MAMBA | THREE | {"layer_types": ["mamba"] * 2 + ["attention"], "shared_intermediate_size": 96},
     "lfm2": CONVOLUTIONS[3] | {"block_ff_dim": 96, "block_auto_adjust_ff_dim": False},
     "lfm2_moe": CONVOLUTIONS[4] | {"num_dense_layers": 1, "routed_scaling_factor": 1.0},
     "nemotron-nas": {
@@ -373,6 +370,9 @@ earlier position is chosen. Layers that GLM 5.2 calls `shared` take the choice o
 - **Our kernels run them**, on CPUs and GPUs; `transformers` does not. `--kv-dtype` is refused.
 - **Caches** hold the indexer's key behind the latent vector, in every layer: 110 KB per position of GLM 5.
 - **Text longer than `index_topk`** costs an index score per position and the attention of `index_topk` positions.
+
+MiniMax M3 chooses blocks of 128 positions for each head of keys, by the largest score in a block: a row's own and 15
+others. Caches hold the index key as one more head: 152 KB per position, a tenth of it unused.
 
 ## Heads of two widths
 

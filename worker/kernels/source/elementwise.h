@@ -52,6 +52,29 @@ INLINE vec activated(activation activation, const float *curve, vec a) {
     return activation == GELU_TANH ? gelu_tanh(a) : activation == RELU2 ? relu2(a) : silu(a);
 }
 
+// Returns the smaller number; NaN in `a` stays, since vec_max returns its second operand then.
+INLINE vec least(vec a, vec b) {
+    vec zero = vec_set(0.0f);
+    return vec_sub(zero, vec_max(vec_sub(zero, b), vec_sub(zero, a)));
+}
+
+typedef struct {
+    activation activation;
+    const float *curve;
+    float limit, slope;  // `gate_limit` and `gate_slope` of sizes
+    bool rounds;
+} gate_form;
+
+// Returns activated gates times ups, not yet rounded.
+INLINE vec gated(const gate_form *form, vec gate, vec up) {
+    if (form->limit == 0.0f) return vec_mul(rounded(form->rounds, activated(form->activation, form->curve, gate)), up);
+    vec limit = vec_set(form->limit);
+    gate = least(gate, limit);
+    up = vec_max(vec_set(-form->limit), least(up, limit));
+    vec share = rounded(form->rounds, by_sigmoid(gate, vec_mul(gate, vec_set(form->slope))));
+    return vec_mul(rounded(form->rounds, vec_add(up, vec_set(1.0f))), share);
+}
+
 INLINE void add(float *to, const float *rows, long count, bool rounds) {
     for (long i = 0; i < count; i += LANES) vec_store(to + i, rounded(rounds, vec_add(vec_load(to + i), vec_load(rows + i))));
 }

@@ -8,7 +8,9 @@ from typing import Any
 
 from swiftbatch.worker.kernels.layer_specs import Activation, NormForm
 from swiftbatch.worker.model.architectures.attention_layers import (
+    INDEXED,
     IS_WINDOWED,
+    BlockHeads,
     HeadsInWindows,
     MLASpec,
     NoPESpec,
@@ -140,7 +142,7 @@ class ArchitectureSpec:
 
     # other layers
     windows: WindowSpec | None = None  # None if all layers see all positions
-    own_heads: OwnHeads | HeadsInWindows | None = None  # of layers without a window, or with one
+    own_heads: OwnHeads | HeadsInWindows | BlockHeads | None = None  # of layers without a window, with one, or indexed
     value_dim_key: str | None = None  # key of the width of a head's values, if these may be narrower than keys
     shared_keys_key: str | None = None  # key of how many of the last layers read the keys of an earlier one
     ple_key: str | None = None  # key of the width of per-layer embeddings; 0 for none
@@ -176,6 +178,13 @@ class ArchitectureSpec:
     def needs_kernels(self) -> str | None:
         """Return why `transformers` does not run it, or None if it does."""
         return self.kernels_alone or self.on_cpu_alone
+
+    @property
+    def indexed_types(self) -> set[str]:
+        """Return the types of layers whose rows attend to keys that an indexer chooses."""
+        if isinstance(self.own_heads, BlockHeads):
+            return {self.own_heads.layer_type}
+        return INDEXED if self.latent is not None and self.latent.indexer is not None else set()
 
     @property
     def linears(self) -> dict[str, str]:
