@@ -47,6 +47,10 @@ class BlockChoice:
     def num_keys(self) -> int:
         return self.size * self.num_chosen
 
+    def most_attended(self, capacity: int) -> int:
+        """Return the most keys of a prefix that a row attends to in a cache of `capacity` positions."""
+        return min(capacity, self.num_keys)
+
     def fault(self) -> str | None:
         """Return why the kernels do not support them, or None if they do."""
         if self.size % BLOCK or self.num_keys > MOST_CHOSEN_KEYS:
@@ -82,6 +86,9 @@ class LayerHeads:
 
     def gpu_fault(self, head_dim: int) -> str | None:
         """Return why the kernels for GPUs do not support them beside heads of `head_dim`, or None if they do."""
+        if self.blocks is not None:
+            is_power = self.num_kv_heads & (self.num_kv_heads - 1) == 0
+            return None if is_power else f"found indexers for {self.num_kv_heads} heads of keys, expected a power of 2"
         if self.head_dim != WIDE_STRIPES * head_dim or head_dim & (head_dim - 1):
             return f"found heads of {self.head_dim} beside {head_dim}, expected twice as many dimensions, a power of 2"
         return None

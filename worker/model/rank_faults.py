@@ -20,7 +20,7 @@ def _fault_of_form(config: DecoderConfig) -> str | None:
     if config.form.joins_heads:
         return "its norms of queries and keys span all heads"
     if config.own_heads is not None:
-        return "its layers have heads of two widths"
+        return "its layers have heads of two widths, or indexers"
     if config.mixer is not None and config.attending & set(config.mixer.layers):
         return "its layers add a state's result to that of attention"
     scaled = [name for name in ("attention_out_scale", "down_scale") if config.scales.get(name, 1.0) != 1.0]

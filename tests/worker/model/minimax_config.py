@@ -79,12 +79,25 @@ AS_ITS_CLASS_READS = {  # of a smaller one, beside the sizes of all kinds
 }
 
 
-def write_m3(folder: Path) -> Path:
+def smaller(num_blocks: int) -> dict[str, Any]:
+    """Return the config of three layers, whose rows choose `num_blocks` blocks in two."""
+    is_sparse = [0, 1, 1]
+    own = {
+        "sparse_attention_freq": is_sparse,
+        "sparse_disable_index_value": is_sparse,
+        "sparse_topk_blocks": num_blocks,
+    }
+    choice = PUBLISHED["sparse_attention_config"] | own
+    layers = {"num_hidden_layers": 3, "moe_layer_freq": [0, 0, 1], "first_k_dense_replace": 2}
+    return PUBLISHED | layers | {"sparse_attention_config": choice}
+
+
+def write_m3(folder: Path, published: dict[str, Any] = PUBLISHED) -> Path:
     """Write a random model with the published names."""
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**text_view(PUBLISHED)))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**text_view(published)))
     for each in [*model.parameters(), *(buffer for key, buffer in model.named_buffers() if "correction" in key)]:
         each.data += 0.15 * torch.randn_like(each)
     model.to(torch.bfloat16).save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(PUBLISHED))
+    (folder / "config.json").write_text(json.dumps(published))
     return folder

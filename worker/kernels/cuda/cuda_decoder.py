@@ -22,9 +22,10 @@ from swiftbatch.worker.kernels.cuda.attention_backends import (
     shape_of,
     wide_attention,
 )
+from swiftbatch.worker.kernels.cuda.block_kernels import CudaBlocks
 from swiftbatch.worker.kernels.cuda.cuda_recurrence import StateBuffers
 from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import CudaRecurrentLayers
-from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, TableLayout
+from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, PageTable, TableLayout
 from swiftbatch.worker.kernels.cuda.decoder_buffers import DecoderBuffers, LayerAngles
 from swiftbatch.worker.kernels.cuda.device_caches import DeviceCaches, check_buffer
 from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, LinearKernel, triton_linear
@@ -37,7 +38,7 @@ from swiftbatch.worker.kernels.cuda.row_kernels import embed, softcap_logits
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
 from swiftbatch.worker.kernels.cuda.tree_attention import KeptLayer
 from swiftbatch.worker.kernels.gpu_kernel_choice import DEFAULT_KERNELS, CudaKernels
-from swiftbatch.worker.kernels.kernel_sizes import BLOCK
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, LayerHeads
 from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.rope_scaling import Rotary
 
@@ -83,6 +84,7 @@ class CudaDecoder:
             _experts_of(weights, linear, device, num_rows),
             self.mixers,
             wide=wide,
+            blocks=self._blocks_of(caches),
         )
 
     def over(self, arena: Tensor, bias: Tensor) -> CudaDecoder:
@@ -90,7 +92,7 @@ class CudaDecoder:
 
         `bias [num_slots, capacity] float32` is added to scores of prefixes, which may end anywhere.
         """
-        if self._layers.wide is not None:
+        if self._layers.wide is not None or self._layers.blocks is not None:
             raise ValueError("found layers with heads of their own, which no part of a cache has")
         check_buffer(arena, self.sizes, len(self._layers.kept))
         if self.mixers is not None:
@@ -146,6 +148,7 @@ class CudaDecoder:
             buffers=layers.buffers.narrowed(num_rows),
             latents=None if layers.latents is None else layers.latents.narrowed(num_rows),
             indexer=None if layers.indexer is None else layers.indexer.narrowed(num_rows),
+            blocks=None if layers.blocks is None else layers.blocks.narrowed(num_rows),
             experts=None if layers.experts is None else layers.experts.narrowed(num_rows),
             mixers=other.mixers,
         )
@@ -225,11 +228,26 @@ class CudaDecoder:
         return other
 
     def _wide_attention(self, device: torch.device) -> WideAttention | None:
-        """Return the attention of layers with heads of their own, or None. Raises ValueError if these differ."""
+        """Return the attention of layers with wide heads, or None. Raises ValueError if it does not support them."""
+        heads = self._own_heads
+        return None if heads is None or heads.blocks else wide_attention(self.sizes, heads, self.layout, device)
+
+    def _blocks_of(self, caches: DeviceCaches) -> CudaBlocks | None:
+        """Return the indexers of blocks, or None without any. Raises ValueError if kernels do not support them."""
+        heads, shape = self._own_heads, self._shape
+        if heads is None or heads.blocks is None or isinstance(shape, MLAShape):
+            return None
+        if fault := heads.fault(self.sizes.num_heads, self.sizes.head_dim) or heads.gpu_fault(self.sizes.head_dim):
+            raise ValueError(fault)
+        return CudaBlocks(shape, heads.blocks, caches.capacity, caches.buffer.device)
+
+    @property
+    def _own_heads(self) -> LayerHeads | None:
+        """Return the heads that layers have of their own, or None. Raises ValueError if these differ."""
         found = {layer.heads for layer in self._weights.layers if layer.heads is not None}
         if len(found) > 1:
             raise ValueError(f"found layers with {len(found)} forms of heads of their own, expected one at most")
-        return wide_attention(self.sizes, found.pop(), self.layout, device) if found else None
+        return found.pop() if found else None
 
     def _layout_of(self, caches: DeviceCaches) -> TableLayout:
         num_angles = self._weights.rotary.num_rows(caches.num_positions)
@@ -267,7 +285,18 @@ def _kept_layers(weights: StackedWeights, caches: DeviceCaches) -> tuple[list[bo
     in_windows = [caches.windowed is not None and layer.window is not None for layer in layers]
     views = [AttentionView(layer.window, weights.sizes.score_softcap or None, layer.sinks) for layer in layers]
     places = zip(caches.layers(weights.sizes, in_windows), views, strict=True)
-    return in_windows, [KeptLayer(rows[0], rows[-1], None, view, pages) for (rows, pages), view in places]
+    num_heads = weights.sizes.num_kv_heads
+    own = [layer.index_norms is not None for layer in layers]
+    return in_windows, [
+        _indexed(rows, num_heads, view, pages) if is_indexed else KeptLayer(rows[0], rows[-1], None, view, pages)
+        for ((rows, pages), view), is_indexed in zip(places, own, strict=True)
+    ]
+
+
+def _indexed(rows: Tensor, num_heads: int, view: AttentionView, pages: PageTable | None) -> KeptLayer:
+    """Return the caches of a layer whose last head has index keys."""
+    heads, (keys, values) = rows[:, :, :num_heads], rows[:, :, num_heads:]
+    return KeptLayer(heads[0], heads[1], None, view, pages, (keys, values))
 
 
 def _recurrent_layers_of(
@@ -308,5 +337,7 @@ def _experts_of(
 def _check_flash(kv_dtype: torch.dtype, dtype: torch.dtype, kept: Sequence[KeptLayer]) -> None:
     if kv_dtype != dtype:
         raise ValueError("found keys and values in 8 bits, which flash-attn does not take; attend with triton")
+    if any(each.index_cache is not None for each in kept):
+        raise ValueError("found indexers of blocks, whose choice flash-attn does not take; attend with triton")
     if any(each.view != SEES_ALL for each in kept):
         raise ValueError("found windows, soft caps or sinks, which flash-attn does not take; attend with triton")
