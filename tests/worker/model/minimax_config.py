@@ -79,8 +79,8 @@ AS_ITS_CLASS_READS = {  # of a smaller one, beside the sizes of all kinds
 }
 
 
-def smaller(num_blocks: int) -> dict[str, Any]:
-    """Return the config of three layers, whose rows choose `num_blocks` blocks in two."""
+def smaller(num_blocks: int, size: int = 64) -> dict[str, Any]:
+    """Return the config of three layers, whose rows choose `num_blocks` blocks of `size` keys in two."""
     is_sparse = [0, 1, 1]
     own = {
         "sparse_attention_freq": is_sparse,

@@ -40,12 +40,15 @@ pytestmark = [pytest.mark.long, needs_kernels]
 
 STRIPES = (2, 2, 3, 3, 3)
 ENGINES = ("auto", "token-recycling", "prompt-lookup", "suffix")
-NUM_CHOSEN = 3 * 64  # keys
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_m3(tmp_path_factory.mktemp("model"))
+
+
+def of_choice(**said: Any) -> dict[str, Any]:
+    return {"sparse_attention_config": PUBLISHED["sparse_attention_config"] | said}
 
 
 def text_of(target: TargetModel, length: int = 700) -> list[int]:
@@ -56,9 +59,14 @@ def test_logits_and_greedy_texts_are_those_of_transformers(folder: Path) -> None
     check_texts_are_those_of_transformers(loaded(folder, "float32"))
 
 
-def test_all_choices_in_a_long_text_are_those_of_transformers(folder: Path) -> None:
-    """Rows from position 192 on do not see all blocks, and those of other choices get other logits."""
-    target = loaded(folder, "float32")
+@pytest.mark.parametrize("said", [{}, {"sparse_block_size": 128, "sparse_topk_blocks": 2}])
+def test_all_choices_in_a_long_text_are_those_of_transformers(
+    said: dict[str, int], folder: Path, tmp_path: Path
+) -> None:
+    """Rows from position 192 or 256 on do not see all blocks, and those of other choices get other logits."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED | of_choice(**said)))
+    target = loaded(tmp_path, "float32")
     text = text_of(target)
     ours, theirs = logits_of(target, text), target.model(input_ids=torch.tensor([text])).logits[0]
     assert torch.allclose(ours, theirs, atol=2e-3)
@@ -108,8 +116,7 @@ def test_a_checkpoint_holds_index_keys(folder: Path) -> None:
 def test_choices_decide_what_rows_see(said: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     """So tests of logits would notice another choice. Up to the number of chosen keys, rows see all."""
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    choice = PUBLISHED["sparse_attention_config"] | said
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED | {"sparse_attention_config": choice}))
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED | of_choice(**said)))
     found = []
     for each in (folder, tmp_path):
         target = loaded(each, "float32")
@@ -154,10 +161,6 @@ def test_a_damaged_indexer_is_refused_though_logits_are_finite(part: str, folder
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=f"found numbers in {name} that are not finite"):
         loaded(tmp_path, "bfloat16")
-
-
-def of_choice(**said: Any) -> dict[str, Any]:
-    return {"sparse_attention_config": PUBLISHED["sparse_attention_config"] | said}
 
 
 @pytest.mark.parametrize(

@@ -81,9 +81,15 @@ def test_choices_are_those_of_transformers(files: ModelFiles) -> None:
     assert found.num_same_choices == found.num_rows == 300
 
 
-@pytest.mark.parametrize("length", [LENGTH, pytest.param(192, marks=pytest.mark.slow), pytest.param(250)])
-def test_rows_behind_a_text_are_those_of_the_kernels_in_c(length: int, files: ModelFiles) -> None:
+@pytest.mark.parametrize(
+    ("length", "size"), [(LENGTH, 64), pytest.param(192, 64, marks=pytest.mark.slow), (250, 64), (400, 128)]
+)
+def test_rows_behind_a_text_are_those_of_the_kernels_in_c(
+    length: int, size: int, files: ModelFiles, tmp_path: Path
+) -> None:
     """Their caches hold the same keys, values and index keys."""
+    if size != 64:
+        files = locate_model(str(write_m3(tmp_path, smaller(2, size))))
     ours = cuda_target(files, torch.float32, 1, length + 50, "cublas")
     theirs, tree = loaded(files.path, "float32"), DraftTree([7, 9, 11, 6], [-1, 0, 0, -1])
     text = text_of(ours, length=length)
