@@ -82,7 +82,7 @@ def test_choices_are_those_of_transformers(files: ModelFiles) -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "size"), [(LENGTH, 64), pytest.param(192, 64, marks=pytest.mark.slow), (250, 64), (400, 128)]
+    ("length", "size"), [(LENGTH, 64), pytest.param(192, 64, marks=pytest.mark.slow), (250, 64), (700, 128)]
 )
 def test_rows_behind_a_text_are_those_of_the_kernels_in_c(
     length: int, size: int, files: ModelFiles, tmp_path: Path
