@@ -15,9 +15,13 @@ from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kernels.cuda import block_kernels
+from swiftbatch.worker.kernels.cuda.block_kernels import CudaBlocks
 from swiftbatch.worker.kernels.cuda.cuda_decoder import CudaDecoder
+from swiftbatch.worker.kernels.cuda.cuda_row_table import TableLayout
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
+from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, KeptLayer
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
+from swiftbatch.worker.kernels.kernel_sizes import BlockChoice
 from swiftbatch.worker.kernels.quantized_weights import PackedMatrix
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory
@@ -102,6 +106,34 @@ def test_rows_behind_a_text_are_those_of_the_kernels_in_c(
     assert torch.allclose(*logits, atol=2e-3)
     assert torch.equal(logits[0].argmax(1), logits[1].argmax(1))
     assert torch.allclose(*kept, atol=1e-4)
+
+
+def test_scores_are_largest_products_and_lists_have_the_best_blocks_in_order() -> None:
+    """Two rows of a slot, of which the second sees all blocks; of equal scores the lower block is chosen."""
+    blocks = CudaBlocks(AttentionShape(2, 2, 64, torch.float32), BlockChoice(128, 3), 1024, CPU)
+    generator = torch.Generator().manual_seed(5)
+    keys = torch.randn(1, 3, 1024, 64, generator=generator)
+    keys[:, :, 256:384] = keys[:, :, 128:256]  # two blocks with equal scores
+    blocks.queries.normal_(generator=generator)
+    table = TableLayout(1, 1024, 32, 1024, 200).table(torch.zeros(100_000, dtype=torch.int32))
+    table.rows[0], table.rows[1] = torch.tensor([0, 704, 5, 0, 0]), torch.tensor([0, 320, 1, 0, 0])
+    table.tail_slots[0, :5] = torch.arange(704, 709)
+    kept = KeptLayer(keys[:, :2], keys[:, :2])
+    blocks.choose(kept, keys[:, 2:], table)
+    expected = (blocks.queries[:2] @ keys[0, 2, :640].T).unflatten(1, (5, 128)).amax(2)
+    assert torch.allclose(blocks.scores[:2, :5], expected, atol=1e-4)
+    listed, own = blocks.chosen(kept, table)
+    assert listed.pages is not None
+    for head, scores in enumerate(expected.tolist()):
+        best = sorted(sorted(range(5), key=lambda block, own=scores: -own[block])[:2])
+        pages = [2 * block + part for block in best for part in (0, 1)] + [10]
+        assert listed.pages.numbers[head, :5].tolist() == [16 * head + page for page in pages]
+        assert own.groups[head].tolist() == [head, head, 1, 320]
+        assert own.rows[head, :3].tolist() == [head, 320, 5]
+        assert own.tail_slots[head, :5].tolist() == [1024 * head + each for each in range(704, 709)]
+    assert listed.pages.numbers[3, :5].tolist() == [16, 17, 18, 19, 20]
+    assert own.groups[3].tolist() == [3, 3, 1, 320]
+    assert not own.groups[4:, 2:].any()
 
 
 def test_a_longer_choice_gives_other_logits(files: ModelFiles, tmp_path: Path) -> None:
