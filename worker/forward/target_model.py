@@ -161,7 +161,7 @@ def _refuse_what_kernels_alone_do(files: ModelFiles, fault: str | None = None) -
 
 def _what_kernels_alone_have(files: ModelFiles) -> str | None:
     form = architecture_of(read_config(files.name, files.path))
-    return None if form is None else form.kernels_alone
+    return None if form is None else form.needs_kernels
 
 
 def _native(

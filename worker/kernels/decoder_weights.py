@@ -143,7 +143,8 @@ class DecoderSizes:
     per head (`qk_norms_differ`); values' norm has no weights (`norms_values`). If `is_parallel`, the MLP reads
     attention's input. Soft caps limit scores and logits; 0 means none. With `latent`, all heads share one cache entry
     of `num_kv_heads` and `head_dim`. Values may be narrower than keys: `value_dim`, or 0. Per-layer embeddings have
-    `ple_dim` columns, or 0, and a table in `ple_dtype`. `gate_limit` clamps gates and ups; 0 does not.
+    `ple_dim` columns, or 0, and a table in `ple_dtype`. Gates outside experts have the limit and the slope of
+    `ExpertWeights`.
     """
 
     num_layers: int
@@ -176,12 +177,13 @@ class DecoderSizes:
     attention_out_scale: float = 1.0
     gate_scale: float = 1.0
     down_scale: float = 1.0
+    gate_limit: float = 0.0
+    gate_slope: float = 0.0
     value_dim: int = 0
     value_scale: float = 1.0
     ple_dim: int = 0
     ple_scale: float = 1.0
     ple_dtype: torch.dtype = torch.bfloat16
-    gate_limit: float = 0.0
     streams: StreamSizes | None = None
 
     def __post_init__(self) -> None:
@@ -255,10 +257,11 @@ class LayerWeights:
     mlp_streams: StreamWeights | None = None
     key_up: AnyLinear | None = None
     value_up: AnyLinear | None = None
-    index_query: AnyLinear | None = None  # of the queries' latent vector
+    index_query: AnyLinear | None = None  # of the queries' latent vector, or of rows
     index_key: AnyLinear | None = None
     index_weight: AnyLinear | None = None  # of the index heads
-    index_norm: Tensor | None = None  # of index keys: weights, then biases
+    index_norm: Tensor | None = None  # of index keys: weights, then biases; of blocks weights alone
+    index_query_norm: Tensor | None = None  # of indexers of blocks
     mixer: RecurrentWeights | None = None
     experts: ExpertWeights | None = None
     sinks: Tensor | None = None
@@ -387,6 +390,7 @@ def _attention_widths(sizes: DecoderSizes, heads: LayerHeads) -> dict[str, tuple
         return dict.fromkeys(("query", "head_gate"), (query, hidden)) | {
             "key": (key, hidden),
             "value": (values, hidden),
+            **({} if heads.blocks is None else {"index_query": (key, hidden), "index_key": (heads.head_dim, hidden)}),
         }
     if (compressed := sizes.compressed) is not None:
         group = sizes.num_heads * sizes.head_dim // compressed.output_groups
@@ -423,7 +427,8 @@ def _qk_norm_widths(sizes: DecoderSizes, heads: LayerHeads) -> dict[str, int]:
         return of_indexer | {"query_norm": sizes.latent.query_rank, "key_norm": sizes.latent.rank}
     if sizes.joins_heads or sizes.qk_norms_differ:
         return {"query_norm": sizes.num_heads * heads.head_dim, "key_norm": heads.num_kv_heads * heads.head_dim}
-    return dict.fromkeys(("query_norm", "key_norm"), heads.head_dim)
+    of_blocks = () if heads.blocks is None else ("index_query_norm", "index_norm")
+    return dict.fromkeys(("query_norm", "key_norm", *of_blocks), heads.head_dim)
 
 
 def _check_form(sizes: DecoderSizes, layer: LayerWeights) -> None:
@@ -486,8 +491,9 @@ def _check_latent(sizes: DecoderSizes, layer: LayerWeights) -> None:
         has_down |= {layer.query_norm is not None}
     if has_parts != {has_vectors} or has_down != {of_queries}:
         raise ValueError("found a layer with another form of latent attention than its decoder's")
-    of_indexer = {
-        each is not None for each in (layer.index_query, layer.index_key, layer.index_weight, layer.index_norm)
-    }
-    if len(of_indexer) > 1 or (True in of_indexer and sizes.indexer is None):
+    own = {each is not None for each in (layer.index_weight if has_vectors else layer.index_query_norm,)}
+    of_indexer = {each is not None for each in (layer.index_query, layer.index_key, layer.index_norm)} | own
+    has_blocks = layer.heads is not None and layer.heads.blocks is not None
+    may_have = {True, False} if sizes.indexer is not None else {has_blocks}
+    if len(of_indexer) > 1 or not of_indexer <= may_have:
         raise ValueError("found a layer with a part of an indexer, or in a decoder without indexers")

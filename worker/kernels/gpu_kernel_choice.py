@@ -125,6 +125,15 @@ def refuse_latent(kv_dtype: KVDtype | None, model: str) -> None:
         )
 
 
+def refuse_indexed(kv_dtype: KVDtype | None, model: str) -> None:
+    """Raise ModelError for 8-bit keys and values of a model with indexers."""
+    if kv_dtype is not None:
+        raise ModelError(
+            f"--kv-dtype {kv_dtype}: caches of {model} hold an index key per position beside keys and values, and no "
+            "code of 8 bits for it; leave it away"
+        )
+
+
 def refuse_several_gpus(num_gpus: int, why: str) -> None:
     """Raise ModelError if several GPUs were chosen to share a model, but do not."""
     if num_gpus > 1:

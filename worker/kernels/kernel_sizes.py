@@ -40,15 +40,44 @@ class IndexerSizes:
 
 
 @dataclass(frozen=True)
+class BlockChoice:
+    """Blocks of keys that a row sees with each head of keys: its own, and the best others by an index key each."""
+
+    size: int
+    num_chosen: int  # of a row
+
+    @property
+    def num_keys(self) -> int:
+        return self.size * self.num_chosen
+
+    def most_attended(self, capacity: int) -> int:
+        """Return the most keys of a prefix that a row attends to in a cache of `capacity` positions."""
+        return min(capacity, self.num_keys)
+
+    def fault(self) -> str | None:
+        """Return why the kernels do not support them, or None if they do."""
+        if self.size % BLOCK or self.num_keys > MOST_CHOSEN_KEYS:
+            return (
+                f"found indexers that choose {self.num_chosen:,} blocks of {self.size:,} keys, expected blocks of a "
+                f"multiple of {BLOCK} keys, and at most {MOST_CHOSEN_KEYS:,} keys"
+            )
+        return None
+
+
+@dataclass(frozen=True)
 class LayerHeads:
-    """Heads of keys and values in a layer; those of other layers may be a fraction as wide."""
+    """Heads of keys and values in a layer; those of other layers may be a fraction as wide.
+
+    With `blocks`, an index key takes one more head of a cache.
+    """
 
     num_kv_heads: int
     head_dim: int
+    blocks: BlockChoice | None = None
 
     def num_stripes(self, head_dim: int) -> int:
         """Return how many heads of a cache, `head_dim` wide, the layer takes."""
-        return self.num_kv_heads * self.head_dim // head_dim
+        return self.num_kv_heads * self.head_dim // head_dim + (self.blocks is not None)
 
     def fault(self, num_heads: int, head_dim: int) -> str | None:
         """Return why the kernels do not support them beside heads of `head_dim`, or None if they do."""
@@ -56,10 +85,13 @@ class LayerHeads:
             return f"found heads of {self.head_dim} beside {head_dim}, expected a multiple of it up to {MOST_HEAD_DIM}"
         if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
             return f"found {num_heads} heads for {self.num_kv_heads} of keys"
-        return None
+        return None if self.blocks is None else self.blocks.fault()
 
     def gpu_fault(self, head_dim: int) -> str | None:
         """Return why the kernels for GPUs do not support them beside heads of `head_dim`, or None if they do."""
+        if self.blocks is not None:
+            is_power = self.num_kv_heads & (self.num_kv_heads - 1) == 0
+            return None if is_power else f"found indexers for {self.num_kv_heads} heads of keys, expected a power of 2"
         is_wide = self.head_dim == WIDE_STRIPES * head_dim and head_dim & (head_dim - 1) == 0
         if self.head_dim != head_dim and not is_wide:
             return f"found heads of {self.head_dim} beside {head_dim}, expected twice as many dimensions, a power of 2"

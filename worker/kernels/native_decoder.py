@@ -56,7 +56,7 @@ ROLES = {  # in the order of `weight_role` in source/api.h; parts of a layer hav
             *("mlp_norm", "gate", "up", "down", "down_norm"),
             *("without rotation", "seen window", "other angles", "curve", "sinks", "head_gate"),
             *("without attention", "columns of products", "query_down", "key_up", "value_up"),
-            *("index_query", "index_key", "index_weight", "index_norm"),
+            *("index_query", "index_key", "index_weight", "index_norm", "index_query_norm"),
             *("own heads", "shared_norm", "layer_scale", "shared keys"),
             *("ple_table", "ple_projection", "ple_norm", "ple_gate", "ple_output", "ple_output_norm"),
             *("pools of keys", *(f"{pool}.{part}" for pool in ("pool", "index_pool") for part in POOL_PARTS)),
@@ -116,6 +116,8 @@ class NativeLayers:
         self._conv_width = conv_width_of(layers)
         self._keeping = [number for number, layer in enumerate(layers) for _ in kept_by(sizes, [layer])]
         self._shares_keys = any(layer.shared_keys is not None for layer in layers)
+        blocks = next((layer.heads.blocks for layer in layers if layer.heads is not None), None)
+        self._has_indexers = blocks is not None or sizes.indexer is not None
         self.team = team
         self._library = team.library
         self._shape = LayerCacheShape(sizes.num_kv_heads, sizes.head_dim, sizes.dtype)
@@ -125,7 +127,7 @@ class NativeLayers:
         self._other_angles = None if other is None else AngleTable(other, sizes.dtype)
         self._query_scales = None if rotary.growth is None else QueryScaleTable(rotary.growth, sizes.dtype)
         self._places: weakref.WeakKeyDictionary[Any, dict[range, CachePlace]] = weakref.WeakKeyDictionary()
-        c_sizes = decoder_sizes_of(sizes)
+        c_sizes = decoder_sizes_of(sizes, blocks)
         self.handle: int = self._library.decoder_new(ctypes.byref(c_sizes))
         weakref.finalize(self, team.retire, self._library.decoder_free, self.handle)
         self._num_adapters = 0
@@ -200,7 +202,7 @@ class NativeLayers:
         if self._num_adapters:
             for entry, group in zip(table.groups, groups, strict=True):
                 entry.adapter = group.cache.adapter
-        if self.sizes.indexer is not None and any(group.kv_code for group in table.groups):
+        if self._has_indexers and any(group.kv_code for group in table.groups):
             raise ValueError("found caches of 8 bits of a decoder with indexers, expected its dtype")
         return table
 
@@ -257,10 +259,11 @@ class NativeLayers:
         return known[layers]
 
     def _load_layer(self, number: int, layer: LayerWeights) -> None:
-        before = {"shared keys": layer.shared_keys, "own heads": layer.heads, "pools of keys": layer.pools}
-        for role, said in before.items():
-            if said is not None:
-                numbers = said if isinstance(said, int) else dataclasses.astuple(said)
+        heads = layer.heads
+        own = None if heads is None else (heads.num_kv_heads, heads.head_dim, heads.blocks is not None)
+        pools = None if layer.pools is None else dataclasses.astuple(layer.pools)
+        for role, numbers in (("shared keys", layer.shared_keys), ("own heads", own), ("pools of keys", pools)):
+            if numbers is not None:
                 self._load(number, role, torch.tensor(numbers, dtype=torch.int32))
         if layer.experts is not None:
             load_experts(self._library, self.handle, number, layer.experts, layer.intermediate, self._as_integers)

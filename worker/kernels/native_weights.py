@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, ExpertWeights
-from swiftbatch.worker.kernels.kernel_sizes import COUNTS
+from swiftbatch.worker.kernels.kernel_sizes import COUNTS, BlockChoice
 from swiftbatch.worker.kernels.layer_specs import RecurrentWeights
 from swiftbatch.worker.kernels.quantized_weights import (
     CODE_BITS,
@@ -40,23 +40,24 @@ class CDecoderSizes(ctypes.Structure):
     """`decoder_sizes` of source/api.h."""
 
     SCALES = ("epsilon", "scale", "embedding_scale", "residual_scale", "logit_scale", "score_softcap", "logit_softcap")
-    MORE_SCALES = ("attention_in_scale", "key_scale", "attention_out_scale", "gate_scale", "down_scale", "value_scale")
+    MORE_SCALES = ("attention_in_scale", "key_scale", "attention_out_scale", "gate_scale", "down_scale")
+    LAST_SCALES = ("gate_limit", "gate_slope", "value_scale", "ple_scale", "stream_epsilon")
     FORMS = ("norm_form", "activation", "has_gates", "joins_heads", "norms_after_rope", "is_parallel")
     MORE_FORMS = ("qk_norms_differ", "gates_heads", "norms_values")
     LATENT = ("latent_rank", "query_rank", "nope_dim", "value_dim")
-    INDEX = ("index_heads", "index_dim", "num_chosen_keys")
+    INDEX = ("index_heads", "index_dim", "num_chosen_keys", "index_block")
     COMPRESSED = ("output_groups", "output_rank")
     STREAMS = ("num_streams", "num_sinkhorn")
     PLE = ("ple_dim", "ple_element")
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("element", *COUNTS, *FORMS, *MORE_FORMS, *LATENT, *INDEX)),
         *((name, ctypes.c_int32) for name in (*COMPRESSED, *STREAMS, *PLE)),
-        *((name, ctypes.c_float) for name in (*SCALES, *MORE_SCALES, "ple_scale", "gate_limit", "stream_epsilon")),
+        *((name, ctypes.c_float) for name in (*SCALES, *MORE_SCALES, *LAST_SCALES)),
     )
 
 
-def decoder_sizes_of(sizes: DecoderSizes) -> CDecoderSizes:
-    """Return the sizes for C."""
+def decoder_sizes_of(sizes: DecoderSizes, blocks: BlockChoice | None = None) -> CDecoderSizes:
+    """Return the sizes for C; `blocks` are those that indexers choose."""
     apart = {*CDecoderSizes.LATENT, *CDecoderSizes.INDEX, *CDecoderSizes.COMPRESSED, *CDecoderSizes.STREAMS}
     names = (field[0] for field in CDecoderSizes._fields_[1:] if field[0] not in apart)
     numbers = {name: getattr(sizes, name) for name in names if name not in ("ple_element", "stream_epsilon")}
@@ -65,7 +66,10 @@ def decoder_sizes_of(sizes: DecoderSizes) -> CDecoderSizes:
         of_vectors = (latent.rank, latent.query_rank, latent.nope_dim, latent.value_dim)
         numbers |= dict(zip(CDecoderSizes.LATENT, of_vectors, strict=True))
         if latent.indexer is not None:
-            numbers |= dict(zip(CDecoderSizes.INDEX, dataclasses.astuple(latent.indexer), strict=True))
+            numbers |= dict(zip(CDecoderSizes.INDEX, (*dataclasses.astuple(latent.indexer), 0), strict=True))
+    if blocks is not None:
+        of_blocks = (sizes.num_kv_heads, sizes.head_dim, blocks.num_keys, blocks.size)
+        numbers |= dict(zip(CDecoderSizes.INDEX, of_blocks, strict=True))
     if (compressed := sizes.compressed) is not None:
         numbers |= {"latent_rank": 0, "value_dim": 0}
         numbers |= {name: getattr(compressed, name) for name in CDecoderSizes.COMPRESSED}

@@ -82,6 +82,11 @@ class GPUMemory:
 
     def attention_bytes(self, sizes: ModelSizes, capacity: int) -> Need:
         """Return the bytes of partial sums over whole caches, and of what an indexer scores and chooses of them."""
+        if (heads := sizes.own_heads) is not None and (blocks := heads.blocks) is not None:
+            of_lists = -(-capacity // blocks.size) + blocks.most_attended(capacity) // CAPACITY_BLOCK
+            list_bytes = FLOAT_BYTES * (of_lists + CAPACITY_BLOCK + ROW_INTEGERS) + sizes.item_size * sizes.head_dim
+            whole = self.sum_bytes(sizes, capacity)
+            return Need(whole.once + self.num_rows * heads.num_kv_heads * list_bytes, whole.per_slot)
         if sizes.latent is None or sizes.latent.indexer is None:
             return self.sum_bytes(sizes, capacity)
         indexer, attended = sizes.latent.indexer, sizes.latent.most_attended(capacity)
@@ -200,6 +205,8 @@ def _row_bytes(sizes: ModelSizes, num_rows: int, logit_bytes: int = LOGIT_BYTES)
     if sizes.own_heads is not None:
         key = max(key, sizes.own_heads.num_kv_heads * sizes.own_heads.head_dim)
     heads = (query + 2 * key) + 2 * query
+    if sizes.own_heads is not None and sizes.own_heads.blocks is not None:
+        heads += key + sizes.head_dim
     if (latent := sizes.latent) is not None:
         given = sizes.num_heads * latent.query_dim
         of_vectors = 2 * latent.query_rank + given if latent.query_rank else given

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from swiftbatch.jobs.errors import ModelError, UserError
 from swiftbatch.jobs.run.run_records import KVDtype
-from swiftbatch.worker.kernels.gpu_kernel_choice import refuse_latent
+from swiftbatch.worker.kernels.gpu_kernel_choice import refuse_indexed, refuse_latent
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, KV_SCALE_BYTES, ROW_CHOICES
 from swiftbatch.worker.model.architectures.attention_layers import Windows
-from swiftbatch.worker.model.architectures.catalogue import attending_layers, recurrent_shape
+from swiftbatch.worker.model.architectures.catalogue import attending_layers, needs_indexers, recurrent_shape
 from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentShape
 from swiftbatch.worker.model.decoder_config import kernel_config
 
@@ -235,6 +235,8 @@ def refuse_other_caches(model: str, config: dict[str, Any], kv_dtype: KVDtype | 
     dense = kernel_config(config)
     if dense is not None and dense.latent is not None:
         refuse_latent(kv_dtype, model)
+    if needs_indexers(config):
+        refuse_indexed(kv_dtype, model)
     has_states = recurrent_shape(config) is not None
     if kv_offload is not None and (has_states or has_wide_heads(config)):
         has = "a state in place of a cache" if has_states else "heads of different sizes"

@@ -30,6 +30,7 @@ PRODUCT = re.compile(r"^(model\.layers\.\d+\.(?:self_attn|mlp)\.)(\w+)_proj(?:_w
 # maps the parts of a stacked matrix to its name
 STACKED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
 STACKED |= {"q_a": "qkv", "kv_a": "qkv"}  # these lead into latent vectors
+STACKED |= {"index_q": "qkv", "index_k": "qkv"}  # of indexers of blocks
 OF_HEADS = "kv_b"  # is never packed
 FACTOR_BYTES = 4
 

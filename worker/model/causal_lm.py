@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils import logging
 
@@ -24,6 +25,10 @@ from swiftbatch.worker.model.weight_files import read_tensors
 
 AutoConfig.register(NASConfig.model_type, NASConfig)
 MODEL_FOR_CAUSAL_LM_MAPPING.register(NASConfig, NASForCausalLM)
+WHOLE_M3 = get_checkpoint_conversion_mapping("minimax_m3_vl") or []  # None in older versions of transformers
+register_checkpoint_conversion_mapping(  # for its text model alone
+    "minimax_m3_vl_text", [each for each in WHOLE_M3 if not each.source_patterns[0].startswith("^")], overwrite=True
+)
 MAX_WORDS = 500  # characters of another program's error
 OLD_BUFFERS = (".attention.bias", ".attention.masked_bias")  # constants that were once saved
 

@@ -35,6 +35,8 @@ class ComputePath:
 def path_on(device: Literal["cpu", "cuda"], config: Config, stored: set[str] | None = None) -> ComputePath:
     """Return the path of a text model; `stored` are its tensors' names, where known."""
     form = architecture_of(config)
+    if device == "cuda" and form is not None and form.on_cpu_alone:
+        return ComputePath("none", f"its layers have {form.on_cpu_alone}, which our kernels for CPUs know alone")
     try:
         dense = read_decoder_config(config)
         if device == "cuda" and dense.own_heads is not None and (fault := dense.own_heads.gpu_fault(dense.head_dim)):
@@ -43,7 +45,7 @@ def path_on(device: Literal["cpu", "cuda"], config: Config, stored: set[str] | N
             refuse_other_tensors(dense, stored)
         return ComputePath("kernels")
     except OtherDecoderError as error:
-        if form is not None and form.kernels_alone is not None:
+        if form is not None and form.needs_kernels is not None:
             return ComputePath("none", str(error))
         if device == "cpu" and _are_taken_over(config):
             return ComputePath("kernels")
@@ -94,7 +96,7 @@ def refuse_on_gpu(model: str, config: Config) -> None:
 def without_kernels(config: Config) -> str | None:
     """Return why a model that only our kernels run does not run, or None if it does."""
     form = architecture_of(config)
-    if form is None or form.kernels_alone is None:
+    if form is None or form.needs_kernels is None:
         return None
     try:
         read_decoder_config(config)

@@ -13,6 +13,8 @@ from swiftbatch.worker.kernels.kernel_sizes import LANES, CacheLayer, LayerHeads
 from swiftbatch.worker.kernels.layer_specs import Activation
 from swiftbatch.worker.kernels.rope_scaling import Rotary
 from swiftbatch.worker.model.architectures.attention_layers import (
+    BLOCK_LINEARS,
+    BLOCK_NORMS,
     IS_WINDOWED,
     MLAConfig,
     Windows,
@@ -166,6 +168,17 @@ class DecoderConfig:
         """Return the heads of a layer that are not the model's."""
         return self.own_heads if number in self.own_layers else None
 
+    def chooses_blocks(self, number: int) -> bool:
+        """Return whether a layer's rows attend to blocks of keys that an indexer chooses."""
+        heads = self.heads(number)
+        return heads is not None and heads.blocks is not None
+
+    def index_tensors(self, number: int) -> list[str]:
+        """Return the names of a layer's indexer tensors."""
+        if self.chooses_blocks(number):
+            return [f"{part}.weight" for part in (*BLOCK_LINEARS.values(), *BLOCK_NORMS.values())]
+        return [] if self.latent is None else self.latent.index_tensors(number)
+
     def widths(self, number: int) -> dict[str, int]:
         """Return the number of rows of each role in linear layers that some architectures store as one."""
         heads = self.heads(number) or LayerHeads(self.num_kv_heads, self.head_dim)
@@ -185,14 +198,16 @@ class DecoderConfig:
         return self.form.sinks if number in self.other_layers or not self.form.sinks_in_windows else None
 
     def head_norms(self, number: int) -> dict[str, str]:
-        """Return the names of the norms of a layer's queries and keys by role."""
+        """Return the names of the norms of a layer's queries and keys by role, with those of its indexer of blocks."""
         absent = {"key_norm"} if number in self.shared_keys else set()
-        return {role: name for role, name in self.qk_norms.items() if role not in absent}
+        of_indexer = BLOCK_NORMS if self.chooses_blocks(number) else {}
+        return {role: name for role, name in self.qk_norms.items() if role not in absent} | dict(of_indexer)
 
     def linears(self, number: int) -> dict[str, str]:
         """Return a layer's linear layers by role, including those of the shared expert."""
         has = {True: number in self.attending, False: self.mlp_widths[number] > 0}
         names = {role: name for role, name in self.linear_names.items() if has[role in ATTENTION]}
+        names |= BLOCK_LINEARS if self.chooses_blocks(number) else {}
         if number in self.shared_keys:
             names = {role: name for role, name in names.items() if role not in ("key", "value")}
         elif self.keys_are_values and number in self.own_layers:
@@ -254,7 +269,7 @@ def what_is_not_understood(config: Config, form: ArchitectureSpec) -> str | None
     """Return which value of the config the kernels do not support, or None if they support all."""
     known = {name for name, is_windowed in IS_WINDOWED.items() if form.windows or not is_windowed}
     known |= set() if form.mixer is None else ATTENDING | RECURRENT | STATELESS
-    known |= form.latent.types if form.latent is not None else set()
+    known |= form.indexed_types
     if others := set(map(str, config.get("layer_types") or ())) - known:
         return f"its layers have {', '.join(sorted(others))}"
     one_meaning = ONE_MEANING | dict(form.one_meaning) | ({} if form.windows else NO_WINDOWS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from swiftbatch.worker.kernels.quantized_weights import (
     linear_from,
     plain,
 )
+from swiftbatch.worker.model.architectures.attention_layers import BLOCK_LINEARS
 from swiftbatch.worker.model.architectures.deepseek_v4 import CompressedConfig
 from swiftbatch.worker.model.architectures.moe_layers import ROLES, SHARED_NORM, FusedNames, MoEConfig
 from swiftbatch.worker.model.architectures.spec import (
@@ -159,12 +160,19 @@ def _rows_of(weight: Weight, bias: Tensor | None, rows: slice) -> AnyLinear:
     return linear_from(chosen, None if bias is None else bias[rows])
 
 
+def _refuse_endless(tensors: Mapping[str, Weight], names: Iterable[str]) -> None:
+    """Raise ValueError for parts of an indexer that are not finite: they only choose keys, so logits stay finite."""
+    for name in names:
+        if not plain(tensors[name]).isfinite().all():
+            raise ValueError(f"found numbers in {name} that are not finite")
+
+
 # Dense decoders straight from their files, without `transformers`, whose import takes seconds: see `decoder_config`.
 
 CPU = torch.device("cpu")
 SCALES_WITHIN = (  # a layer
     *("attention_in_scale", "key_scale", "value_scale", "attention_out_scale"),
-    *("gate_scale", "down_scale", "gate_limit"),
+    *("gate_scale", "down_scale"),
 )
 
 
@@ -242,6 +250,8 @@ def _sizes(dense: DecoderConfig, dtype: torch.dtype, ple_table: Weight | None = 
         score_softcap=dense.caps.get("scores", 0.0),
         logit_softcap=dense.caps.get("logits", 0.0),
         latent=None if dense.latent is None else dense.latent.sizes,
+        gate_limit=0.0 if dense.experts is None else dense.experts.gate_limit,
+        gate_slope=0.0 if dense.experts is None else dense.experts.gate_slope,
         value_dim=dense.value_dim,
         streams=dense.streams,
         **({} if ple_table is None else _ple_sizes(dense, dtype, ple_table)),
@@ -300,6 +310,7 @@ def _layer(tensors: Mapping[str, Weight], number: int, dense: DecoderConfig, dty
     if dense.keys_are_values and number in dense.own_layers:
         linears["value"] = linears["key"]
     norms: dict[str, Any] = {role: _norm(tensors, prefix + part, dense) for role, part in dense.norms(number).items()}
+    _refuse_endless(tensors, [prefix + part for part in dense.index_tensors(number)])
     view: dict[str, Any] = {"is_nope": number in dense.nope_layers, "window": dense.windows[number]}
     view |= {"heads": dense.heads(number), "shared_keys": dense.shared_keys.get(number)}
     if number in dense.attending:
@@ -345,7 +356,7 @@ def _attention(
 
 def _heads(linears: Mapping[str, AnyLinear], dense: DecoderConfig) -> dict[str, AnyLinear]:
     """Arrange queries and keys in the kernels' order, and split gates from queries."""
-    found = {role: linears[role] for role in ("query", "key") if role in linears}
+    found = {role: linears[role] for role in ("query", "key", *BLOCK_LINEARS) if role in linears}
     if dense.form.gates_heads and "query" in found:
         dim, query = dense.head_dim, found["query"]
         found["query"] = of_heads(query, list(range(dim)), 2 * dim)

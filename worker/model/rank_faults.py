@@ -23,7 +23,7 @@ def _fault_of_form(config: DecoderConfig) -> str | None:
     if isinstance(config.latent, CompressedConfig):
         return "its layers have compressed keys"
     if config.own_heads is not None:
-        return "its layers have heads of two forms"
+        return "its layers have heads of two forms, or indexers of blocks"
     if config.mixer is not None and config.attending & set(config.mixer.layers):
         return "its layers add a state's result to that of attention"
     scaled = [name for name in ("attention_out_scale", "down_scale") if config.scales.get(name, 1.0) != 1.0]

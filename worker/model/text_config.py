@@ -15,7 +15,7 @@ from swiftbatch.worker.model.config_values import Config
 OF_THE_WHOLE = ("quantization_config", "compression_config", "eos_token_id", "tie_word_embeddings")
 OF_IMAGES = ("mrope_interleaved", "mrope_section")  # positions of texts are the same in all three directions
 OTHER_TOWERS = re.compile(
-    r"^(?:model\.)?(?:visual|vision_\w+|multi_modal_projector|mm_projector|audio_\w+|embed_(?:vision|audio))\."
+    r"^(?:model\.)?(?:visual|vision_\w+|multi_modal_projector|patch_merge_mlp|mm_projector|audio_\w+|embed_(?:vision|audio))\."
 )
 PREDICTORS = re.compile(r"^(?:model\.)?(?:mtp|mtp_layers|nextn_predict_layers)\.")
 OLD_ANGLES = "rotary_emb.inv_freq"  # constants that were once saved

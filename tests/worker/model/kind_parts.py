@@ -215,6 +215,9 @@ earlier position is chosen. Layers that GLM 5.2 calls `shared` take the choice o
 - **Caches** hold the indexer's key behind the latent vector, in every layer: 110 KB per position of GLM 5.
 - **Text longer than `index_topk`** costs an index score per position and the attention of `index_topk` positions.
 
+MiniMax M3 chooses blocks of 128 positions for each head of keys, by the largest score in a block: a row's own and 15
+others. Caches hold the index key as one more head: 152 KB per position, a tenth of it unused.
+
 ## Compressed keys
 
 In DeepSeek V4 all heads share one key per position, which is its value, too. A row sees the keys of a window of 128

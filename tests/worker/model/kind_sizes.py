@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from swiftbatch.worker.model.architectures.catalogue import ARCHITECTURES
+from tests.worker.model.minimax_config import AS_ITS_CLASS_READS
 
 WITH_STATES = {kind: spec.mixer.words for kind, spec in ARCHITECTURES.items() if spec.mixer}
 VOCAB_SIZE = 97
@@ -157,6 +158,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "mellum": {"layer_types": WINDOWS},
     "mimo_v2_flash": FOUR
     | {"layer_types": WINDOWS * 2, "v_head_dim": 48, "rope_parameters": dict.fromkeys(WINDOWS, HALF_TURNED)},
+    "minimax_m3_vl_text": AS_ITS_CLASS_READS,
     "helium": {"head_dim": 16},  # its heads together are as wide as a row
     "olmoe": {"hidden_size": 128},  # its norms span all heads
     "smollm3": FOUR | {"sliding_window": None},

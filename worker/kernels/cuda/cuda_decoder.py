@@ -22,9 +22,10 @@ from swiftbatch.worker.kernels.cuda.attention_backends import (
     own_shape_of,
     shape_of,
 )
+from swiftbatch.worker.kernels.cuda.block_kernels import CudaBlocks
 from swiftbatch.worker.kernels.cuda.cuda_recurrence import StateBuffers
 from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import CudaRecurrentLayers
-from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, TableLayout
+from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, PageTable, TableLayout
 from swiftbatch.worker.kernels.cuda.decoder_buffers import DecoderBuffers, LayerAngles
 from swiftbatch.worker.kernels.cuda.device_caches import DeviceCaches, check_buffer
 from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, LinearKernel, triton_linear
@@ -39,7 +40,7 @@ from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, KeptLa
 from swiftbatch.worker.kernels.cuda.wide_attention import WideShape
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
 from swiftbatch.worker.kernels.gpu_kernel_choice import DEFAULT_KERNELS, CudaKernels
-from swiftbatch.worker.kernels.kernel_sizes import BLOCK
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, LayerHeads
 from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.rope_scaling import Rotary
 
@@ -86,6 +87,7 @@ class CudaDecoder:
             _experts_of(weights, linear, device, num_rows),
             self.mixers,
             own=own,
+            blocks=self._blocks_of(caches),
         )
 
     def over(self, arena: Tensor, bias: Tensor) -> CudaDecoder:
@@ -93,7 +95,7 @@ class CudaDecoder:
 
         `bias [num_slots, capacity] float32` is added to scores of prefixes, which may end anywhere.
         """
-        if self._layers.own is not None:
+        if self._layers.own is not None or self._layers.blocks is not None:
             raise ValueError("found layers with heads of their own, which no part of a cache has")
         check_buffer(arena, self.sizes, len(self._layers.kept))
         if self.mixers is not None:
@@ -149,6 +151,7 @@ class CudaDecoder:
             buffers=layers.buffers.narrowed(num_rows),
             latents=None if layers.latents is None else layers.latents.narrowed(num_rows),
             indexer=None if layers.indexer is None else layers.indexer.narrowed(num_rows),
+            blocks=None if layers.blocks is None else layers.blocks.narrowed(num_rows),
             experts=None if layers.experts is None else layers.experts.narrowed(num_rows),
             mixers=other.mixers,
         )
@@ -230,6 +233,15 @@ class CudaDecoder:
         other._layers = replace(layers, tables=other._new_tables(self.table_buffer.device))
         return other
 
+    def _blocks_of(self, caches: DeviceCaches) -> CudaBlocks | None:
+        """Return the indexers of blocks, or None without any. Raises ValueError if kernels do not support them."""
+        heads, shape = _own_heads(self._weights), self._shape
+        if heads is None or heads.blocks is None or isinstance(shape, MLAShape):
+            return None
+        if fault := heads.fault(self.sizes.num_heads, self.sizes.head_dim) or heads.gpu_fault(self.sizes.head_dim):
+            raise ValueError(fault)
+        return CudaBlocks(shape, heads.blocks, caches.capacity, caches.buffer.device)
+
     def _layout_of(self, caches: DeviceCaches, own: AttentionShape | WideShape | None) -> TableLayout:
         num_angles, rows_per_group = self._weights.rotary.num_rows(caches.num_positions), self._shape.rows_per_group
         if isinstance(own, AttentionShape):
@@ -263,11 +275,17 @@ class CudaDecoder:
 
 
 def _own_shape(weights: StackedWeights, num_rows: int) -> AttentionShape | WideShape | None:
-    """Return the shape of layers with heads of their own, or None. Raises ValueError if these differ."""
+    """Return the shape of layers with heads of their own, or None; indexers of blocks bring their own attention."""
+    heads = _own_heads(weights)
+    return None if heads is None or heads.blocks is not None else own_shape_of(weights.sizes, heads, num_rows)
+
+
+def _own_heads(weights: StackedWeights) -> LayerHeads | None:
+    """Return the heads that layers have of their own, or None. Raises ValueError if these differ."""
     found = {layer.heads for layer in weights.layers if layer.heads is not None}
     if len(found) > 1:
         raise ValueError(f"found layers with {len(found)} forms of heads of their own, expected one at most")
-    return own_shape_of(weights.sizes, found.pop(), num_rows) if found else None
+    return found.pop() if found else None
 
 
 def _kept_layers(weights: StackedWeights, caches: DeviceCaches) -> tuple[list[bool], list[KeptLayer]]:
@@ -283,14 +301,18 @@ def _kept_layers(weights: StackedWeights, caches: DeviceCaches) -> tuple[list[bo
     for number, layer in layers.items():
         if layer.attention is not None:
             source = number if layer.shared_keys is None else layer.shared_keys
-            (rows, pages), view = places[source], _view_of(weights.sizes, layer)
             in_windows.append(is_in_windows[source])
-            kept.append(KeptLayer(rows[0], rows[-1], None, view, pages))
+            kept.append(_kept_layer(weights.sizes, layer, *places[source]))
     return in_windows, kept
 
 
-def _view_of(sizes: DecoderSizes, layer: StackedLayer) -> AttentionView:
-    return AttentionView(layer.window, sizes.score_softcap or None, layer.sinks)
+def _kept_layer(sizes: DecoderSizes, layer: StackedLayer, rows: Tensor, pages: PageTable | None) -> KeptLayer:
+    """Return the caches of a layer; the last head of an indexer's layer has index keys."""
+    view = AttentionView(layer.window, sizes.score_softcap or None, layer.sinks)
+    if layer.index_norms is None:
+        return KeptLayer(rows[0], rows[-1], None, view, pages)
+    heads, (keys, values) = rows[:, :, : sizes.num_kv_heads], rows[:, :, sizes.num_kv_heads :]
+    return KeptLayer(heads[0], heads[1], None, view, pages, (keys, values))
 
 
 def _recurrent_layers_of(
@@ -331,5 +353,7 @@ def _experts_of(
 def _check_flash(kv_dtype: torch.dtype, dtype: torch.dtype, kept: Sequence[KeptLayer]) -> None:
     if kv_dtype != dtype:
         raise ValueError("found keys and values in 8 bits, which flash-attn does not take; attend with triton")
+    if any(each.index_cache is not None for each in kept):
+        raise ValueError("found indexers of blocks, whose choice flash-attn does not take; attend with triton")
     if any(each.view != SEES_ALL for each in kept):
         raise ValueError("found windows, soft caps or sinks, which flash-attn does not take; attend with triton")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.attention_backends import Attention, TritonAttention
+from swiftbatch.worker.kernels.cuda.block_kernels import CudaBlocks
 from swiftbatch.worker.kernels.cuda.cuda_recurrence import StateTable
 from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import CudaRecurrentLayers
 from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable
@@ -75,6 +76,7 @@ class LayerLaunches:
     feature_layers: tuple[int, ...] = ()
     peers: Peers | None = None  # of a decoder on several GPUs
     own: TritonAttention | None = None  # of layers with heads of their own
+    blocks: CudaBlocks | None = None  # of layers whose indexers choose blocks
 
     def of_layers(self, tap: Tap | None) -> Generator[Launch, None, Delta]:
         """Yield the launches of all layers; return the last result, which is not added yet.
@@ -168,7 +170,11 @@ class LayerLaunches:
                 kept, table = self.indexer.chosen(kept, table)
         else:
             yield from self._take_heads(layer, in_front, rows, kept, table)
-        yield partial(attention.attend, number, kept, table, buffers.mixed)
+        if self.blocks is not None and kept.index_cache is not None:
+            qkv = of_width(buffers.qkv, in_front.weight.shape[0])
+            yield from self._attend_to_blocks(self.blocks, layer, qkv, kept, kept.index_cache, table)
+        else:
+            yield partial(attention.attend, number, kept, table, buffers.mixed)
         if layer.latent is not None and self.latents is not None:
             yield partial(self.latents.find_values, layer.latent, buffers.mixed, self.tables.rows)
             found = self.latents.found
@@ -180,6 +186,23 @@ class LayerLaunches:
             return (yield from self._multiply_together(found, behind, layer.shared.output))
         adapters = layer.adapters.get("output")
         return (yield from self._multiply(found, behind, sizes.attention_out_scale, layer.mixer is None, adapters))
+
+    def _attend_to_blocks(
+        self, blocks: CudaBlocks, layer: StackedLayer, qkv: Tensor, kept: KeptLayer, cache: tuple[Tensor, Tensor],
+        table: CudaRowTable[Tensor],
+    ) -> Iterator[Launch]:  # fmt: skip
+        """Store index keys, choose blocks, and attend to them."""
+        sizes, attention, (keys, values) = self.weights.sizes, self.attention, cache
+        assert isinstance(attention, TritonAttention)
+        last = (sizes.num_kv_heads + 1) * sizes.head_dim
+        yield partial(
+            rope_store, qkv[:, -last:], self.angles.of_layer(layer), layer.index_norms,
+            sizes.epsilon, table.rows, blocks.index_queries, keys, values, None, sizes.norm_form,
+            sizes.norms_after_rope, num_stored=1,
+        )  # fmt: skip
+        yield partial(blocks.choose, kept, keys, table)
+        given = attention.query, kept, table, attention.scratch
+        yield partial(blocks.attend, *given, self.buffers.mixed, sizes.scale)
 
     def _take_heads(
         self, layer: StackedLayer, in_front: AnyLinear, rows: Tensor, kept: KeptLayer, table: CudaRowTable[Tensor]
@@ -212,7 +235,8 @@ class LayerLaunches:
             yield partial(self.linear, rows, wide.weight, wide.bias, gate_up)
             yield from self._adapt(layer.adapters.get("gate_up"), rows, gate_up)
             yield from scaled(gate_up[:, : activated.shape[1]], sizes.gate_scale)
-            yield partial(activate, table.rows, gate_up, activated, sizes.activation, layer.curve)
+            gates = sizes.activation, layer.curve, sizes.gate_limit, sizes.gate_slope
+            yield partial(activate, table.rows, gate_up, activated, *gates)
             if layer.shared is not None and layer.experts is None:
                 return (yield from self._multiply_together(activated, down, layer.shared.down))
             adapters = layer.adapters.get("down")

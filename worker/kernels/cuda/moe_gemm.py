@@ -38,7 +38,7 @@ from swiftbatch.worker.kernels.cuda.moe_router import (
     sort_constants,
 )
 from swiftbatch.worker.kernels.cuda.peers import Launch, Peers
-from swiftbatch.worker.kernels.cuda.row_kernels import activated, is_padding
+from swiftbatch.worker.kernels.cuda.row_kernels import activated, gated, is_padding
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedExperts
 from swiftbatch.worker.kernels.cuda.triton_primitives import dot, rounded
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK_DEPTH, NUM_ROWS
@@ -46,17 +46,6 @@ from swiftbatch.worker.kernels.layer_specs import Activation
 from swiftbatch.worker.kernels.quantized_weights import AnyLinear
 
 SUMMED_COLUMNS = 1024
-
-
-@triton.jit
-def gated(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr):
-    """Return the activated gate times the up projection, limited as `ExpertWeights` says. NaN stays NaN."""
-    if LIMIT == 0.0:
-        return rounded(activated(gate, None, ACTIVATION), dtype) * up
-    gate = tl.where(gate > LIMIT, LIMIT, gate)
-    up = tl.where(up > LIMIT, LIMIT, up)
-    up = tl.where(up < -LIMIT, -LIMIT, up)
-    return rounded(gate / (1 + tl.exp(-(gate * SLOPE))), dtype) * rounded(up + 1.0, dtype)
 
 
 @triton.jit
@@ -98,7 +87,7 @@ def multiply_tile(
     width, wide = num_columns, rounded(acc, dtype)
     if IS_GATED:
         gate, up = tl.split(wide.reshape([TILE_COLUMNS // 2, 2, TILE]).permute(0, 2, 1))
-        wide = rounded(gated(gate, up, dtype, ACTIVATION, LIMIT, SLOPE), dtype)
+        wide = rounded(gated(gate, up, None, dtype, ACTIVATION, LIMIT, SLOPE), dtype)
         columns = tl.program_id(0) * (TILE_COLUMNS // 2) + tl.arange(0, TILE_COLUMNS // 2)
         width = num_columns // 2
     elif IS_ACTIVATED:

@@ -310,7 +310,7 @@ WIDEST_FOR_TWO_WARPS = 256  # wider heads need more registers
 
 
 def rope_store(
-    qkv: Tensor,  # [num_rows, num_heads * head_dim + num_kv_heads * (head_dim + value_dim)], or with more after these
+    qkv: Tensor,  # [num_rows, num_heads * head_dim + num_kv_heads * (head_dim + value_dim)], perhaps between more heads
     angles: Tensor,  # [num_angles, head_dim]: cosines of half a head's dimensions, then sines
     norms: tuple[Tensor, Tensor] | None,  # weights of queries and of keys, [head_dim] or per head
     epsilon: float,
@@ -336,7 +336,7 @@ def rope_store(
         *keys.stride()[:3], HAS_NORM=norms is not None, NORMS_TURNED=norms_after_rope,
         NORMS_DIFFER=query_norm is not None and len(query_norm) > head_dim, FORM=int(form),
         IS_PACKED=packed is not None, HAS_SCALES=query_scales is not None,
-        ALL=qkv.shape[1], NORMS_VALUES=norms_values, NUM_STORED=num_stored, STRIPES=stripes,
+        ALL=qkv.stride(0), NORMS_VALUES=norms_values, NUM_STORED=num_stored, STRIPES=stripes,
         **rope_constants(num_kv_heads, num_heads // num_kv_heads, head_dim, narrow_values),
     )  # fmt: skip
 
@@ -393,9 +393,21 @@ def activated(x, curve_ptr, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def gated(gate, up, curve_ptr, dtype: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr):
+    """Return the activated gate times the up projection, limited as `ExpertWeights` says. NaN stays NaN."""
+    if LIMIT == 0.0:
+        return rounded(activated(gate, curve_ptr, ACTIVATION), dtype) * up
+    gate = tl.where(gate > LIMIT, LIMIT, gate)
+    up = tl.where(up > LIMIT, LIMIT, up)
+    up = tl.where(up < -LIMIT, -LIMIT, up)
+    return rounded(gate / (1 + tl.exp(-(gate * SLOPE))), dtype) * rounded(up + 1.0, dtype)
+
+
+@triton.jit
 def activate_row(
     rows_ptr, gate_up_ptr, curve_ptr, activated_ptr,
     INTERMEDIATE: tl.constexpr, COLUMNS: tl.constexpr, HAS_GATES: tl.constexpr, ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr, SLOPE: tl.constexpr,
 ):  # fmt: skip
     """Program (row, columns): activates the gate times the up projection, or the up projection alone."""
     row = tl.program_id(0)
@@ -408,7 +420,7 @@ def activate_row(
     active = tl.load(gate_up_ptr + row * parts * INTERMEDIATE + columns, mask=is_real, other=0.0).to(tl.float32)
     if HAS_GATES:
         up = tl.load(gate_up_ptr + (row * 2 + 1) * INTERMEDIATE + columns, mask=is_real, other=0.0).to(tl.float32)
-        active = rounded(activated(active, curve_ptr, ACTIVATION), dtype) * up
+        active = gated(active, up, curve_ptr, dtype, ACTIVATION, LIMIT, SLOPE)
     else:
         active = activated(active, curve_ptr, ACTIVATION)
     tl.store(activated_ptr + row * INTERMEDIATE + columns, rounded(active, dtype), mask=is_real)
@@ -442,16 +454,19 @@ def activate(
     out: Tensor,
     activation: Activation = Activation.SILU,
     curve: Tensor | None = None,
+    limit: float = 0.0,
+    slope: float = 0.0,
 ) -> None:
     """Map `[num_rows, 2 * intermediate]` (gates first, or ups alone) to `out [num_rows, intermediate]`.
 
-    `curve [4] float32`, on the device, has XIELU's parameters.
+    `curve [4] float32`, on the device, has XIELU's parameters. Gates have the `limit` and the `slope` of
+    `ExpertWeights`.
     """
     intermediate = out.shape[1]
     grid = (len(out), triton.cdiv(intermediate, ACTIVE_COLUMNS))
     activate_row[grid](
         rows, gate_up, curve, out, INTERMEDIATE=intermediate, COLUMNS=ACTIVE_COLUMNS,
-        HAS_GATES=gate_up.shape[1] > intermediate, ACTIVATION=int(activation),
+        HAS_GATES=gate_up.shape[1] > intermediate, ACTIVATION=int(activation), LIMIT=limit, SLOPE=slope,
     )  # fmt: skip
 
 

@@ -247,9 +247,9 @@ class SharedDepths:
 class StackedLayer:
     """One layer; `query_key_value` and `gate_up` are stacked in this order, with gates of heads after values.
 
-    Without projections of values, values are keys before their norm and rotation. `heads`, `shared_keys`, `shared_norm`
-    and `layer_scale` are as in `LayerWeights`. In latent attention, `query_key_value` computes the queries or their
-    latent vector, and the latent vector to store.
+    An indexer's queries and key, of blocks, come last. Without projections of values, values are keys before their norm
+    and rotation. `heads`, `shared_keys`, `shared_norm` and `layer_scale` are as in `LayerWeights`. In latent attention,
+    `query_key_value` computes the queries or their latent vector, and the latent vector to store.
     """
 
     query_key_value: AnyLinear | None
@@ -262,6 +262,7 @@ class StackedLayer:
     down_norm: Tensor | None
     qk_norms: tuple[Tensor, Tensor] | None  # for queries and for keys, if there are any: [head_dim], or per head
     joint_norms: Tensor | None  # for all queries of a row, then for all its keys
+    index_norms: tuple[Tensor, Tensor] | None = None  # as `qk_norms`, of an indexer of blocks
     is_nope: bool = False
     rotary: Rotary | None = None
     window: int | None = None
@@ -377,7 +378,8 @@ def _attention(layer: LayerWeights, device: torch.device) -> dict[str, Any]:
     """
     query = layer.query if layer.query_down is None else layer.query_down
     value = None if layer.value is layer.key else layer.value
-    parts = [each for each in (query, layer.key, value, layer.head_gate) if each is not None]
+    of_blocks = () if layer.index_query_norm is None else (layer.index_query, layer.index_key)
+    parts = [each for each in (query, layer.key, value, layer.head_gate, *of_blocks) if each is not None]
     return {
         "query_key_value": _stacked(parts, device) if parts else None,
         "output": None if layer.output is None else _stacked([layer.output], device),
@@ -403,6 +405,7 @@ def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool =
         **moved,
         qk_norms=(norms[0], norms[-1]) if norms and not joins_heads else None,
         joint_norms=torch.cat(norms) if joins_heads else None,
+        index_norms=_index_norms(layer, device),
         is_nope=layer.is_nope,
         rotary=layer.rotary,
         window=layer.window,
@@ -415,6 +418,12 @@ def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool =
         layer_scale=None if layer.layer_scale is None else float(layer.layer_scale),
         ple=_layer_ple(layer, device),
     )
+
+
+def _index_norms(layer: LayerWeights, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    if layer.index_query_norm is None or layer.index_norm is None:
+        return None
+    return _moved(layer.index_query_norm, device), _moved(layer.index_norm, device)
 
 
 def _layer_ple(layer: LayerWeights, device: torch.device) -> LayerPLE | None:

@@ -449,6 +449,7 @@ class KeptLayer:
     bias: Tensor | None = None  # [num_slots, capacity] float32, added to scores of the prefix; -inf hides an entry
     view: AttentionView = SEES_ALL  # has sinks in float32, on the device
     pages: PageTable | None = None  # None if each slot's entries are contiguous
+    index_cache: tuple[Tensor, Tensor] | None = None  # one head of each, of an indexer of blocks
 
     def prefix_arguments(self) -> tuple[Tensor | None, Tensor | None, int, int]:
         """Return what kernels of prefixes take: biases, pages, and the strides of both."""

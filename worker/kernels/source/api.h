@@ -203,9 +203,11 @@ typedef struct {
     int32_t latent_rank, query_rank;  // size of latent vectors; of the queries' (0: none)
     int32_t still_dim, value_dim;     // of a head: the unrotated part of its query; its value, also without latent
                                       // vectors if it is narrower than the key (0: as wide)
-    // Indexers: see indexer.h. `index_heads` is 0 without them; else a cache's row ends with an indexer's key.
+    // Indexers: see indexer.h. `index_heads` is 0 without them; else a cache's row ends with an indexer's key, or, with
+    // an `index_block`, a layer's cache ends with a head for it.
     int32_t index_heads, index_dim;  // heads of an indexer's query; their width, and the key's
     int32_t num_chosen_keys;         // that a row attends to
+    int32_t index_block;             // keys that are chosen together, a multiple of 64; 0: each alone
     // Compressed attention: see compressed.h. `output_groups` is 0 without it; else values are keys, and the first
     // `still_dim` numbers of a head are not rotated.
     int32_t output_groups, output_rank;  // of heads that are projected together in front of the output; to so many numbers
@@ -218,9 +220,10 @@ typedef struct {
     float attention_in_scale, key_scale, attention_out_scale;  // of attention's input, of keys before rotation,
                                                                // and of attention's output; mostly 1
     float gate_scale, down_scale;  // of gates before their activation, and of the products' output; mostly 1
+    float gate_limit, gate_slope;  // of all products with gates, as in `expert_sizes`; 0: neither
     float value_scale;             // of values; mostly 1
     float ple_scale;               // of the rows of PLE_TABLE
-    float gate_limit, stream_epsilon;  // as in `expert_sizes`, of all products; added in streams' weights
+    float stream_epsilon;          // added in streams' weights
 } decoder_sizes;
 
 typedef enum {
@@ -260,9 +263,11 @@ typedef enum {
     COLUMNS,       // an int32: columns of the layer's own gates and ups; 0: it has no products after attention
     QUERY_DOWN, KEY_UP, VALUE_UP,  // of latent attention: see latent.h
     INDEX_QUERY, INDEX_KEY, INDEX_WEIGHT,  // of an indexer: see indexer.h
-    INDEX_NORM,  // weights, then biases
-    HEADS,  // two int32, before all others: the layer's own heads of keys, and their size, a multiple of `head_dim`. A
-            // cache then has as many neighbouring heads of `head_dim` for each, and a `layer_stride` is one of them.
+    INDEX_NORM,        // of keys: weights, then biases; with an `index_block` weights alone
+    INDEX_QUERY_NORM,  // with an `index_block`
+    HEADS,  // three int32, before all others: the layer's own heads of keys, their size, a multiple of `head_dim`, and
+            // whether it has an indexer. A cache then has as many neighbouring heads of `head_dim` for each, and a
+            // `layer_stride` is one of them.
     SHARED_NORM,  // of the products' output, before that of experts is added
     LAYER_SCALE,  // a float: of the layer's output
     SHARED_KEYS,  // an int32, before all others: an earlier layer whose keys and values the layer reads. It has none.

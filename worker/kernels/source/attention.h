@@ -29,9 +29,10 @@ typedef struct {
 
 #define ALL_KEYS (-1)
 
-// Returns `all`, whose groups have one row each, as it is over chosen keys; `chosen[i]` is of row i. Its rows attend as
-// though the chosen keys of the prefix were the whole prefix. Both have the same queries.
-attention *attention_over(frame *frame, attention *all, const chosen_keys *const *chosen);
+// Returns `all`, whose groups have one row each, as it is over chosen keys. Its rows attend as though the chosen keys of
+// the prefix were the whole prefix. Both have the same queries. A row has `per_row` choices: one for all heads of keys,
+// or one for each, which have equally many keys and the same tail.
+attention *attention_over(frame *frame, attention *all, const chosen_keys *const *chosen, int per_row);
 
 // Returns where a row's key (or value) of one head is stored: its first stripe.
 void *attention_slot(const attention *attention, int layer, int group, int row, int head, bool is_value);

@@ -236,7 +236,7 @@ static tail_columns tail_of(const chosen_keys *chosen) {
     return (tail_columns){chosen->tail, IN_ORDER, &chosen->num_tail, (int)round_up(chosen->num_tail, LANES)};
 }
 
-attention *attention_over(frame *frame, attention *all, const chosen_keys *const *chosen) {
+attention *attention_over(frame *frame, attention *all, const chosen_keys *const *chosen, int per_row) {
     size_t num_groups = (size_t)all->pairs[all->num_pairs - 1].group + 1;
     row_group *groups = frame_take(frame, sizeof *groups * num_groups);
     tail_columns *tails = frame_take(frame, sizeof *tails * num_groups);
@@ -247,16 +247,17 @@ attention *attention_over(frame *frame, attention *all, const chosen_keys *const
     fresh->groups = groups;
     fresh->tails = tails;
     fresh->chosen = chosen;
+    fresh->choices_per_group = per_row;
     fresh->plans = NULL;
     for (size_t i = 0; i < num_groups; i++) {
-        const chosen_keys *keys = chosen_of(fresh, (int)i);
+        const chosen_keys *keys = chosen_of(fresh, (int)i, 0);
         if (!keys) continue;
         groups[i].boundary = keys->num_padded + keys->num_prefix;
         tails[i] = tail_of(keys);
     }
     window_plan *plan = fresh->plans = plan_new(frame, fresh, 0);
     for (size_t i = 0; i < num_groups; i++)
-        if (chosen_of(fresh, (int)i)) plan->first_seen[i] = &chosen[i]->num_padded;
+        if (chosen_of(fresh, (int)i, 0)) plan->first_seen[i] = &chosen[i * (size_t)per_row]->num_padded;
     make_room(frame, fresh, plan);
     all->num_slots = fresh->num_slots, all->slots = fresh->slots, all->parts = fresh->parts;  // for later layers
     return fresh;

@@ -12,7 +12,7 @@ enum { PACKED_KEYS = 64 };  // keys packed at a time
 typedef struct {
     char *keys, *values;  // packed
     char *widened;        // [PACKED_KEYS, head_dim] elements, for rows of codes
-    char *gathered;       // [CHUNK, head_dim] elements, of chosen keys
+    char *gathered;       // [2, CHUNK, head_dim] elements, of chosen keys and their values
     float *scores;        // [num_queries, most columns] scores, then weights
     bf16 *weights;        // [num_queries, CHUNK] for products of bf16
     float *shrink;        // [num_queries]
@@ -33,7 +33,7 @@ static workspace workspace_at(const attention *attention, char *memory) {
     space.values = space.keys + round_up(4L * PACKED_KEYS * attention->depth, 64);
     space.widened = space.values + round_up(2L * PACKED_KEYS * attention->sizes.head_dim, 64);
     space.gathered = space.widened + round_up(widened_bytes(attention), 64);
-    space.scores = (float *)(space.gathered + (attention->chosen ? CHUNK / PACKED_KEYS * widened_bytes(attention) : 0));
+    space.scores = (float *)(space.gathered + (attention->chosen ? 2 * CHUNK / PACKED_KEYS * widened_bytes(attention) : 0));
     space.weights = (bf16 *)(space.scores + queries * columns_at_once(attention));
     space.shrink = (float *)(space.weights + queries * CHUNK);
     return space;
@@ -273,10 +273,14 @@ static key_chunk key_chunk_of(const unit_job *job, const span *span, int start, 
                    .first_seen = job->plan->first_seen[pair->group],
                    .start = start};
     int left = span->start + span->count - start, least = found.count = left < CHUNK ? left : CHUNK;
-    const chosen_keys *chosen = chosen_of(attention, pair->group);
+    const chosen_keys *chosen = chosen_of(attention, pair->group, pair->head);
     if (chosen) {
         long row_bytes = kv_row_bytes(form_of(attention, pair->group));
-        found.keys = found.values = gather_chosen(chosen, found.keys - first, row_bytes, start, found.count, space.gathered);
+        const char *keys = found.keys - first, *values = found.values - first;
+        found.keys = gather_chosen(chosen, keys, row_bytes, start, found.count, space.gathered);
+        found.values = found.keys;
+        if (values != keys)
+            found.values = gather_chosen(chosen, values, row_bytes, start, found.count, space.gathered + CHUNK * row_bytes);
     }
     for (int row = 0; row < attention->groups[pair->group].num_rows; row++) {
         int unseen = unseen_by(&found, row);

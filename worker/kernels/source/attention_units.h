@@ -44,7 +44,8 @@ struct attention {
     float scale;  // of scores, to base 2
     const row_group *groups;
     const tail_columns *tails;
-    const chosen_keys *const *chosen;  // [num_groups], or NULL: rows see all keys
+    const chosen_keys *const *chosen;  // [num_groups, choices_per_group], or NULL: rows see all keys
+    int choices_per_group;             // 1, or one for each head of keys
     head_rows *pairs;
     window_plan *plans;
     void *queries;
@@ -76,9 +77,10 @@ INLINE long stripe_bytes(const attention *attention, int group) {
     return attention->groups[group].head_stride * kv_unit(form_of(attention, group));
 }
 
-// Returns the keys that the row of a group sees, or NULL if these are all.
-INLINE const chosen_keys *chosen_of(const attention *attention, int group) {
-    const chosen_keys *chosen = attention->chosen ? attention->chosen[group] : NULL;
+// Returns the keys that the row of a group sees with a head of keys, or NULL if these are all.
+INLINE const chosen_keys *chosen_of(const attention *attention, int group, int head) {
+    int per_group = attention->choices_per_group;
+    const chosen_keys *chosen = attention->chosen ? attention->chosen[group * per_group + head % per_group] : NULL;
     return chosen && chosen->num_prefix != ALL_KEYS ? chosen : NULL;
 }
 

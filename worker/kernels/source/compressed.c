@@ -124,7 +124,7 @@ static index_room room_of_index(frame *frame, const decoder_sizes *sizes, const 
     size_t num_rows = (size_t)call->num_rows, rows = sizeof(float) * num_rows;
     index_room room = {.queries = frame_take(frame, rows * (size_t)index_query_stride(sizes) + 4 * LANES),
                        .weights = frame_take(frame, rows * (size_t)index_weight_stride(sizes)),
-                       .scores = frame_take(frame, index_score_bytes(call)),
+                       .scores = frame_take(frame, index_score_bytes(sizes, call)),
                        .chosen = frame_take(frame, sizeof(chosen_keys *) * num_rows)};
     char *memory = memset(frame_take(frame, num_rows * chosen_bytes), 0, num_rows * chosen_bytes);  // for late helpers
     for (size_t i = 0; i < num_rows; i++) room.chosen[i] = (chosen_keys *)(memory + i * chosen_bytes);
@@ -382,7 +382,7 @@ static void list_rows(frame *frame, const listing *job, int num_rows) {
 
 static void list_keys(frame *frame, const compressed_weights *weights, const decoder_sizes *sizes, const compressed_room *room,
                       const attention *attention, const forward_call *call, int place, int window, bool is_scored) {
-    int at_once = index_rows_at_once(call), stripe = weights->ratio ? pooled_stripe(sizes, weights) : 0;
+    int at_once = index_rows_at_once(sizes, call), stripe = weights->ratio ? pooled_stripe(sizes, weights) : 0;
     for (int first = 0; first < call->num_rows; first += at_once) {
         int left = call->num_rows - first, count = left < at_once ? left : at_once;
         scored_keys keys = {place + stripe + 1, 0, weights->ratio};
@@ -402,7 +402,7 @@ const float *compressed_run(frame *frame, const compressed_weights *weights, con
     if (weights->ratio) keep_pools(frame, weights, sizes, room, attention, call, angles, place, normed);
     if (is_scored) index_queries(frame, weights, sizes, room, call, angles, normed);
     list_keys(frame, weights, sizes, room, attention, call, place, view->window, is_scored);
-    room->index.attention = attention_over(frame, attention, (const chosen_keys *const *)room->index.chosen);
+    room->index.attention = attention_over(frame, attention, (const chosen_keys *const *)room->index.chosen, 1);
     attention_run(room->index.attention, frame, place, &whole, mixed);
     for (long row = 0; row < call->num_rows; row++)
         for (int head = 0; head < sizes->num_heads; head++)

@@ -5,6 +5,7 @@
 
 #include <stdlib.h>
 
+#include "decoder_shape.h"
 #include "elementary.h"
 #include "elementwise.h"
 #include "embedding.h"
@@ -39,12 +40,12 @@ typedef struct {
 // Multiplies activated gates with ups, or activates ups without gates.
 static void activate(const decoder_sizes *sizes, const float *curve, const float *gates, const float *ups, int count,
                      bool rounds, float *out) {
+    gate_form form = {(activation)sizes->activation, curve, sizes->gate_limit, sizes->gate_slope, rounds};
     for (int i = 0; i < count; i += LANES) {
         vec a = vec_load(gates + i);
         if (sizes->gate_scale != 1.0f) a = rounded(rounds, vec_mul(a, vec_set(sizes->gate_scale)));
-        if (sizes->gate_limit != 0.0f) a = least(a, vec_set(sizes->gate_limit));
-        a = rounded(rounds, activated((activation)sizes->activation, curve, a));
-        vec_store(out + i, ups ? rounded(rounds, vec_mul(a, within(sizes->gate_limit, vec_load(ups + i)))) : a);
+        a = ups ? gated(&form, a, vec_load(ups + i)) : activated(form.activation, curve, a);
+        vec_store(out + i, rounded(rounds, a));
     }
 }
 
@@ -162,23 +163,44 @@ static void keep_row(const pass *pass, int layer, int place, int group, int row,
     }
 }
 
+// Stores a row's index key as the key of a head behind the others, and the raw one as its value; keeps its index queries.
+static void keep_index(const pass *pass, const layer_weights *weights, int place, int group, int row, const float *index,
+                       position_numbers at, float *queries) {
+    const decoder_sizes *sizes = &pass->decoder->sizes;
+    float places[2][MOST_HEAD_DIM + LANES];
+    attention *attention = attention_of(pass, weights);
+    at.query_scale = 1.0f;
+    for (int head = 0; head < sizes->index_heads; head++, index += sizes->index_dim) {
+        const float *query = ready_head(pass, weights, index, weights->index_query_norm, at, places);
+        memcpy(queries + (long)head * sizes->index_dim, query, sizeof(float) * (size_t)sizes->index_dim);
+    }
+    const float *key = ready_head(pass, weights, index, weights->index_key_norm, at, places);
+    attention_keep(attention, place, group, row, weights->num_kv_heads, false, key);
+    attention_keep(attention, place, group, row, weights->num_kv_heads, true, index);
+}
+
 static void keep_rows(const pass *pass, int layer, int place) {
     const forward_call *call = pass->call;
     const decoder_sizes *sizes = &pass->decoder->sizes;
-    const matrix *qkv = &pass->decoder->layers[layer].qkv;
+    const layer_weights *weights = &pass->decoder->layers[layer];
+    const matrix *qkv = &weights->qkv;
+    int index_columns = (sizes->index_heads + 1) * sizes->index_dim;
     long number = 0, row_bytes = (long)sizes->num_heads * sizes->head_dim * (sizes->element == BF16 ? 2 : 4);
-    const float *table = pass->decoder->layers[layer].has_other_angles ? call->other_angles : call->angles;
+    const float *table = weights->has_other_angles ? call->other_angles : call->angles;
     char *queries = call->queries;
     if (queries) queries += place * call->num_rows * row_bytes;
     for (int group = 0; group < call->num_groups; group++)
         for (int row = 0; row < call->groups[group].num_rows; row++, number++) {
             int position = call->positions[number];
-            position_numbers at = {table + (long)position * pass->decoder->layers[layer].head_dim,
+            position_numbers at = {table + (long)position * weights->head_dim,
                                    call->query_scales ? call->query_scales[position] : 1.0f};
             char *own = queries ? queries + number * row_bytes : NULL;
             float *heads = pass->wide + number * qkv->columns;
-            if (sizes->joins_heads) norm_heads(sizes, &pass->decoder->layers[layer], heads);
+            if (sizes->joins_heads) norm_heads(sizes, weights, heads);
             keep_row(pass, layer, place, group, row, heads, at, own);
+            if (weights->has_indexer)
+                keep_index(pass, weights, place, group, row, heads + qkv->columns - index_columns, at,
+                           pass->index->queries + number * (index_columns - sizes->index_dim));
         }
 }
 
@@ -258,6 +280,16 @@ static void narrow_rows(const pass *pass, const layer_weights *weights) {
         memmove(pass->mixed + head * value_dim, pass->mixed + head * head_dim, sizeof(float) * (size_t)value_dim);
 }
 
+// Attends to the keys of a layer, or to those that its indexer chooses.
+static void attend_to_keys(const pass *pass, const layer_weights *weights, int place) {
+    attention *attention = attention_of(pass, weights);
+    if (weights->has_indexer && pass->index->chosen) {
+        index_choose(pass->frame, &pass->decoder->sizes, pass->index, pass->call, attention, place);
+        attention = pass->index->attention;
+    }
+    attention_run(attention, pass->frame, place, &weights->view, pass->mixed);
+}
+
 static void attend_rows(const pass *pass, int layer, int place) {
     const decoder_sizes *sizes = &pass->decoder->sizes;
     const layer_weights *weights = &pass->decoder->layers[layer];
@@ -277,7 +309,7 @@ static void attend_rows(const pass *pass, int layer, int place) {
         if (sizes->key_scale != 1.0f) scale_keys(pass, weights);
         if (sizes->value_scale != 1.0f) scale_values(pass, weights);
         keep_rows(pass, layer, place);
-        attention_run(attention_of(pass, weights), pass->frame, place, &weights->view, pass->mixed);
+        attend_to_keys(pass, weights, place);
         if (sizes->value_dim) narrow_rows(pass, weights);
     }
     if (sizes->gates_heads) gate_heads(pass, weights);
@@ -324,24 +356,6 @@ static void run_layer(const pass *pass, int layer, layer_place place) {
     if (weights->scale != 1.0f) scale_numbers(pass->call->state, count, weights->scale, pass->rounds);
 }
 
-// Returns how many strides of the caches' layers a layer takes.
-static int cache_strides(const decoder *decoder, const layer_weights *weights) {
-    if (decoder->sizes.output_groups) return compressed_stripes(&decoder->sizes, &weights->compressed);
-    return decoder->wide.head_dim ? weights->num_kv_heads * weights->head_dim / decoder->sizes.head_dim : 1;
-}
-
-// Returns the strides that a layer takes in the caches.
-static int own_strides(const decoder *decoder, const layer_weights *weights) {
-    return weights->does_not_attend || weights->shares_keys ? 0 : cache_strides(decoder, weights);
-}
-
-// Returns the strides in front of a layer; for layers that share keys, caches begin with those of the first layer.
-static int strides_before(const decoder *decoder, int layer) {
-    int found = 0;
-    for (int i = 0; i < layer; i++) found += own_strides(decoder, &decoder->layers[i]);
-    return found;
-}
-
 static void run_layers(const pass *pass) {
     const decoder *decoder = pass->decoder;
     layer_place place = {decoder->shares_keys ? strides_before(decoder, pass->call->first_layer) : 0, 0};
@@ -371,50 +385,20 @@ static void begin(pass *pass) {
     if (pass->call->embeds) memcpy(pass->call->state, pass->embedded, bytes);
 }
 
-static int most(int a, int b) { return a > b ? a : b; }
-
-static int most_intermediate(const decoder *decoder) {
-    int found = 0;
-    for (int i = 0; i < decoder->sizes.num_layers; i++) found = most(found, decoder->layers[i].intermediate);
-    return found;
-}
-
-// Returns the first mixer, which has the size of all others, or NULL.
-static const mixer *mixer_of(const decoder *decoder) {
-    for (int i = 0; i < decoder->sizes.num_layers; i++)
-        if (decoder->layers[i].mixer) return decoder->layers[i].mixer;
-    return NULL;
-}
-
-// Returns the most columns of queries, or with keys and values of all products before attention.
-static int most_heads(const decoder *decoder, bool with_keys) {
-    int found = 0;
-    for (int i = 0; i < decoder->sizes.num_layers; i++) {
-        const layer_weights *layer = &decoder->layers[i];
-        found = most(found, with_keys ? layer->qkv.columns : decoder->sizes.num_heads * layer->head_dim);
-    }
-    return found;
-}
-
-static bool mixes_beside_attention(const decoder *decoder) {
-    for (int i = 0; i < decoder->sizes.num_layers; i++)
-        if (decoder->layers[i].mixer && !decoder->layers[i].does_not_attend) return true;
-    return false;
-}
-
 // Takes the choice of earlier layers in a call that begins after the first one.
 static void begin_index(pass *pass) {
     const decoder *decoder = pass->decoder;
     size_t bytes = index_choice_bytes(&decoder->sizes, pass->call->num_rows);
     pass->index = index_room_new(pass->frame, &decoder->sizes, pass->call);
-    if (pass->call->first_layer && pass->index->chosen && !decoder->layers[pass->call->first_layer].latent.indexer.norm)
+    bool may_share = decoder->sizes.latent_rank && pass->call->first_layer && pass->index->chosen;
+    if (may_share && !decoder->layers[pass->call->first_layer].latent.indexer.norm)
         index_take_choice(pass->frame, pass->index, decoder->choice, bytes, pass->attention);
 }
 
 // Keeps the choice for a call over later layers.
 static void end_index(const pass *pass, decoder *decoder) {
     size_t bytes = index_choice_bytes(&decoder->sizes, pass->call->num_rows);
-    if (pass->call->end_layer < decoder->sizes.num_layers && pass->index->chosen)
+    if (decoder->sizes.latent_rank && pass->call->end_layer < decoder->sizes.num_layers && pass->index->chosen)
         decoder->choice = memcpy(realloc(decoder->choice, bytes), pass->index->chosen[0], bytes);
 }
 

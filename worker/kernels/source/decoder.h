@@ -33,7 +33,8 @@ typedef struct {
     float scale;  // of the output; mostly 1
     ple_weights ple;
     int source;  // the layer whose keys it reads, with `shares_keys`
-    bool does_not_attend, has_own_heads, shares_keys;
+    float *index_query_norm, *index_key_norm;  // NULL without an indexer of blocks, whose matrices end `qkv`
+    bool does_not_attend, has_own_heads, shares_keys, has_indexer;  // the last: of blocks
     bool is_still;  // its heads are not rotated
     bool has_other_angles;
     attention_view view;

@@ -14,10 +14,11 @@ static void set_heads(const decoder_sizes *sizes, layer_weights *layer, int num_
     int key_columns = layer->shares_keys ? 0 : num_kv_heads * (head_dim + value_dim);
     int found_columns = sizes->num_heads * (sizes->latent_rank ? sizes->value_dim : value_dim);
     if (sizes->output_groups) found_columns = sizes->output_groups * sizes->output_rank;
+    int index_columns = layer->has_indexer ? (sizes->index_heads + 1) * sizes->index_dim : 0;
     layer->num_kv_heads = num_kv_heads, layer->head_dim = head_dim;
     matrix_free(&layer->qkv);
     matrix_free(&layer->output);
-    layer->qkv = matrix_new((element)sizes->element, sizes->hidden, query_columns + key_columns + gate_columns);
+    layer->qkv = matrix_new((element)sizes->element, sizes->hidden, query_columns + key_columns + gate_columns + index_columns);
     layer->output = matrix_new((element)sizes->element, found_columns, sizes->hidden);
 }
 
@@ -63,6 +64,8 @@ void decoder_free(decoder *decoder) {
         free(layer->shared_norm);
         free(layer->query_norm);
         free(layer->key_norm);
+        free(layer->index_query_norm);
+        free(layer->index_key_norm);
         free(layer->sinks);
         for (int adapter = 0; adapter < decoder->adapters.num_adapters; adapter++) adapter_free(&layer->adapters[adapter]);
         free(layer->adapters);
@@ -98,6 +101,7 @@ static columns_of_role role_columns(decoder *decoder, int layer, weight_role rol
     int value = to->num_kv_heads * width_of_values(sizes, to->head_dim);
     int keys_and_values = to->shares_keys ? 0 : key + value;
     int hidden = sizes->hidden, mlp = to->intermediate, gates = sizes->has_gates, columns;
+    int heads = query + keys_and_values, index_queries = sizes->index_heads * sizes->index_dim;
     matrix *of_latents = sizes->latent_rank ? latent_matrix(&to->latent, role, &columns) : NULL;
     if (of_latents) return (columns_of_role){of_latents, 0, ALONE, columns};
     int first_block = 0;
@@ -111,7 +115,9 @@ static columns_of_role role_columns(decoder *decoder, int layer, weight_role rol
         case QUERY: return (columns_of_role){&to->qkv, 0, ALONE, query};
         case KEY: return (columns_of_role){&to->qkv, query / LANES, ALONE, key};
         case VALUE: return (columns_of_role){&to->qkv, (query + key) / LANES, ALONE, value};
-        case HEAD_GATE: return (columns_of_role){&to->qkv, (query + keys_and_values) / LANES, ALONE, query};
+        case HEAD_GATE: return (columns_of_role){&to->qkv, heads / LANES, ALONE, query};
+        case INDEX_QUERY: return (columns_of_role){&to->qkv, heads / LANES, ALONE, index_queries};
+        case INDEX_KEY: return (columns_of_role){&to->qkv, (heads + index_queries) / LANES, ALONE, sizes->index_dim};
         case OUTPUT: return (columns_of_role){&to->output, 0, ALONE, hidden};
         case GATE: return (columns_of_role){&to->gate_up, 0, FIRST_IN_TURN, mlp};
         case UP: return (columns_of_role){&to->gate_up, 0, gates ? SECOND_IN_TURN : ALONE, mlp};
@@ -160,7 +166,11 @@ void decoder_load(decoder *decoder, int layer, int role, const given_weight *giv
         case INPUT_NORM: norm_load(sizes, &to->input_norm, hidden, weight); break;
         case QUERY_NORM: norm_load(sizes, is_latent ? &to->latent.query_norm : &to->query_norm, query_width, weight); break;
         case KEY_NORM: norm_load(sizes, is_latent ? &to->latent.key_norm : &to->key_norm, key_width, weight); break;
-        case INDEX_NORM: vector_load(&to->latent.indexer.norm, sizes->element, 2 * sizes->index_dim, weight); break;
+        case INDEX_NORM:
+            if (is_latent) vector_load(&to->latent.indexer.norm, sizes->element, 2 * sizes->index_dim, weight);
+            else norm_load(sizes, &to->index_key_norm, sizes->index_dim, weight);
+            break;
+        case INDEX_QUERY_NORM: norm_load(sizes, &to->index_query_norm, sizes->index_dim, weight); break;
         case OUTPUT_NORM: norm_load(sizes, &to->output_norm, hidden, weight); break;
         case MLP_NORM: norm_load(sizes, &to->mlp_norm, hidden, weight); break;
         case DOWN_NORM: norm_load(sizes, &to->down_norm, hidden, weight); break;
@@ -177,6 +187,7 @@ void decoder_load(decoder *decoder, int layer, int role, const given_weight *giv
         case LAYER_SCALE: to->scale = *(const float *)weight; break;
         case HEADS:
             to->has_own_heads = true;
+            to->has_indexer = ((const int32_t *)weight)[2];
             set_heads(sizes, to, ((const int32_t *)weight)[0], ((const int32_t *)weight)[1]);
             decoder->wide = (attention_sizes){sizes->element, sizes->num_heads, to->num_kv_heads, to->head_dim, sizes->scale};
             break;

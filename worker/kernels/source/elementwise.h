@@ -68,6 +68,22 @@ INLINE vec activated(activation activation, const float *curve, vec a) {
     return activation == GELU_TANH ? gelu_tanh(a) : activation == RELU2 ? relu2(a) : silu(a);
 }
 
+typedef struct {
+    activation activation;
+    const float *curve;
+    float limit, slope;  // `gate_limit` and `gate_slope` of sizes
+    bool rounds;
+} gate_form;
+
+// Returns activated gates times ups, not yet rounded.
+INLINE vec gated(const gate_form *form, vec gate, vec up) {
+    if (form->limit != 0.0f) gate = least(gate, vec_set(form->limit));
+    up = within(form->limit, up);
+    if (form->slope == 0.0f) return vec_mul(rounded(form->rounds, activated(form->activation, form->curve, gate)), up);
+    vec share = rounded(form->rounds, by_sigmoid(gate, vec_mul(gate, vec_set(form->slope))));
+    return vec_mul(rounded(form->rounds, vec_add(up, vec_set(1.0f))), share);
+}
+
 INLINE void add(float *to, const float *rows, long count, bool rounds) {
     for (long i = 0; i < count; i += LANES) vec_store(to + i, rounded(rounds, vec_add(vec_load(to + i), vec_load(rows + i))));
 }

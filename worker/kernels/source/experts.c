@@ -177,8 +177,7 @@ typedef struct {
     const char *rows;  // of all pairs, as products take them
     long row_bytes;
     int num_panels, blocks;  // per matrix; per panel
-    activation activation;
-    float gate_limit, gate_slope;
+    gate_form gates;
     bool activates, has_gates, rounds;
 } grouped_job;
 
@@ -196,26 +195,18 @@ static void multiply_expert_unit(const grouped_job *job, const unit_rows *unit, 
     finish_panel(matrix, first, blocks, unit->count, out, stride, job->rounds);
 }
 
-static vec gated(const grouped_job *job, vec gate, vec up) {
-    if (job->gate_limit != 0.0f) gate = least(gate, vec_set(job->gate_limit));
-    up = within(job->gate_limit, up);
-    if (job->gate_slope == 0.0f) return vec_mul(rounded(job->rounds, activated(job->activation, NULL, gate)), up);
-    vec share = rounded(job->rounds, by_sigmoid(gate, vec_mul(gate, vec_set(job->gate_slope))));
-    return vec_mul(rounded(job->rounds, vec_add(up, vec_set(1.0f))), share);
-}
-
 // Activates a row of a panel: gates and ups alternate and give half as many numbers, or there are only ups.
 static void activate_row(const grouped_job *job, const float *row, int count, float *out) {
     if (!job->has_gates) {
         for (int i = 0; i < count; i += LANES)
-            vec_store(out + i, rounded(job->rounds, activated(job->activation, NULL, vec_load(row + i))));
+            vec_store(out + i, rounded(job->rounds, activated(job->gates.activation, NULL, vec_load(row + i))));
         return;
     }
     for (int turn = 0, wide; turn < count / 2; turn += wide) {
         wide = count / 2 - turn < TURN ? count / 2 - turn : TURN;
         const float *gates = row + 2 * turn;
         for (int i = 0; i < wide; i += LANES)
-            vec_store(out + turn + i, rounded(job->rounds, gated(job, vec_load(gates + i), vec_load(gates + wide + i))));
+            vec_store(out + turn + i, rounded(job->rounds, gated(&job->gates, vec_load(gates + i), vec_load(gates + wide + i))));
     }
 }
 
@@ -249,9 +240,7 @@ static grouped_job multiply_groups(frame *frame, const experts *experts, const g
                        .rows = rows,
                        .row_bytes = (long)multiplied_bytes(matrices),
                        .blocks = panel_blocks(matrices->columns / LANES, groups->num_units),
-                       .activation = (activation)experts->decoder.activation,
-                       .gate_limit = experts->sizes.gate_limit,
-                       .gate_slope = experts->sizes.gate_slope,
+                       .gates = {(activation)experts->decoder.activation, NULL, experts->sizes.gate_limit, experts->sizes.gate_slope, rounds},
                        .activates = activates,
                        .has_gates = experts->decoder.has_gates,
                        .rounds = rounds};

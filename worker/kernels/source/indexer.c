@@ -3,11 +3,11 @@
 
 #include <stdlib.h>
 
-#include "attention_units.h"
 #include "heads.h"
+#include "index_scores.h"
 #include "packing.h"
 
-enum { INDEX_SPAN = 2048, KEYS_AT_ONCE = 64, MOST_SCORES = 8 << 20, SCORING_WORTH_HELP = 1 << 19 };
+enum { MOST_SCORES = 8 << 20, SCORING_WORTH_HELP = 1 << 19 };
 
 #define INDEX_EPSILON 1e-6f  // of the norms of keys
 
@@ -39,7 +39,7 @@ matrix *indexer_matrix(indexer *indexer, const decoder_sizes *sizes, weight_role
 
 // ---- a call
 
-static bool sees_more(const decoder_sizes *sizes, const row_group *group) {
+bool index_sees_more(const decoder_sizes *sizes, const row_group *group) {
     for (int row = 0; !group->is_partial && row < group->num_rows; row++)
         if (group->boundary + group->tail_lengths[row] > sizes->num_chosen_keys) return true;
     return false;
@@ -47,7 +47,7 @@ static bool sees_more(const decoder_sizes *sizes, const row_group *group) {
 
 static bool chooses(const decoder_sizes *sizes, const forward_call *call) {
     for (int i = 0; i < call->num_groups; i++)
-        if (sees_more(sizes, &call->groups[i])) return true;
+        if (index_sees_more(sizes, &call->groups[i])) return true;
     return false;
 }
 
@@ -79,11 +79,13 @@ const forward_call *index_rows_alone(frame *frame, const decoder_sizes *sizes, c
     return chooses(sizes, call) ? rows_alone(frame, call) : call;
 }
 
-static size_t chosen_bytes(const decoder_sizes *sizes) {
+size_t chosen_bytes(const decoder_sizes *sizes) {
     return (size_t)round_up((long)sizeof(chosen_keys) + 4 * round_up(sizes->num_chosen_keys, KEYS_AT_ONCE), 64);
 }
 
-size_t index_choice_bytes(const decoder_sizes *sizes, int num_rows) { return chosen_bytes(sizes) * (size_t)num_rows; }
+size_t index_choice_bytes(const decoder_sizes *sizes, int num_rows) {
+    return chosen_bytes(sizes) * (size_t)(num_rows * choices_of_row(sizes));
+}
 
 long most_keys_seen(const forward_call *call) {
     long most = 0;
@@ -91,18 +93,23 @@ long most_keys_seen(const forward_call *call) {
     return most + TAIL;
 }
 
-int index_rows_at_once(const forward_call *call) {
-    long most = MOST_SCORES / most_keys_seen(call), units = MOST_UNITS / (most_keys_seen(call) / INDEX_SPAN + 1);
-    most = most < units ? most : units;
-    return most < 1 ? 1 : most < call->num_rows ? (int)most : call->num_rows;
+// Returns the sizes of a call's scoring of a key per `step` positions, with as many rows as fit.
+static scoring scoring_of(const decoder_sizes *sizes, const forward_call *call, int step) {
+    long keys = most_keys_seen(call), of_unit = INDEX_SPAN, span = INDEX_SPAN;
+    if (sizes->index_block) of_unit = (long)blocks_of_unit(sizes) * sizes->index_block, span = (long)blocks_of_unit(sizes) * sizes->index_heads;
+    long units = (keys / step + of_unit - 1) / of_unit, stride = sizes->index_block ? units * span : keys;
+    long most = MOST_SCORES / stride, of_units = MOST_UNITS / ((keys + of_unit - 1) / of_unit);
+    most = most < of_units ? most : of_units;
+    most = most < 1 ? 1 : most < call->num_rows ? most : call->num_rows;
+    return (scoring){.sizes = sizes, .call = call, .num_rows = (int)most, .units_per_row = (int)units, .span = span, .stride = stride};
 }
 
-size_t index_score_bytes(const forward_call *call) {
-    return sizeof(float) * (size_t)(index_rows_at_once(call) * most_keys_seen(call));
-}
+int index_rows_at_once(const decoder_sizes *sizes, const forward_call *call) { return scoring_of(sizes, call, 1).num_rows; }
 
-long index_query_stride(const decoder_sizes *sizes) { return (long)sizes->index_heads * sizes->index_dim; }
-long index_weight_stride(const decoder_sizes *sizes) { return round_up(sizes->index_heads, LANES); }
+size_t index_score_bytes(const decoder_sizes *sizes, const forward_call *call) {
+    scoring whole = scoring_of(sizes, call, 1);
+    return sizeof(float) * (size_t)(whole.num_rows * whole.stride);
+}
 
 index_room *index_room_new(frame *frame, const decoder_sizes *sizes, const forward_call *call) {
     size_t num_rows = (size_t)call->num_rows, rows = sizeof(float) * num_rows, bytes = index_choice_bytes(sizes, call->num_rows);
@@ -111,16 +118,17 @@ index_room *index_room_new(frame *frame, const decoder_sizes *sizes, const forwa
                          .keys = frame_take(frame, rows * (size_t)sizes->index_dim + 4 * LANES),
                          .weights = frame_take(frame, rows * (size_t)index_weight_stride(sizes))};
     if (!chooses(sizes, call)) return room;
-    room->scores = frame_take(frame, index_score_bytes(call));
-    room->chosen = frame_take(frame, sizeof(chosen_keys *) * num_rows);
+    size_t num_choices = num_rows * (size_t)choices_of_row(sizes);
+    room->scores = frame_take(frame, index_score_bytes(sizes, call));
+    room->chosen = frame_take(frame, sizeof(chosen_keys *) * num_choices);
     char *memory = memset(frame_take(frame, bytes), 0, bytes);  // late helpers may read slots that none has written
-    for (size_t i = 0; i < num_rows; i++) room->chosen[i] = (chosen_keys *)(memory + i * chosen_bytes(sizes));
+    for (size_t i = 0; i < num_choices; i++) room->chosen[i] = (chosen_keys *)(memory + i * chosen_bytes(sizes));
     return room;
 }
 
 void index_take_choice(frame *frame, index_room *room, const void *choice, size_t bytes, attention *all) {
     memcpy(room->chosen[0], choice, bytes);
-    room->attention = attention_over(frame, all, (const chosen_keys *const *)room->chosen);
+    room->attention = attention_over(frame, all, (const chosen_keys *const *)room->chosen, 1);
 }
 
 // ---- rows
@@ -154,23 +162,6 @@ void index_rows(frame *frame, const indexer *indexer, const decoder_sizes *sizes
 
 // ---- scores
 
-typedef struct {
-    const decoder_sizes *sizes;
-    const index_room *room;
-    const forward_call *call;
-    const attention *all;
-    scored_keys keys;
-    int first_row, num_rows;
-    int units_per_row;
-    long stride;  // of scores
-} scoring;
-
-// Queries as products take them, a block of packed keys, and their products.
-typedef struct {
-    char *queries, *packed;
-    float *products;
-} scoring_space;
-
 static bool uses_pairs(const decoder_sizes *sizes) { return HAS_BF16_PRODUCTS && sizes->element == BF16; }
 static long depth_of(const decoder_sizes *sizes) {
     return sizes->element == BF16 ? round_up(sizes->index_dim, BF16_DEPTH) : sizes->index_dim;
@@ -181,14 +172,13 @@ static size_t scoring_bytes(const decoder_sizes *sizes) {
     return sizeof(float) * (size_t)(heads * depth_of(sizes) + KEYS_AT_ONCE * depth_of(sizes) + heads * KEYS_AT_ONCE + LANES);
 }
 
-static scoring_space index_space_at(const decoder_sizes *sizes, void *scratch) {
+scoring_space index_space_at(const decoder_sizes *sizes, void *scratch) {
     float *memory = scratch;
     long heads = index_weight_stride(sizes), depth = depth_of(sizes);
     return (scoring_space){(char *)memory, (char *)(memory + heads * depth), memory + (heads + KEYS_AT_ONCE) * depth};
 }
 
-// Writes a row's queries, padded with zeros.
-static void pack_index_queries(const decoder_sizes *sizes, const float *queries, char *packed) {
+void pack_index_queries(const decoder_sizes *sizes, const float *queries, char *packed) {
     long depth = depth_of(sizes);
     memset(packed, 0, sizeof(float) * (size_t)(index_weight_stride(sizes) * depth));
     for (long head = 0; head < sizes->index_heads; head++)
@@ -199,8 +189,7 @@ static void pack_index_queries(const decoder_sizes *sizes, const float *queries,
         }
 }
 
-// Writes products [index_heads, KEYS_AT_ONCE] of queries and `count` keys, a multiple of sixteen.
-static void multiply_keys(const decoder_sizes *sizes, scoring_space space, const char *const *keys, int count) {
+void multiply_index_keys(const decoder_sizes *sizes, scoring_space space, const char *const *keys, int count) {
     long depth = depth_of(sizes);
     int bytes = element_bytes_of((element)sizes->element), words = sizes->index_dim * bytes / 4, deep = (int)depth * bytes / 4;
     for (int first = 0; first < count; first += LANES) {
@@ -252,21 +241,14 @@ static void run_scoring(const void *job, int unit, void *slot, void *scratch) {
             long at = key < group->boundary ? key : group->tail_slots[key - group->boundary];
             rows[i] = keys + at * row_bytes;
         }
-        multiply_keys(sizes, space, rows, padded);
+        multiply_index_keys(sizes, space, rows, padded);
         sum_heads(sizes, all->room->weights + row * index_weight_stride(sizes), space.products, padded, scores + first - start);
     }
 }
 
 // ---- the choice
 
-// Returns an integer whose order is that of the numbers.
-INLINE uint32_t score_order(float score) {
-    uint32_t bits = float_bits(score);
-    return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
-}
-
-// Returns the order of the `wanted`-th best score, and how many scores that are equal to it are among the best.
-static uint32_t least_chosen(const float *scores, int count, int wanted, int *num_equal) {
+uint32_t least_chosen(const float *scores, int count, int wanted, int *num_equal) {
     uint32_t found = 0, mask = 0;
     for (int shift = 24; shift >= 0; shift -= 8) {
         int counts[256] = {0}, digit = 255;
@@ -310,61 +292,65 @@ static void run_choice(const void *job, int unit, void *slot, void *scratch) {
     int row = all->first_row + unit;
     chosen_keys *chosen = slot ? slot : all->room->chosen[row];
     (void)scratch;
-    if (sees_more(all->sizes, &all->call->groups[row]))
+    if (index_sees_more(all->sizes, &all->call->groups[row]))
         choose(all->room->scores + unit * all->stride, &all->call->groups[row], all->sizes->num_chosen_keys, chosen);
     else chosen->num_prefix = ALL_KEYS;
 }
 
-static scoring scoring_of(const decoder_sizes *sizes, const index_room *room, const forward_call *call, const attention *all,
-                          scored_keys keys, int first_row, int num_rows) {
-    long most = most_keys_seen(call), num_spans = (most / keys.step + INDEX_SPAN - 1) / INDEX_SPAN;
-    return (scoring){sizes, room, call, all, keys, first_row, num_rows, (int)num_spans, most};
+static scoring scoring_of_rows(const decoder_sizes *sizes, const index_room *room, const forward_call *call, const attention *all,
+                               scored_keys keys, int first_row, int num_rows) {
+    scoring job = scoring_of(sizes, call, keys.step);
+    job.room = room, job.all = all, job.keys = keys, job.first_row = first_row, job.num_rows = num_rows;
+    return job;
 }
 
 static void score_rows(frame *frame, const scoring *job) {
     stage_plan plan = {.num_units = job->num_rows * job->units_per_row,
-                       .run = run_scoring,
+                       .run = job->sizes->index_block ? run_block_scoring : run_scoring,
                        .job = job,
                        .job_bytes = sizeof *job,
                        .scratch_bytes = scoring_bytes(job->sizes),
-                       .slot_bytes = sizeof(float) * INDEX_SPAN,
-                       .is_small = job->num_rows * job->stride * index_query_stride(job->sizes) < SCORING_WORTH_HELP};
+                       .slot_bytes = sizeof(float) * (size_t)job->span,
+                       .is_small = job->num_rows * most_keys_seen(job->call) * index_query_stride(job->sizes) < SCORING_WORTH_HELP};
     void *results[MOST_UNITS];
     run_stage(frame, &plan, results);
     for (int unit = 0; unit < plan.num_units; unit++) {
-        long start = (long)(unit % job->units_per_row) * INDEX_SPAN, left = job->stride - start;
+        long start = unit % job->units_per_row * job->span, left = job->stride - start;
         float *scores = job->room->scores + unit / job->units_per_row * job->stride + start;
-        if (results[unit]) memcpy(scores, results[unit], sizeof(float) * (size_t)(left < INDEX_SPAN ? left : INDEX_SPAN));
+        if (results[unit]) memcpy(scores, results[unit], sizeof(float) * (size_t)(left < job->span ? left : job->span));
     }
 }
 
 void index_score(frame *frame, const decoder_sizes *sizes, const index_room *room, const forward_call *call,
                  const attention *all, scored_keys keys, int first_row, int num_rows) {
-    scoring job = scoring_of(sizes, room, call, all, keys, first_row, num_rows);
+    scoring job = scoring_of_rows(sizes, room, call, all, keys, first_row, num_rows);
     score_rows(frame, &job);
 }
 
 static void choose_rows(frame *frame, const scoring *job) {
     stage_plan plan = {.num_units = job->num_rows,
-                       .run = run_choice,
+                       .run = job->sizes->index_block ? run_block_choice : run_choice,
                        .job = job,
                        .job_bytes = sizeof *job,
-                       .slot_bytes = chosen_bytes(job->sizes),
+                       .scratch_bytes = sizeof(float) * (size_t)job->stride,
+                       .slot_bytes = index_choice_bytes(job->sizes, 1),
                        .is_small = job->num_rows * job->stride < SCORING_WORTH_HELP};
     void *results[MOST_UNITS];
     run_stage(frame, &plan, results);
-    for (int unit = 0; unit < plan.num_units; unit++)
-        if (results[unit]) memcpy(job->room->chosen[job->first_row + unit], results[unit], plan.slot_bytes);
+    for (int unit = 0; unit < plan.num_units; unit++) {
+        long choice = (long)(job->first_row + unit) * choices_of_row(job->sizes);
+        if (results[unit]) memcpy(job->room->chosen[choice], results[unit], plan.slot_bytes);
+    }
 }
 
 void index_choose(frame *frame, const decoder_sizes *sizes, index_room *room, const forward_call *call, attention *all, int place) {
-    int at_once = index_rows_at_once(call);
+    int at_once = index_rows_at_once(sizes, call);
     for (int first = 0; first < call->num_rows; first += at_once) {
         int left = call->num_rows - first;
         scored_keys keys = {place, sizes->head_dim - sizes->index_dim, 1};
-        scoring job = scoring_of(sizes, room, call, all, keys, first, left < at_once ? left : at_once);
+        scoring job = scoring_of_rows(sizes, room, call, all, keys, first, left < at_once ? left : at_once);
         score_rows(frame, &job);
         choose_rows(frame, &job);
     }
-    room->attention = attention_over(frame, all, (const chosen_keys *const *)room->chosen);
+    room->attention = attention_over(frame, all, (const chosen_keys *const *)room->chosen, choices_of_row(sizes));
 }

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from swiftbatch.worker.kernels.kernel_sizes import IndexerSizes, LayerHeads, MLASizes
+from swiftbatch.worker.kernels.kernel_sizes import BlockChoice, IndexerSizes, LayerHeads, MLASizes
 from swiftbatch.worker.model.config_values import COUNT, SIZE, SWITCH, Config, KeyRule, list_of_layers
 
 Windows = tuple[int | None, ...]
@@ -131,6 +131,36 @@ class HeadsInWindows:
 
     def rules(self) -> dict[str, KeyRule | None]:
         return {self.num_kv_heads: SIZE}
+
+
+@dataclass(frozen=True)
+class BlockHeads:
+    """Heads of layers in which an indexer chooses blocks of keys for each head of keys."""
+
+    layer_type: str
+
+    def read(self, config: Config) -> tuple[LayerHeads, bool]:
+        """Return the heads, and whether keys are values. Raises KeyError or ValueError."""
+        num_kv_heads, head_dim = (SIZE.of(config, key) for key in ("num_key_value_heads", "head_dim"))
+        same = {"index_n_heads": num_kv_heads, "index_head_dim": head_dim, "index_local_blocks": 1}
+        if others := [key for key, size in same.items() if config[key] != size]:
+            raise ValueError(f"its {others[0]} is {config[others[0]]!r:.80}, and {same[others[0]]} is expected")
+        if self.layer_type not in (config["layer_types"] or ()):
+            raise ValueError(f"none of its layers is {self.layer_type}")
+        blocks = BlockChoice(*(SIZE.of(config, key) for key in ("index_block_size", "index_topk_blocks")))
+        return LayerHeads(num_kv_heads, head_dim, blocks), False
+
+    def layers(self, config: Config, windows: Windows) -> frozenset[int]:
+        types = list_of_layers(config, "layer_types", ("full_attention", self.layer_type))
+        return frozenset(number for number, each in enumerate(types) if each == self.layer_type)
+
+    def rules(self) -> dict[str, KeyRule | None]:
+        sizes = ("index_n_heads", "index_head_dim", "index_block_size", "index_topk_blocks")
+        return {**dict.fromkeys(sizes, SIZE), "index_local_blocks": COUNT}
+
+
+BLOCK_LINEARS = {"index_query": "self_attn.index_q_proj", "index_key": "self_attn.index_k_proj"}
+BLOCK_NORMS = {"index_query_norm": "self_attn.index_q_norm", "index_norm": "self_attn.index_k_norm"}
 
 
 def layers_of_keys(config: Config, windows: Windows, key: str | None) -> dict[int, int]:

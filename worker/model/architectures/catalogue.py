@@ -32,12 +32,9 @@ MIXER_CLASSES = {
 GGUF_KINDS = {spec.gguf.name: kind for kind, spec in ARCHITECTURES.items() if spec.gguf}
 """The architectures by their names in GGUF files."""
 
-BLOCKS = "attention to blocks of keys that an indexer chooses for each head of keys"
 HEADS_BY_LAYER = "more heads of queries in layers with windows than in others, and a gate for each head"
 REFUSED = {  # `model_type` -> what it needs that is missing here; only models that users may ask for
     "bloom": "position biases (ALiBi)",
-    "minimax_m3": BLOCKS,
-    "minimax_m3_vl_text": BLOCKS,
     "mpt": "position biases (ALiBi)",
     "gpt2": "learned positions",
     "opt": "learned positions",
@@ -74,7 +71,7 @@ def what_it_lacks(config: Config) -> str | None:
     types = config.get("layer_types") or []
     if not isinstance(types, list):
         return f"its layer_types are {types!r:.80}; expected a list"
-    known = ATTENDING_LAYERS | (form.latent.types if form is not None and form.latent is not None else frozenset())
+    known = ATTENDING_LAYERS | (set() if form is None else form.indexed_types)
     if form is not None and form.mixer is not None:
         types, known = layer_types(config) or [], ATTENDING | RECURRENT | STATELESS
         if types and not attending_layers(config):
@@ -89,7 +86,7 @@ def what_it_lacks(config: Config) -> str | None:
 def needs_indexers(config: Config) -> bool:
     """Return whether a text model's rows attend to keys that an indexer chooses."""
     form = architecture_of(config)
-    return form is not None and form.latent is not None and bool(form.latent.types)
+    return form is not None and bool(form.indexed_types)
 
 
 def _named(layers: set[str]) -> Iterator[str]:

@@ -221,7 +221,6 @@ DEEPSEEK_V4 = ArchitectureSpec(
     windows=windows_alone,
     window_angles=WindowAngles(160000.0, 1e4, "rope_theta", "compress_rope_theta"),
     sinks="self_attn.sinks",
-    scales={"gate_limit": "swiglu_limit"},
     intermediate_key="moe_intermediate_size",
     experts=MoESpec(
         Score.ROOT_SOFTPLUS,

@@ -24,6 +24,7 @@ from swiftbatch.worker.model.architectures.deepseek_v4 import DEEPSEEK_V4
 from swiftbatch.worker.model.architectures.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from swiftbatch.worker.model.architectures.llama_like import BIASED, COHERE, GRANITE, HUNYUAN, OLMO2, QK_NORMED, TIED
 from swiftbatch.worker.model.architectures.mimo import MIMO_V2_FLASH
+from swiftbatch.worker.model.architectures.minimax import MINIMAX_M2, MINIMAX_M3
 from swiftbatch.worker.model.architectures.moe_layers import (
     ROLES,
     SCORED_BY_SIGMOID,
@@ -321,28 +322,8 @@ MIXTURES: dict[str, ArchitectureSpec] = {
         experts=MoESpec(Score.SOFTMAX, SparseOr(experts_in_all_layers), normalises="norm_topk_prob"),
     ),
     "mimo_v2_flash": MIMO_V2_FLASH,
-    "minimax_m2": ArchitectureSpec(
-        has_qk_norms=True,
-        joins_heads=True,
-        partial_rotary_factor=1.0,
-        experts=MoESpec(
-            Score.SIGMOID,
-            experts_in_all_layers,
-            "intermediate_size",
-            replace(MIXTRAL_NAMES, choice_bias=f"{MIXTRAL}.e_score_correction_bias"),
-            rounds_weights=False,
-            keys={"rotary_dim": SIZE}
-            | dict.fromkeys(("mtp_transformer_layers", "num_mtp_modules", "router_jitter_noise")),
-            one_meaning={
-                "attn_type_list": (1,),  # attention to all positions
-                "shared_intermediate_size": (0,),
-                "scoring_func": ("sigmoid",),
-                "qk_norm_type": ("per_layer",),
-                "use_qk_norm": (True,),
-                "use_routing_bias": (True,),
-            },
-        ),
-    ),
+    "minimax_m2": MINIMAX_M2,
+    "minimax_m3_vl_text": MINIMAX_M3,
     "mixtral": ArchitectureSpec(
         windows=window_in_all_layers_if_said,
         rules=NULL_WIDTH,

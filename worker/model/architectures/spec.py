@@ -10,6 +10,7 @@ from swiftbatch.worker.kernels.kernel_sizes import StreamSizes
 from swiftbatch.worker.kernels.layer_specs import Activation, NormForm
 from swiftbatch.worker.model.architectures.attention_layers import (
     IS_WINDOWED,
+    BlockHeads,
     HeadsInWindows,
     MLASpec,
     NoPESpec,
@@ -163,7 +164,7 @@ class ArchitectureSpec:
 
     # other layers
     windows: WindowSpec | None = None  # None if all layers see all positions
-    own_heads: OwnHeads | HeadsInWindows | None = None  # of layers without a window, or with one
+    own_heads: OwnHeads | HeadsInWindows | BlockHeads | None = None  # of layers without a window, with one, or indexed
     value_dim_key: str | None = None  # key of the width of a head's values, if these may be narrower than keys
     shared_keys_key: str | None = None  # key of how many of the last layers read the keys of an earlier one
     ple_key: str | None = None  # key of the width of per-layer embeddings; 0 for none
@@ -192,8 +193,21 @@ class ArchitectureSpec:
     lacks_class: bool = False  # `transformers` does not know it: `nas_model` has its class, which takes the text view
     kernels_lack: str | None = None  # why our kernels cannot run it beyond its attention; None if they can
     kernels_alone: str | None = None  # what only our kernels have of it; None if `transformers` has all
+    on_cpu_alone: str | None = None  # the same, but of our kernels those for CPUs alone
     is_taken_over: bool = False  # the kernels may run it after `transformers` has filled in the config's missing values
     attends_in_chunks: bool = False
+
+    @property
+    def needs_kernels(self) -> str | None:
+        """Return why `transformers` does not run it, or None if it does."""
+        return self.kernels_alone or self.on_cpu_alone
+
+    @property
+    def indexed_types(self) -> frozenset[str]:
+        """Return the types of layers whose rows attend to keys that an indexer chooses."""
+        if isinstance(self.own_heads, BlockHeads):
+            return frozenset({self.own_heads.layer_type})
+        return frozenset() if self.latent is None else self.latent.types
 
     @property
     def linears(self) -> dict[str, str]:

@@ -10,6 +10,7 @@ import torch
 from swiftbatch.worker.drafters.griffin import draft_layer_kernels as griffin
 from swiftbatch.worker.exactness.gpu_doctor import machine_checks
 from swiftbatch.worker.kernels.cuda import (
+    block_kernels,
     cuda_recurrence,
     cuda_recurrent_layers,
     gemm,
@@ -29,7 +30,7 @@ from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import finish_constant
 from swiftbatch.worker.kernels.cuda.ple_kernels import embedding_constants, gate_embedding_row
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape
 from swiftbatch.worker.kernels.cuda.wide_attention import WideShape, wide_prefix_split, wide_tail_merge
-from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES, IndexerSizes, MLASizes
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, ROW_CHOICES, BlockChoice, IndexerSizes, MLASizes
 from swiftbatch.worker.kernels.layer_specs import (
     Activation,
     AttentionView,
@@ -93,6 +94,7 @@ def kernels(dtype: str) -> dict[str, Made]:
         | state_kernels(dtype)
         | latent_kernels(dtype)
         | wide_kernels(dtype)
+        | block_choice_kernels(dtype)
         | striped_kernels(dtype)
         | narrow_kernels(dtype)
     )
@@ -187,6 +189,28 @@ def index_kernels(dtype: str) -> dict[str, Made]:
         "index scores": (indexer_kernels.score_span, scores | PAGES),
         "index scores of GLM 5": (indexer_kernels.score_span, fewer | PAGES),
         "chosen keys": (indexer_kernels.list_chosen, indexer_kernels.list_constants(indexer) | PAGES),
+    }
+
+
+def block_choice_kernels(dtype: str) -> dict[str, Made]:
+    """Return kernels of MiniMax M3's layers with indexers, whose rows attend with each head of keys alone."""
+    heads, choice = AttentionShape(4, 16, 128, DTYPES[dtype], MOST_ROWS), BlockChoice(128, 16)
+    alone = dataclasses.replace(heads, num_kv_heads=1, num_rows=heads.num_kv_heads * heads.num_rows)
+    prefix = without(alone.prefix_constants(), "HAS_BIAS", "bias_ptr") | {"PAGE": BLOCK}
+    rope = layers.rope_constants(1, heads.num_kv_heads, heads.head_dim) | without({}, "IS_PACKED", "packed_ptr")
+    rope |= {"FORM": int(NormForm.ONE_MORE), "HAS_NORM": True, "NORMS_TURNED": False, "NORMS_DIFFER": False}
+    rope |= {"OTHER_HEADS": 72, "NORMS_VALUES": False, "NUM_STORED": 1, "STRIPES": 1}
+    active = {"INTERMEDIATE": 12288, "COLUMNS": layers.ACTIVE_COLUMNS, "HAS_GATES": True, "ACTIVATION": 0}
+    return {
+        "block scores": (block_kernels.score_blocks, block_kernels.score_constants(heads, choice) | PAGES),
+        "chosen blocks": (block_kernels.list_blocks, block_kernels.list_constants(heads.num_kv_heads, choice) | PAGES),
+        "prefix of chosen blocks": (tree_attention.prefix_split, prefix),
+        "tail behind chosen blocks": (
+            tail_attention.tail_merge,
+            without(alone.tail_constants(), "HAS_SINKS", "sinks_ptr"),
+        ),
+        "rope of index heads": (layers.rope_store_heads, without(rope, "HAS_SCALES", "query_scales_ptr")),
+        "limited silu": (layers.activate_row, active | {"LIMIT": 7.0, "SLOPE": 1.702, "curve_ptr": None}),
     }
 
 
@@ -301,6 +325,7 @@ def kernels_besides_attention() -> dict[str, Made]:
     behind = norm | {"HAS_BEHIND": True, "FORM": int(NormForm.ONCE)}
     heads = {"ALL": 3 * HIDDEN, "QUERIES": HIDDEN, "KEYS": HIDDEN, "WIDTH": HIDDEN, "FORM": int(NormForm.ONCE)}
     active = {"INTERMEDIATE": INTERMEDIATE, "COLUMNS": layers.ACTIVE_COLUMNS, "HAS_GATES": True, "ACTIVATION": 0}
+    active |= {"LIMIT": 0.0, "SLOPE": 0.0}
     bent = active | {"HAS_GATES": False, "ACTIVATION": int(Activation.XIELU)}
     active |= {"curve_ptr": None}
     embed = {"HIDDEN": HIDDEN, "WIDTH": HIDDEN, "SCALE": 1.0}

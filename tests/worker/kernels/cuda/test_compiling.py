@@ -15,6 +15,7 @@ import pytest
 from tests import ROOT
 from tests.worker.kernels.cuda.kernel_constants import (
     OTHER_WIDTHS,
+    block_choice_kernels,
     coded_kernels,
     kernels,
     kernels_besides_attention,
@@ -84,6 +85,7 @@ IN_OTHER_FORMS = (  # their own form is compiled daily
     *(name for name in narrow_kernels("bf16") if "window" not in name),
     "choice of Gemma 4",
     *("kept latents beside index keys", "index scores of GLM 5"),
+    *("prefix of chosen blocks", "tail behind chosen blocks", "rope of index heads", "limited silu"),
     *("prefix", "sort of choices among 512 experts", "rope, packed", "rope with scales", "norm with biases"),
     *(name for name in wide_kernels("bf16") if not name.startswith(("linear", "sort of choices"))),
 )
@@ -168,10 +170,10 @@ def test_latent_attention_spills_nothing_and_fits_into_shared_memory(
 
 
 @KINDS
-def test_attention_of_wide_heads_spills_nothing_and_fits_into_shared_memory(
+def test_attention_of_wide_heads_and_to_blocks_spills_nothing_and_fits_into_shared_memory(
     compiled: Callable[..., list[Report]], dtype: str, capabilities: tuple[int, ...]
 ) -> None:
-    names = striped_kernels(dtype)
+    names = striped_kernels(dtype) | block_choice_kernels(dtype)
     reports = compiled(dtype, capabilities, *names)
     assert len(reports) == len(asked_for(capabilities, names)) * len(capabilities)
     assert all(fits(report) for report in reports), reports
@@ -337,7 +339,7 @@ def test_every_kernel_that_is_launched_is_among_them() -> None:
     assert launched == {kernel.__name__ for kernel, _ in kernels("bf16").values()}
     others = {*kernels_besides_attention(), *linear_kernels("bf16"), *packed_kernels(), *expert_kernels("bf16")}
     others |= {*coded_kernels("bf16"), *wide_kernels("bf16"), *latent_kernels("bf16"), *state_kernels("bf16")}
-    others |= {*striped_kernels("bf16"), *narrow_kernels("bf16")}
+    others |= {*striped_kernels("bf16"), *narrow_kernels("bf16"), *block_choice_kernels("bf16")}
     assert set(kernels("bf16")) == {*ATTENTION, *WIDE, *others}
     of_every_day = {kernel.__name__ for name, (kernel, _) in kernels("bf16").items() if name not in IN_OTHER_FORMS}
     assert launched == of_every_day

@@ -31,7 +31,7 @@ def plain_tensors(weights: StackedWeights) -> Iterator[torch.Tensor]:
         yield weights.ple.table
     for layer in weights.layers:
         found = (layer.input_norm, layer.mlp_norm, layer.output_norm, layer.down_norm, layer.shared_norm, layer.sinks)
-        found = (*found, *(layer.qk_norms or ()))
+        found = (*found, *(layer.qk_norms or ()), *(layer.index_norms or ()))
         if (experts := layer.experts) is not None:
             found = (*found, experts.router, experts.router_bias, experts.choice_bias, experts.router_scale)
             found = (*found, experts.choice_scales, experts.front_norm, experts.behind_norm)
