@@ -48,6 +48,7 @@ def extend(
     from swiftbatch.scheduler.driver.run_lease import RunLease, refuse_if_taken
     from swiftbatch.scheduler.runs.cancellation import find_jobs
     from swiftbatch.scheduler.runs.extension import extend_jobs
+    from swiftbatch.scheduler.runs.launch import refuse_launch
     from swiftbatch.scheduler.runs.run_manifest import refuse_changed_model
     from swiftbatch.scheduler.runs.submission import kv_room
     from swiftbatch.worker.model.model_files import locate_model
@@ -58,6 +59,7 @@ def extend(
     for custom_id in custom_ids:
         find_jobs(run, custom_id)
     refuse_changed_model(run)
+    refuse_launch(run, settings)
     files = locate_model(run.manifest.stored_model, is_whole=False)
     room = kv_room(run.manifest, files, settings)
     with showing as display, RunLease(run, may_take_over, forgets_cancel=True) as hold:

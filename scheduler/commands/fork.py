@@ -56,6 +56,7 @@ def fork(
     from swiftbatch.jobs.run.run import Run
     from swiftbatch.scheduler.driver.run_lease import RunLease, refuse_if_taken
     from swiftbatch.scheduler.runs.forking import forks
+    from swiftbatch.scheduler.runs.launch import refuse_launch
     from swiftbatch.scheduler.runs.run_manifest import computation_of, refuse_changed_model
     from swiftbatch.worker.model.model_files import locate_model
 
@@ -63,6 +64,7 @@ def fork(
     run = Run.open(run_uri, settings.start_retries)
     refuse_if_taken(run, may_take_over)  # before loading the model; the hold checks again
     refuse_changed_model(run)
+    refuse_launch(run, settings)
     check_engine(vars(computation_of(run.manifest, settings)))
     files = locate_model(run.manifest.stored_model, is_whole=False)
     with showing as display, RunLease(run, may_take_over, forgets_cancel=True) as hold:

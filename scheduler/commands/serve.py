@@ -9,14 +9,15 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from swiftbatch.scheduler.commands.options.launch_options import check_engine, receiver_of, runs_options
+from swiftbatch.scheduler.commands.options.launch_options import check_engine, make_settings, receiver_of, runs_options
 from swiftbatch.scheduler.commands.options.option_types import GroupedCommand, WholeNumber, all_of, options_of
 from swiftbatch.scheduler.commands.resume import resume
 from swiftbatch.scheduler.commands.submit import submit
 from swiftbatch.scheduler.commands.usage import usage
+from swiftbatch.scheduler.driver.run_limits import Limits
 from swiftbatch.scheduler.process.signals import INTERRUPTED
-from swiftbatch.scheduler.runs.run_settings import ServeOptions
-from swiftbatch.worker.config import Computation
+from swiftbatch.scheduler.runs.run_settings import ServeOptions, Settings
+from swiftbatch.worker.config import CheckpointSettings, Computation
 
 server_option = options_of("The server")
 OF_THE_SERVER = {  # options of `submit` that a batch or the server sets
@@ -117,7 +118,10 @@ def serve(context: click.Context, /, runs_uri: str, if_busy: str, **options: Any
     check_engine(context.params)
     _check_server(context.params["metrics_port"], options["max_running"])
     from swiftbatch.jobs.storage.store import Store
+    from swiftbatch.scheduler.runs.launch import refuse_runs
     from swiftbatch.scheduler.serve.server import serve
+
+    refuse_runs(_settings(context.params))
 
     try:
         serve(Store(runs_uri), said_options(options), _driver_options(context), if_busy == "wait", click.echo)
@@ -127,6 +131,13 @@ def serve(context: click.Context, /, runs_uri: str, if_busy: str, **options: Any
 
 serve.add_command(usage)
 serve.params += [option for option in submit.params if option.name not in OF_THE_SERVER]
+
+
+def _settings(params: dict[str, Any]) -> Settings:
+    """Return the settings that every batch will have."""
+    kinds = (Settings, Computation, CheckpointSettings, Limits)
+    names = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+    return make_settings(**{name: value for name, value in params.items() if name in names})
 
 
 def _check_server(metrics_port: int | None, max_running: int) -> None:

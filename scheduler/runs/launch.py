@@ -56,11 +56,13 @@ from swiftbatch.worker.kernels.gpu_kernel_choice import refuse_several_gpus
 from swiftbatch.worker.kv.kv_capacity import GB, KVRoomError, bytes_per_position, check_folder, refuse_other_caches
 from swiftbatch.worker.model.compute_path import path_on, refuse_on_gpu
 from swiftbatch.worker.model.decoder_config import read_decoder_config
-from swiftbatch.worker.model.model_files import CONFIG_FILES, model_folder, read_config
+from swiftbatch.worker.model.lora import locate_loras
+from swiftbatch.worker.model.model_files import CONFIG_FILES, locate_model, model_folder, read_config
 from swiftbatch.worker.model.rank_faults import ranks_fault
 
 AWAY_SECONDS = 2.0  # shorter failures pass unseen
 TOLD_SECONDS = 60.0
+MADE_FOR_CUDA = "the run was made for cuda, and this machine has no GPU; use --address or another run"
 
 
 @dataclass(frozen=True)
@@ -84,13 +86,17 @@ def refuse_start(run_uri: str, settings: Settings) -> None:
     """
     if Store(run_uri, settings.start_retries).exists(MANIFEST):
         return
-    device, is_here = settings.said.get("device", Computation.device), settings.address is None
     if settings.address is not None:
         refuse_unreachable(settings.address)
+    refuse_without_gpus(settings.said.get("device", Computation.device), settings)
+
+
+def refuse_without_gpus(device: str, settings: Settings) -> None:
+    """Raise ClusterError or ModelError if this machine lacks the GPUs that workers would have."""
+    is_here, num_each = settings.address is None, settings.num_gpus_per_worker or 1
     has_gpus = device != "cpu" and (not is_here or has_cuda())
     if device == "cuda" and not has_gpus:
         raise ClusterError("--device cuda: this machine has no GPU; use --address or --device cpu")
-    num_each = settings.num_gpus_per_worker or 1
     if not has_gpus:
         refuse_several_gpus(num_each, "the device is a CPU")
     elif is_here and (gpus := own_gpus()):  # none without NVML
@@ -103,6 +109,23 @@ def _refuse_few_gpus(num_wanted: int, num_gpus: int) -> None:
         raise ClusterError(
             f"--gpus-per-worker {num_wanted}: this machine has {num_gpus}; use fewer, or --address of a cluster"
         )
+
+
+def refuse_runs(settings: Settings) -> None:
+    """Raise ClusterError or ModelError if no run with these settings could start: its model, adapters or GPUs lack."""
+    refuse_without_gpus(settings.said.get("device", Computation.device), settings)
+    locate_model(settings.said.get("model", Computation.model), is_whole=False)
+    locate_loras(settings.said.get("lora", ()), {})
+
+
+def refuse_launch(run: Run, settings: Settings) -> None:
+    """Raise ClusterError, KVRoomError or ModelError if workers of a run could not start, before jobs are added."""
+    if run.manifest.device == "cuda" and settings.address is None and not has_cuda():
+        raise ClusterError(MADE_FOR_CUDA)
+    config = _engine_config(run.manifest, run.longest_job(), settings)
+    refuse_without_gpus(run.manifest.device, settings)
+    if config.num_gpus_per_worker > 1:
+        _refuse_unshared(run.manifest.stored_model, config)
 
 
 def launch(hold: RunLease, settings: Settings, display: Display) -> Outcome:
@@ -226,20 +249,16 @@ def _look_at_gpus(run: Run, config: EngineConfig, settings: Settings, cluster: C
     """Tell what is slow or lacks GPUs. Raises ClusterError and ModelError for workers that could not start."""
     num_each = config.num_gpus_per_worker
     if config.device == "cuda" and cluster.is_embedded and cluster.num_gpus == 0:
-        raise ClusterError("the run was made for cuda, and this machine has no GPU; use --address or another run")
+        raise ClusterError(MADE_FOR_CUDA)
     if not cluster.gives_gpus(config.device):
         refuse_several_gpus(num_each, "the device is a CPU")
         return
     if cluster.is_embedded:
         _refuse_few_gpus(num_each, cluster.num_gpus)
-    if num_each > 1 and config.linear == "cublas":
-        raise ModelError(
-            f"--gpus-per-worker {num_each}: this run multiplies with cuBLAS, which sums a GPU's part in another order; "
-            "leave it away, or give another run --linear triton"
-        )
+    slow = _refuse_unshared(run.manifest.stored_model, config)
     if num_each > 1 and settings.num_gpus_per_worker is None:
         display.note(GpusShareModel(num_each))
-    if slow := slow_on_gpu(run.manifest.stored_model, num_each):
+    if slow is not None:
         display.note(slow)
     if cluster.is_embedded and settings.num_workers > cluster.num_gpus // num_each:
         display.note(FewGpus(settings.num_workers, cluster.num_gpus, num_each))
@@ -257,6 +276,16 @@ def _most_positions(manifest: RunManifest, settings: Settings, cluster: Cluster)
     if num_bytes is None:
         raise KVRoomError(f"{asked}: the model's config does not say what a position takes; use --slots instead")
     return int(settings.kv_memory * GB / num_bytes)
+
+
+def _refuse_unshared(model: str, config: EngineConfig) -> SlowOnGpu | None:
+    """Return a warning as `slow_on_gpu` does. Raises ModelError if a worker's GPUs cannot share a run."""
+    if config.num_gpus_per_worker > 1 and config.linear == "cublas":
+        raise ModelError(
+            f"--gpus-per-worker {config.num_gpus_per_worker}: this run multiplies with cuBLAS, which sums a GPU's part "
+            "in another order; leave it away, or give another run --linear triton"
+        )
+    return slow_on_gpu(model, config.num_gpus_per_worker)
 
 
 def slow_on_gpu(model: str, num_gpus_per_worker: int) -> SlowOnGpu | None:

@@ -105,6 +105,15 @@ def test_each_job_that_can_t_go_on_is_told_of_with_its_reason_and_the_others_do(
     assert lines(run) == {"a": 7, "b": 30, "c": 25}
 
 
+@pytest.mark.parametrize("words", [("extend", "--max-tokens", "30", "b"), ("fork", "b", "--at", "10", "--seeds", "2")])
+def test_what_workers_cannot_have_is_refused_before_a_job_is_noted(finished: Run, words: tuple[str, ...]) -> None:
+    before, (command, *rest) = finished.jobs(), words
+    said = refusal(command, finished.store.uri, *rest, "--gpus-per-worker", "2")
+    assert "--gpus-per-worker 2: " in said
+    assert said.endswith("but the device is a CPU; leave it away")
+    assert finished.jobs() == before
+
+
 def test_more_tokens_than_the_model_has_positions_are_refused_for_that_job_alone(
     tmp_path: Path, tiny_model: Path
 ) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from swiftbatch.scheduler.commands.serve import _driver_options, serve
+from tests.scheduler.commands.command_parts import refusal
 
 
 def test_an_option_that_may_be_repeated_reaches_each_driver_as_often() -> None:
@@ -10,3 +13,17 @@ def test_an_option_that_may_be_repeated_reaches_each_driver_as_often() -> None:
     options = _driver_options(serve.make_context("serve", ["--runs", "folder", *given]))
     assert {"--lora=a=x", "--lora=b=org/y"} <= {*options.of_run}
     assert "--engine-option=nodes=8" in options.of_start
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--model", "/nowhere"), "model /nowhere: neither"),
+        (("--lora", "a=/nowhere"), "adapter a: /nowhere is no folder here"),
+        (("--device", "cpu", "--gpus-per-worker", "2"), "--gpus-per-worker 2: "),
+    ],
+    ids=lambda said: said[0] if isinstance(said, tuple) else "",
+)
+def test_what_no_batch_could_run_with_is_refused_before_the_server_starts(options: tuple[str, ...], said: str) -> None:
+    """Else the first batch would tell of it, hours later."""
+    assert said in refusal("serve", "--runs", "folder", *options)
