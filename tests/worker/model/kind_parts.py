@@ -247,7 +247,7 @@ and a row reads one line of it per layer. On a GPU, it is in the GPU's memory.
 
 MiMo-V2-Flash has heads of 192 with values of 128, and layers with windows have twice the heads of keys of others, and
 sinks. A cache's rows are as wide as keys, so a sixth of it holds zeros: 267 KB per position, and 28 KB behind the
-newest positions. It runs on GPUs, too. Refused are engines with trained parts, `--kv-offload` and `--attention flash`.
+newest positions. Refused are engines with trained parts, `--kv-offload`, `--attention flash` and several GPUs a worker.
 
 ## Layers with states
 
