@@ -221,7 +221,7 @@ def test_what_gpus_do_not_know_is_refused(files: ModelFiles) -> None:
     dense = kernel_config(config)
     assert dense is not None
     assert path_on("cuda", config).name == "kernels"
-    assert ranks_fault(dense, 2) == "its layers have heads of two widths, or indexers"
+    assert ranks_fault(dense, 2) == "its layers have heads of two forms, or indexers of blocks"
     three = config | {"num_key_value_heads": 3, "index_n_heads": 3, "num_attention_heads": 6}
     assert "found indexers for 3 heads of keys" in str(path_on("cuda", three).reason)
     weights = dense_weights(files, torch.bfloat16)
