@@ -200,6 +200,23 @@ def test_a_table_of_another_shape_is_refused(shape: tuple[int, int], folder: Pat
         loaded(write(tmp_path, SHORT, tensors), "float32")
 
 
+@pytest.mark.parametrize(
+    ("name", "damaged", "reason"),
+    [
+        ("layers.0.attn.kv_norm.weight", torch.ones(65), "found a norm of keys of 65, expected 64"),
+        ("hc_head_scale", torch.tensor([-torch.inf]), "hc_scale that are not finite"),
+        ("layers.1.hc_ffn_base", torch.full((24,), -torch.inf), "numbers in .* that are not finite"),
+    ],
+)
+def test_what_would_leave_logits_finite_is_refused(
+    name: str, damaged: torch.Tensor, reason: str, folder: Path, tmp_path: Path
+) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    assert name in tensors
+    with pytest.raises(ModelError, match=reason):
+        loaded(write(tmp_path, SHORT, tensors | {name: damaged}), "float32")
+
+
 def test_a_gpu_and_what_reads_a_part_of_a_cache_are_refused(folder: Path, tmp_path: Path) -> None:
     found = inspect_model(str(folder))
     assert found.cuda is not None
