@@ -19,6 +19,7 @@ from swiftbatch.worker.kernels.decoder_weights import (
     AdapterWeights,
     DecoderSizes,
     DecoderWeights,
+    ExpertWeights,
     LayerWeights,
     cache_stripes,
     float_shapes,
@@ -85,6 +86,7 @@ def check_layers(sizes: DecoderSizes, layers: list[LayerWeights]) -> None:
         raise ValueError("found a first layer without an indexer, expected one whose choice others use")
     check_weights((each for layer in layers for each in shapes(sizes, layer)), sizes.dtype)
     check_weights((each for layer in layers for each in _floats(sizes, layer)), torch.float32)
+    check_weights((_experts_of_tokens(sizes, each.experts) for each in layers if each.experts), torch.int32)
     if len(found := {layer.heads for layer in layers} - {None}) > 1:
         raise ValueError(f"found layers with {len(found)} sizes of heads of their own, expected one at most")
     for number, layer in enumerate(layers):
@@ -315,6 +317,10 @@ def _floats(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Wei
         yield from stream_shapes(sizes.streams, sizes.hidden, name, getattr(layer, name))
     if layer.mixer is not None:
         yield from recurrent_float_shapes(layer.mixer)
+
+
+def _experts_of_tokens(sizes: DecoderSizes, experts: ExpertWeights) -> tuple[str, Tensor | None, tuple[int, ...]]:
+    return "table of experts", experts.choices, (sizes.vocab, experts.routing.num_chosen)
 
 
 def conv_width_of(layers: Iterable[LayerWeights]) -> int | None:

@@ -346,6 +346,8 @@ def _attention(
     """Return a layer's linear layers and other parts of its attention, arranged for the kernels."""
     prefix = f"model.layers.{number}."
     if isinstance(dense.latent, CompressedConfig):
+        if (found := len(norms["key_norm"])) != dense.head_dim:
+            raise ValueError(f"found a norm of keys of {found}, expected {dense.head_dim}")
         key_norm = norms["key_norm"][dense.latent.order(dense.head_dim)]
         return compressed_weights(tensors, prefix, number, linears, dense.latent) | {"key_norm": key_norm}
     if dense.latent is None:

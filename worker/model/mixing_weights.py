@@ -131,7 +131,12 @@ def _pool(tensors: Mapping[str, Weight], prefix: str, order: list[int]) -> PoolW
 
 
 def stream_weights(tensors: Mapping[str, Weight], prefix: str) -> StreamWeights:
-    return StreamWeights(*(plain(tensors[prefix + part]).float() for part in STREAM_PARTS.values()))
+    """Collect the weights of streams. Raises ValueError for infinite ones, which would leave logits finite."""
+    stored = {prefix + part: plain(tensors[prefix + part]).float() for part in STREAM_PARTS.values()}
+    for name, each in stored.items():
+        if not each.isfinite().all():
+            raise ValueError(f"found numbers in {name} that are not finite")
+    return StreamWeights(*stored.values())
 
 
 def indexer_weights(tensors: Mapping[str, Weight], prefix: str, latent: MLAConfig) -> dict[str, Any]:

@@ -192,6 +192,31 @@ def test_a_table_chooses_the_experts_of_a_token(folder: Path, tmp_path: Path) ->
         loaded(write(tmp_path, SHORT, tensors), "float32")
 
 
+@pytest.mark.parametrize("shape", [(200, 2), (200, 4), (199, 3), (201, 3)])
+def test_a_table_of_another_shape_is_refused(shape: tuple[int, int], folder: Path, tmp_path: Path) -> None:
+    """The kernels would read behind its end, or experts of other tokens."""
+    tensors = load_file(folder / "model.safetensors") | {"layers.0.ffn.gate.tid2eid": torch.ones(shape).long()}
+    with pytest.raises(ModelError, match=r"found table of experts of torch.int32 .*, expected torch.int32 \[200, 3\]"):
+        loaded(write(tmp_path, SHORT, tensors), "float32")
+
+
+@pytest.mark.parametrize(
+    ("name", "damaged", "reason"),
+    [
+        ("layers.0.attn.kv_norm.weight", torch.ones(65), "found a norm of keys of 65, expected 64"),
+        ("hc_head_scale", torch.tensor([-torch.inf]), "hc_scale that are not finite"),
+        ("layers.1.hc_ffn_base", torch.full((24,), -torch.inf), "numbers in .* that are not finite"),
+    ],
+)
+def test_what_would_leave_logits_finite_is_refused(
+    name: str, damaged: torch.Tensor, reason: str, folder: Path, tmp_path: Path
+) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    assert name in tensors
+    with pytest.raises(ModelError, match=reason):
+        loaded(write(tmp_path, SHORT, tensors | {name: damaged}), "float32")
+
+
 def test_a_gpu_and_what_reads_a_part_of_a_cache_are_refused(folder: Path, tmp_path: Path) -> None:
     found = inspect_model(str(folder))
     assert found.cuda is not None
@@ -219,6 +244,7 @@ def test_a_gpu_and_what_reads_a_part_of_a_cache_are_refused(folder: Path, tmp_pa
         ({"compress_ratios": [0, 4]}, "layer_types = .*; expected a list of 6"),
         ({"compress_rates": {"compressed_sparse_attention": 4}}, "compress_rates = .* positive integers"),
         ({"compress_rates": {"compressed_sparse_attention": 256, "heavily_compressed_attention": 8}}, "512 positions"),
+        ({"compress_rope_theta": 1}, "compress_rope_theta = 1; expected a finite number above 0, other than 1"),
         ({"hc_mult": 17}, "found 17 streams"),
         ({"hc_sinkhorn_iters": 0}, "hc_sinkhorn_iters = 0"),
         ({"o_groups": 3}, "found 3 groups of 4 heads"),

@@ -25,7 +25,7 @@ from swiftbatch.worker.model.architectures.moe_layers import (
     experts_in_all_layers,
 )
 from swiftbatch.worker.model.architectures.spec import ArchitectureSpec, StreamSpec, WindowAngles
-from swiftbatch.worker.model.config_values import COUNT, POSITIVE, SIZE, Config, KeyRule, list_of_layers
+from swiftbatch.worker.model.config_values import BASE, COUNT, SIZE, Config, KeyRule, list_of_layers
 
 SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 SERIES = {SPARSE: 2, HEAVY: 1}  # of pooled keys, in layers that have some
@@ -188,7 +188,7 @@ class CompressedSpec(MLASpec):
         keys = ("q_lora_rank", "o_groups", "o_lora_rank", "qk_rope_head_dim", *INDEX_KEYS)
         rates = KeyRule("an object of positive integers", _are_rates)
         found: dict[Any, KeyRule | None] = dict.fromkeys(keys, SIZE)
-        return found | {"compress_rates": rates, "compress_rope_theta": POSITIVE}
+        return found | {"compress_rates": rates, "compress_rope_theta": BASE}
 
     def read(self, config: Config) -> CompressedConfig:
         if config["num_key_value_heads"] != 1:
