@@ -26,7 +26,7 @@ from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.model.text_config import text_view
 from tests.worker.model.expert_configs import write_experts
-from tests.worker.model.kind_parts import EACH_KIND, OURS_ALONE, save_tiny, tiny_config, tiny_target
+from tests.worker.model.kind_parts import save_tiny, tiny_config, tiny_target
 from tests.worker.model.latent_configs import WITH_INDEXERS as PUBLISHED_INDEXED
 from tests.worker.model.latent_configs import WITH_LATENTS
 from tests.worker.model.test_nested_models import publish, whole_model
@@ -87,7 +87,7 @@ def test_a_nested_model_is_counted_without_its_tower(tmp_path: Path) -> None:
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("kind", [each for each in EACH_KIND if each not in OURS_ALONE])
+@pytest.mark.parametrize("kind", [kind for kind, spec in ARCHITECTURES.items() if spec.needs_kernels is None])
 def test_the_path_that_is_told_is_the_one_that_is_taken(kind: str) -> None:
     """Kernels run the whole forward, only attention, or nothing."""
     variant = chosen_variant()
@@ -106,7 +106,7 @@ def test_the_path_that_is_told_is_the_one_that_is_taken(kind: str) -> None:
 def test_every_kind_that_the_kernels_do_not_take_has_its_reason() -> None:
     for kind in ARCHITECTURES:
         told = path_on("cuda", {"model_type": kind})
-        assert told.name == ("none" if ARCHITECTURES[kind].kernels_alone else "transformers")
+        assert told.name == ("none" if ARCHITECTURES[kind].needs_kernels else "transformers")
         assert told.reason != "its layers are of another form"
 
 
