@@ -15,7 +15,8 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
-from tests.worker.model.kind_parts import WINDOWS, save_tiny, tiny_config
+from tests.worker.model.kind_parts import save_tiny, tiny_config
+from tests.worker.model.kind_sizes import WINDOWS
 
 pytestmark = [
     pytest.mark.gpu,

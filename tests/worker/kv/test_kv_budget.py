@@ -175,12 +175,12 @@ def test_the_run_keeps_its_folder_and_a_resume_may_name_another(
     monkeypatch.chdir(tmp_path)
     manifest = submitted(jobs_file, tmp_path, model=str(tiny_model), kv_offload="kv").run.manifest
     assert manifest.kv_offload == str(tmp_path / "kv")
-    assert launch._engine_config(manifest, Settings()).kv_offload == str(tmp_path / "kv")
-    assert launch._engine_config(manifest, Settings({"kv_offload": "other"})).kv_offload == str(tmp_path / "other")
+    assert launch._engine_config(manifest, 0, Settings()).kv_offload == str(tmp_path / "kv")
+    assert launch._engine_config(manifest, 0, Settings({"kv_offload": "other"})).kv_offload == str(tmp_path / "other")
     (tmp_path / "kv").rmdir()
     with pytest.raises(KVRoomError, match="kv: No such file"):
-        launch._engine_config(manifest, Settings())
-    assert launch._engine_config(manifest, Settings(address="head:6379")).kv_offload == manifest.kv_offload
+        launch._engine_config(manifest, 0, Settings())
+    assert launch._engine_config(manifest, 0, Settings(address="head:6379")).kv_offload == manifest.kv_offload
 
 
 def test_runs_made_before_have_no_folder(tmp_path: Path) -> None:

@@ -149,7 +149,9 @@ def test_weights_that_the_kernels_multiply_otherwise_are_refused(name: str, tmp_
     key = "base_model.model.model.layers.1.mlp.gate"
     pair = {f"{key}.lora_A.weight": torch.zeros(8, 64), f"{key}.lora_B.weight": torch.zeros(4, 8)}
     write(tmp_path / "adapter", pair, r=8, lora_alpha=8, target_modules=["gate"])
-    words = "latent attention" if name == "DeepSeek R1" else "the kernels' other products take no adapters"
+    words = (
+        "latent or compressed attention" if name == "DeepSeek R1" else "the kernels' other products take no adapters"
+    )
     with pytest.raises(ModelError, match=words):
         TargetModel.load(
             locate_model(str(tmp_path / "model")), "float32", "cpu", loras=located(own=tmp_path / "adapter")
