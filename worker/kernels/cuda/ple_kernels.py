@@ -23,7 +23,7 @@ HALF_ROOT = tl.constexpr(0.7071067690849304)  # the root of 1/2 in float32
 
 @dataclass(frozen=True)
 class StackedPLE:
-    """What all layers share of per-layer embeddings."""
+    """Parts of per-layer embeddings that all layers share."""
 
     projection: AnyLinear  # [num_layers * ple_dim, hidden]
     table: Tensor  # [vocab, num_layers * ple_dim]
