@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import subprocess
-
 import pytest
 
-from tests.k8s.chart import CHART, OVERLAYS, rendered, require
+from tests.k8s.chart import CHART, OVERLAYS, rendered, run_helm
 from tests.k8s.kubernetes_parts import Object, commands, one, pods, ray_containers, render, validate
 from tests.readme.command_lines import options
 
@@ -12,8 +10,7 @@ QUEUE = "kueue.x-k8s.io/queue-name"
 
 
 def test_helm_finds_no_fault_in_the_chart() -> None:
-    require("helm")
-    process = subprocess.run(["helm", "lint", "--strict", str(CHART)], capture_output=True, text=True, timeout=60)
+    process = run_helm("lint", "--strict", str(CHART))
     assert process.returncode == 0, process.stdout
 
 

@@ -183,8 +183,8 @@ def test_objects_with_these_values_are_sound_and_have_the_labels_of_helm(version
 @pytest.mark.parametrize("num_gpus", [0, 1, 2, 8])
 def test_a_pod_s_gpus_are_those_of_its_worker(num_gpus: int) -> None:
     objects = rendered(None, f"workers.gpus={num_gpus}", "serve.enabled=true", "serve.keysSecret=keys")
-    assert {options(words)["num_gpus_per_worker"] for words in commands(objects).values()} == {max(1, num_gpus)}
-    assert settings(objects)["SWIFTBATCH_OPTIONS"].count("--gpus-per-worker") == (num_gpus > 1)
+    assert {options(words)["num_gpus_per_worker"] for words in commands(objects).values()} == {num_gpus or None}
+    assert settings(objects)["SWIFTBATCH_OPTIONS"].count("--gpus-per-worker") == bool(num_gpus)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ app.kubernetes.io/component: {{ . }}
 {{- $hasGpu := gt (int .Values.workers.gpus) 0 -}}
 --model {{ .Values.model }} --device {{ ternary "cuda" "cpu" $hasGpu }}
 {{- printf " --threads %v --workers %v" .Values.workers.cpu .Values.workers.max }}
-{{- if gt (int .Values.workers.gpus) 1 }} --gpus-per-worker {{ .Values.workers.gpus }}{{ end }}
+{{- if $hasGpu }} --gpus-per-worker {{ .Values.workers.gpus }}{{ end }}
 {{- with .Values.slots | default (ternary nil 4 $hasGpu) }} --slots {{ . }}{{ end }}
 {{- printf " --grace-seconds %v" .Values.graceSeconds }}
 {{- end }}
