@@ -18,7 +18,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parent / "source"
 LIBRARIES = Path(__file__).parent / "lib"
 X86_MACHINES = ("x86_64", "AMD64")
-AVX2 = ("-mavx2", "-mfma")
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 AVX512_BF16 = (*AVX512, "-mavx512bf16", "-mavx512vnni")
 X86_FLAGS = {

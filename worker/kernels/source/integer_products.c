@@ -6,7 +6,7 @@
 #include "integers.h"
 #include "quantized_part.h"
 
-enum { DEPTH_OF_SLICE = 1024 };  // of so much, all rows of a forward stay in the caches
+enum { DEPTH_OF_SLICE = 256, ROWS_OF_SLICE = 32 };  // of so much, all rows of a forward stay in the L1 cache
 #define LEAST_MAGNITUDE 1e-30f   // below it a piece counts as zeros
 
 // Returns the largest magnitude; larger than all numbers are infinity and NaN.
@@ -59,32 +59,50 @@ static weight_form weight_form_of(const quantized_part *part) {
     return FROM_0_TO_15;
 }
 
-// Adds a quad of weights, times the numbers of all rows at a place of their piece.
-INLINE void add_quad(const int rows, const weight_form form, quads weights, const row_piece *const pieces[], int place,
-                     sums_of_eight_bits sums[]) {
-    if (form != FROM_0_TO_15) weights = signed_weights(weights);
+#define IN_MEMORY(data) __asm__ volatile("" ::"r"(data) : "memory")  // from here on, LOAD_AGAIN holds for the data too
+
+INLINE bool is_half(const weight_form form) { return form == FROM_0_TO_15 || form == IN_TABLE; }
+
+// Unpacks two quads of 4 bits from `both`.
+INLINE void unpack_two(const weight_form form, quads both, const int8_t *table, quads out[2]) {
+    out[0] = quads_low(both);
+    out[1] = quads_high(both);
+    for (int i = 0; form == IN_TABLE && i < 2; i++) out[i] = quads_lookup(out[i], table);
+}
+
+// Adds a quad of weights, or two of NARROW_SIGNED, times the numbers of some rows at a place of their piece.
+INLINE void add_quads(const int rows, const weight_form form, const quads *weights, const row_piece *const pieces[],
+                      int place, sums_of_eight_bits sums[]) {
+    const quads given = form == FROM_0_TO_15 || form == NARROW_SIGNED ? weights[0] : signed_weights(weights[0]);
     for (int r = 0; r < rows; r++) {
         const int8_t *numbers = pieces[r]->numbers + place;
-        sums[r] = form == FROM_0_TO_15 ? add_small(sums[r], weights, numbers) : add_signed(sums[r], weights, numbers);
+        if (form == NARROW_SIGNED) sums[r] = add_narrow(sums[r], given, weights[1], numbers);
+        else if (form == FROM_0_TO_15) sums[r] = add_small(sums[r], given, numbers);
+        else sums[r] = add_signed(sums[r], given, numbers);
     }
 }
 
-// Adds `deep` k from `place` in a piece on.
-INLINE void add_quads(const int rows, const weight_form form, const int deep, const int8_t *table, const uint8_t *codes,
-                      const row_piece *const pieces[], int place, sums_of_eight_bits sums[]) {
-    const bool is_half = form == FROM_0_TO_15 || form == IN_TABLE;
-#pragma GCC unroll 4
-    for (int k = 0; form == NARROW_SIGNED && k < deep; k += 2 * QUAD, codes += 2 * QUADS_BYTES) {
-        quads first = quads_load(codes), second = quads_load(codes + QUADS_BYTES);
-        for (int r = 0; r < rows; r++) sums[r] = add_narrow(sums[r], first, second, pieces[r]->numbers + place + k);
-    }
+// Adds the weights of `deep` k, times the numbers of some rows from `place` in their piece on.
+INLINE void add_weights(const int rows, const weight_form form, const int deep, const bool is_few, const int8_t *table,
+                        const uint8_t *codes, const row_piece *const pieces[], int place, sums_of_eight_bits sums[]) {
+    const bool is_packed = is_few && is_half(form);
+    const int step = is_packed || form == NARROW_SIGNED ? 2 : 1;
 #pragma GCC unroll 8
-    for (int k = 0; form != NARROW_SIGNED && k < deep; k += is_half ? 2 * QUAD : QUAD, codes += QUADS_BYTES) {
-        quads both = quads_load(codes), low = is_half ? quads_low(both) : both;
-        add_quad(rows, form, form == IN_TABLE ? quads_lookup(low, table) : low, pieces, place + k, sums);
-        if (!is_half) continue;
-        quads high = quads_high(both);
-        add_quad(rows, form, form == IN_TABLE ? quads_lookup(high, table) : high, pieces, place + k + QUAD, sums);
+    for (int i = 0; i < deep / QUAD; i += step) {
+        quads weights[2];
+        if (!is_few) LOAD_AGAIN();  // else all weights would be loaded first, and pushed out of the registers
+        if (is_packed) unpack_two(form, quads_load(codes + i / 2 * QUADS_BYTES), table, weights);
+        for (int j = 0; !is_packed && j < step; j++) weights[j] = quads_load(codes + (i + j) * QUADS_BYTES);
+        add_quads(rows, form, weights, pieces, place + i * QUAD, sums);
+        if (is_packed) add_quads(rows, form, weights + 1, pieces, place + (i + 1) * QUAD, sums);
+    }
+}
+
+INLINE void unpack_piece(const weight_form form, const int deep, const int8_t *table, const uint8_t *codes, uint8_t *out) {
+    for (int k = 0; k < deep; k += 2 * QUAD, codes += QUADS_BYTES, out += 2 * QUADS_BYTES) {
+        quads weights[2];
+        unpack_two(form, quads_load(codes), table, weights);
+        memcpy(out, weights, sizeof weights);
     }
 }
 
@@ -93,25 +111,35 @@ typedef struct {
     vec scale, offset;
 } group_scales;
 
-// Adds the product of `deep` k from `place` on: a piece, or half of it.
-INLINE void add_piece(const int rows, const weight_form form, const int deep, const quantized_part *part,
-                      const group_scales *scales, const uint8_t *codes, const row_piece *const pieces[], int place,
-                      vec out[]) {
-    const int which = deep == ROW_PIECE ? 2 : place / HALF_OF_PIECE;
+// Weights of a piece, or of half of it, in a block.
+typedef struct {
+    const quantized_part *part;
+    const uint8_t *codes;
+    group_scales scales;
+    int place;  // within a row's piece
+} weights_of_piece;
+
+// Adds to C the product of a piece with some rows.
+INLINE void add_piece(const int rows, const weight_form form, const int deep, const bool is_few,
+                      const weights_of_piece *piece, const char *from, long row_bytes, vec out[]) {
+    const int which = deep == ROW_PIECE ? 2 : piece->place / HALF_OF_PIECE, place = deep == ROW_PIECE ? 0 : piece->place;
+    const row_piece *pieces[MOST_INTEGER_ROWS];
     sums_of_eight_bits sums[MOST_INTEGER_ROWS];
     for (int r = 0; r < rows; r++) {
+        pieces[r] = (const row_piece *)(from + r * row_bytes);
         const int32_t *halves = pieces[r]->sums;
         int32_t of_row = deep == ROW_PIECE ? halves[0] + halves[1] : halves[which];
         sums[r] = form == FROM_0_TO_15 || form == NARROW_SIGNED ? small_begin() : signed_begin(of_row);
         if (form == UNSIGNED) sums[r] = add_everywhere(sums[r], 128 * of_row);
         if (form == NARROW_SIGNED) sums[r] = add_everywhere(sums[r], -32 * of_row);
     }
-    add_quads(rows, form, deep, part->whole_table, codes, pieces, place, sums);
+    add_weights(rows, form, deep, is_few, piece->part->whole_table, piece->codes, pieces, place, sums);
     for (int r = 0; r < rows; r++) {
         vec sum = form == FROM_0_TO_15 ? small_end(sums[r]) : signed_end(sums[r]);
-        out[r] = vec_fma(sum, vec_mul(scales->scale, vec_set(pieces[r]->scale)), out[r]);
-        if (part->has_offsets) out[r] = vec_fma(scales->offset, vec_set(pieces[r]->scaled[which]), out[r]);
+        out[r] = vec_fma(sum, vec_mul(piece->scales.scale, vec_set(pieces[r]->scale)), out[r]);
     }
+    for (int r = 0; piece->part->has_offsets && r < rows; r++)
+        out[r] = vec_fma(piece->scales.offset, vec_set(pieces[r]->scaled[which]), out[r]);
 }
 
 INLINE group_scales scales_at(const weight_form form, const quantized_part *part, const uint8_t *header, int group) {
@@ -121,62 +149,85 @@ INLINE group_scales scales_at(const weight_form form, const quantized_part *part
     return scales;
 }
 
-// Some rows of A, and where their sums go.
+// Some rows of A, and where their sums with a block go.
 typedef struct {
     const char *rows;
     float *out;
     long row_bytes, out_stride;
-} some_rows_of_8_bits;
+    int num_rows;
+} rows_of_8_bits;
 
-// Adds to C, or begins it at k = 0, the product of rows and of a block from k to `end`, whole stretches.
+#define ADD_TO_ROWS(NUM_ROWS)                                                                             \
+    for (; NUM_ROWS <= MOST_INTEGER_ROWS && job->num_rows - r >= NUM_ROWS; r += NUM_ROWS)                 \
+    add_piece(NUM_ROWS <= MOST_INTEGER_ROWS ? NUM_ROWS : 1, form, deep, false, piece, from + r * job->row_bytes, \
+              job->row_bytes, out + r)
+
+// Adds to sums the product of a piece, whose weights are unpacked once, with many rows.
+INLINE void add_to_many(const weight_form form, const int deep, weights_of_piece *piece, const char *from,
+                        const rows_of_8_bits *job, vec out[]) {
+    uint8_t unpacked[ROW_PIECE * LANES];
+    if (is_half(form)) {
+        unpack_piece(form, deep, piece->part->whole_table, piece->codes, unpacked);
+        IN_MEMORY(unpacked);
+        piece->codes = unpacked;
+    }
+    int r = 0;
+    ADD_TO_ROWS(8);
+    ADD_TO_ROWS(4);
+    ADD_TO_ROWS(2);
+    ADD_TO_ROWS(1);
+}
+
+// Adds to C the product of a block, from k to `end` (whole stretches), with `rows` of A; 0: with all of many rows.
 INLINE void multiply_slice(const int rows, const weight_form form, const int deep, quantized_block block, int k, int end,
-                           const some_rows_of_8_bits *job) {
+                           const rows_of_8_bits *job) {
     const quantized_part *part = block.part;
-    const int bits = code_bits(part->code);
+    const int bytes = deep * LANES * code_bits(part->code) / 8, num_rows = rows ? rows : job->num_rows;
     const uint8_t *from = block.data + codes_at(part, k) - part->header_bytes;
-    vec out[MOST_INTEGER_ROWS];
-    for (int r = 0; r < rows; r++) out[r] = k ? vec_load(job->out + r * job->out_stride) : vec_set(0.0f);
+    vec out[ROWS_OF_SLICE];
+    for (int r = 0; r < num_rows; r++) out[r] = k ? vec_load(job->out + r * job->out_stride) : vec_set(0.0f);
     while (k < end) {
         const uint8_t *header = from;
         from += part->header_bytes;
         for (int group = 0; group < part->groups_together; group++) {
             group_scales scales = scales_at(form, part, header, group);
-            for (int i = 0; i < part->group_size; i += deep, k += deep, from += deep * LANES * bits / 8) {
-                const row_piece *pieces[MOST_INTEGER_ROWS];
-                for (int r = 0; r < rows; r++)
-                    pieces[r] = (const row_piece *)(job->rows + r * job->row_bytes) + k / ROW_PIECE;
-                for (int ahead = 0; ahead < deep * LANES * bits / 8; ahead += CACHE_LINE)
+            for (int i = 0; i < part->group_size; i += deep, k += deep, from += bytes) {
+                weights_of_piece piece = {part, from, scales, k % ROW_PIECE};
+                const char *numbers = job->rows + k / ROW_PIECE * (long)sizeof(row_piece);
+                for (int ahead = 0; ahead < bytes; ahead += CACHE_LINE)
                     __builtin_prefetch(from + READ_AHEAD + ahead, 0, 2);
-                add_piece(rows, form, deep, part, &scales, from, pieces, deep == ROW_PIECE ? 0 : k % ROW_PIECE, out);
+                if (rows) add_piece(rows, form, deep, true, &piece, numbers, job->row_bytes, out);
+                else add_to_many(form, deep, &piece, numbers, job, out);
             }
         }
     }
-    for (int r = 0; r < rows; r++) vec_store(job->out + r * job->out_stride, out[r]);
+    for (int r = 0; r < num_rows; r++) vec_store(job->out + r * job->out_stride, out[r]);
 }
 
-#define SLICE_OF_ROWS(NUM_ROWS)                                                                             \
-    for (; NUM_ROWS <= MOST_INTEGER_ROWS && num_rows - r >= NUM_ROWS; r += NUM_ROWS)                        \
-    multiply_slice(NUM_ROWS <= MOST_INTEGER_ROWS ? NUM_ROWS : 1, form, deep, block, k, end,                 \
-                   &(some_rows_of_8_bits){job->rows + r * job->row_bytes, job->out + r * job->out_stride, \
-                                          job->row_bytes, job->out_stride})
+#define SLICE_OF_ROWS(NUM_ROWS)                                                                                      \
+    for (; NUM_ROWS <= MOST_INTEGER_ROWS && job.num_rows >= NUM_ROWS;                                                \
+         job.num_rows -= NUM_ROWS, job.rows += NUM_ROWS * job.row_bytes, job.out += NUM_ROWS * job.out_stride)       \
+    multiply_slice(NUM_ROWS <= MOST_INTEGER_ROWS ? NUM_ROWS : 1, form, deep, block, k, end, &job)
 
-INLINE void multiply_rows(const weight_form form, const int deep, quantized_block block, int num_rows, int k, int end,
-                          const some_rows_of_8_bits *job) {
-    int r = 0;
+INLINE void multiply_rows(const weight_form form, const int deep, quantized_block block, int k, int end,
+                          rows_of_8_bits job) {
+    if (job.num_rows > MOST_INTEGER_ROWS) {
+        multiply_slice(0, form, deep, block, k, end, &job);
+        return;
+    }
     SLICE_OF_ROWS(8);
     SLICE_OF_ROWS(4);
     SLICE_OF_ROWS(2);
     SLICE_OF_ROWS(1);
 }
 
-#define MULTIPLY_FORM(FORM)                                                              \
-    case FORM:                                                                           \
-        if (block.part->group_size == HALF_OF_PIECE) multiply_rows(FORM, HALF_OF_PIECE, block, num_rows, k, end, job); \
-        else multiply_rows(FORM, ROW_PIECE, block, num_rows, k, end, job);                        \
+#define MULTIPLY_FORM(FORM)                                                                                  \
+    case FORM:                                                                                               \
+        if (block.part->group_size == HALF_OF_PIECE) multiply_rows(FORM, HALF_OF_PIECE, block, k, end, job); \
+        else multiply_rows(FORM, ROW_PIECE, block, k, end, job);                                             \
         break
 
-static void multiply_block(weight_form form, quantized_block block, int num_rows, int k, int end,
-                           const some_rows_of_8_bits *job) {
+static void multiply_block(weight_form form, quantized_block block, int k, int end, rows_of_8_bits job) {
     switch (form) {
         MULTIPLY_FORM(FROM_0_TO_15);
         MULTIPLY_FORM(IN_TABLE);
@@ -192,10 +243,14 @@ void integer_multiply(const quantized_block *blocks, int count, int rows, const 
     weight_form form = weight_form_of(part);
     int stretch = part->group_size * part->groups_together;
     int step = rows <= MOST_INTEGER_ROWS ? part->depth : (int)round_up(DEPTH_OF_SLICE, stretch);
-    for (int k = 0; k < part->depth; k += step) {
-        int end = part->depth - k < step ? part->depth : k + step;
-        for (int n = 0; n < count; n++)
-            multiply_block(form, blocks[n], rows, k, end,
-                           &(some_rows_of_8_bits){a, c + n * LANES, row_bytes, ldc});
+    for (int r = 0; r < rows; r += ROWS_OF_SLICE) {
+        rows_of_8_bits job = {(const char *)a + r * row_bytes, NULL, row_bytes, ldc, rows - r < ROWS_OF_SLICE ? rows - r : ROWS_OF_SLICE};
+        for (int k = 0; k < part->depth; k += step) {
+            int end = part->depth - k < step ? part->depth : k + step;
+            for (int n = 0; n < count; n++) {
+                job.out = c + r * ldc + n * LANES;
+                multiply_block(form, blocks[n], k, end, job);
+            }
+        }
     }
 }

@@ -114,9 +114,13 @@ static size_t number_bytes(const matrix *matrix) {
     return uses_bf16_products(matrix) ? sizeof(bf16) * (size_t)packed_depth(matrix) : sizeof(float) * (size_t)matrix->depth;
 }
 
+// An odd multiple of APART is between rows: a slice of their pieces else falls on the same lines of a cache.
+enum { APART = 512 };
+
 size_t multiplied_bytes(const matrix *matrix) {
-    size_t pieces = matrix->has_integers ? (size_t)matrix->depth / ROW_PIECE : 0;
-    return number_bytes(matrix) + pieces * sizeof(row_piece);
+    if (!matrix->has_integers) return number_bytes(matrix);
+    size_t bytes = number_bytes(matrix) + (size_t)matrix->depth / ROW_PIECE * sizeof(row_piece);
+    return bytes / APART % 2 ? bytes / APART * APART + 2 * APART : bytes / APART * APART + APART;
 }
 
 // As bf16, padded with zeros to the packed depth, where products take it. Then in 8 bits if some blocks take these.

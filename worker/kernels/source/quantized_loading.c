@@ -237,8 +237,8 @@ quantized_part *quantized_new(const quantized_rows *rows, int depth, int count, 
     part->block_bytes = part->stretch_bytes * (depth / stretch);
     part->data = weights_take((size_t)(num_blocks * part->block_bytes));
     memcpy(part->table, rows->table, sizeof(float) << bits);
-    if (bits == 4 && part->fate == AS_INTEGERS) find_wholes(part);
-    else if (bits == 4 && HAS_LINEAR && is_linear(part->table)) part->code = CODE_LINEAR;
+    if (bits == 4) find_wholes(part);
+    if (bits == 4 && part->fate != AS_INTEGERS && HAS_LINEAR && is_linear(part->table)) part->code = CODE_LINEAR;
     part->is_narrow = part->fate == AS_INTEGERS && part->code == CODE_INT8 && are_narrow(rows->codes, (long)count * depth);
     part->like = first_like(part);
     int most_abreast = part->fate == AS_INTEGERS ? 1 : MOST_ABREAST;  // integers are read block by block

@@ -30,7 +30,7 @@ struct quantized_part {
     bool is_narrow;  // AS_INTEGERS: codes from -32 to 31 (Q5_0, Q6_K), stored 32 larger
     fate fate;
     float table[256];
-    int8_t whole_table[LANES];  // AS_INTEGERS: `table` of 4 bits in multiples of `unit`
+    int8_t whole_table[LANES];  // `table` of 4 bits in multiples of `unit`
     float unit;
     quantized_part *next;
     const quantized_part *like;  // the matrix's first part with the same layout, maybe itself

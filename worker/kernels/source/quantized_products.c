@@ -5,7 +5,7 @@ typedef struct {
     vec scale[2], offset[2];
 } group_numbers;
 
-INLINE codebook book_of(const quantized_part *part) { return (codebook){vec_load(part->table), part->table}; }
+INLINE codebook book_of(const quantized_part *part) { return (codebook){vec_load(part->table), part->table, part->whole_table}; }
 
 // Spreads numbers to the lanes of both vectors of a step.
 INLINE void spread_lanes(const int fate, vec numbers, vec out[2]) {
@@ -34,6 +34,7 @@ INLINE group_numbers numbers_of_group(const int code, const int fate, const quan
     group_numbers numbers;
     vec scale = numbers_at(part, header, group);
     if (code == CODE_E4M3) scale = vec_mul(scale, vec_set(E4M3_UNIT));
+    if (code == CODE_TABLE && HAS_WHOLES) scale = vec_mul(scale, vec_set(part->unit));
     spread_lanes(fate, scale, numbers.scale);
     const uint8_t *offsets = header + part->header_bytes / 2;
     spread_lanes(fate, part->has_offsets ? numbers_at(part, offsets, group) : vec_set(-0.0f), numbers.offset);
@@ -41,7 +42,7 @@ INLINE group_numbers numbers_of_group(const int code, const int fate, const quan
 }
 
 INLINE void next_weights(const int code, const int fate, codebook book, const group_numbers *group, const uint8_t *from,
-                         const int step, words *held, vec out[2]) {
+                         const int step, words held[2], vec out[2]) {
     unpack(code, book, from, step, held, out);
     for (int i = 0; i < 2; i++) {
         out[i] = vec_fma(out[i], group->scale[i], group->offset[i]);
@@ -120,14 +121,16 @@ INLINE void add_group(const int rows, const int count, const int code, const int
         groups[n] = numbers_of_group(code, fate, part, state->headers + n * part->header_bytes, group);
     for (int i = 0; i < part->group_size; i += span) {
         const uint8_t *from = state->from + place * bytes;
-        words held[MOST_FEW_BLOCKS];
+        words held[MOST_FEW_BLOCKS][2];
         ask_ahead(state, MOST_ABREAST * bytes);
 #pragma GCC unroll 4
         for (int step = 0; step < span / 2; step++, state->offset += step_bytes) {
-            if (!HOLDS_WORDS) LOAD_AGAIN();
+#if defined(__AVX512F__)
+            LOAD_AGAIN();
+#endif
             for (int n = 0; n < count; n++) {
                 vec weights[2];
-                next_weights(code, fate, book, &groups[n], from + n * bytes, step, &held[n], weights);
+                next_weights(code, fate, book, &groups[n], from + n * bytes, step, held[n], weights);
                 add_step(fate, rows, weights, state->a, state->offset, state->sums[n]);
             }
         }
@@ -217,11 +220,11 @@ INLINE void fill_panel(const int code, const int fate, quantized_block block, in
         end = (group + 1) * part->group_size;
         if (end > first + count) end = first + count;
         for (int i = k; i < end; i += span, from += abreast * bytes) {
-            words held;
+            words held[2];
 #pragma GCC unroll 4
             for (int step = 0; step < span / 2; step++) {
                 vec weights[2];
-                next_weights(code, fate, book, &numbers, from, step, &held, weights);
+                next_weights(code, fate, book, &numbers, from, step, held, weights);
                 out = store_step(fate, weights, out);
             }
         }
@@ -308,7 +311,7 @@ void quantized_multiply(const quantized_block *blocks, int count, int behind, in
         MULTIPLY(CODE_UINT8, EXACT);
         MULTIPLY(CODE_E4M3, NARROW);
         MULTIPLY(CODE_E4M3, EXACT);
-#if HAS_LINEAR
+#if !defined(__AVX512F__)
         MULTIPLY(CODE_LINEAR, NARROW);
         MULTIPLY(CODE_LINEAR, EXACT);
 #endif
