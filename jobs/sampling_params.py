@@ -289,7 +289,6 @@ class SamplingParams(Strict):
                 raise FieldError(name, f"found {found} with a structured output, {expected}")
 
     def with_own(self, max_tokens: int, seed: int) -> Self:
-        """Return a copy with this `max_tokens` and `seed`, which must be valid."""
         return of_checked(type(self), {**self.__dict__, "max_tokens": max_tokens, "seed": seed})
 
     @property

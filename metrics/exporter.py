@@ -119,7 +119,6 @@ def _family(
 
 
 def _sample(value: Value) -> tuple[Any, ...]:
-    """Return the arguments of `add_metric` for a value."""
     if isinstance(value, Histogram):
         return _buckets(value), value.total
     if isinstance(value, Summary):

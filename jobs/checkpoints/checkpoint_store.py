@@ -91,7 +91,6 @@ class CheckpointStore:
         return sorted(int(name) for name in self._store.list(f"checkpoints/{job_id}") if name.isdecimal())
 
     def history(self, job_id: str) -> list[AttemptRecord]:
-        """Return the attempts with files, oldest first."""
         numbers, identity = self.attempts(job_id), self._identity(job_id)
         return [
             read_attempt(self._store, self._files, _folder(job_id, number), numbers, index, identity)

@@ -97,7 +97,6 @@ CALLED = "tool_calls"  # finish reason of a text with calls, in place of "stop"
 
 
 def message_of(text: str, reasoning: Reasoning | None, calls: ToolCalls | None = None) -> dict[str, Any]:
-    """Return a chat's answer."""
     thought = None if reasoning is None else reasoning.text
     message: dict[str, Any] = {"role": "assistant", "content": text if reasoning is None else reasoning.content}
     if calls is not None:

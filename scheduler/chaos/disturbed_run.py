@@ -180,7 +180,6 @@ class DisturbedRun:
         return Run.open(self._run_uri, STORE_RETRIES)
 
     def _end_driver(self, number: signal.Signals, _workers: Sequence[object]) -> str:
-        """Signal the driver and start another one."""
         pid = self._driver.pid
         self._driver.signal(number)
         while not self._driver.has_ended:

@@ -136,7 +136,6 @@ class Cluster:
         return 0 if self.is_embedded else 1
 
     def gives_gpus(self, device: str) -> bool:
-        """Return whether workers get GPUs."""
         return device == "cuda" or (device == "auto" and self.num_gpus > 0)
 
 

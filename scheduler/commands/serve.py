@@ -134,7 +134,6 @@ serve.params += [option for option in submit.params if option.name not in OF_THE
 
 
 def _settings(params: dict[str, Any]) -> Settings:
-    """Return the settings that every batch will have."""
     kinds = (Settings, Computation, CheckpointSettings, Limits)
     names = {field.name for kind in kinds for field in dataclasses.fields(kind)}
     return make_settings(**{name: value for name, value in params.items() if name in names})

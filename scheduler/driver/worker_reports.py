@@ -126,7 +126,6 @@ class AttemptSettlement:
             self._display.note(JobFinished(job.name, num_generated_tokens))
 
     def take_results(self, job_ids: Iterable[str]) -> None:
-        """Count jobs that have a result."""
         asked = list(job_ids)
         for job_id, line in zip(asked, self._run.result_lines(asked) if asked else (), strict=True):
             if line is not None:

@@ -33,7 +33,6 @@ class StreamSearch:
         self._tail = self._last(stream.feed(token_ids[num_skipped:]))
 
     def push(self, token_id: int) -> bool:
-        """Add a token; return whether it completes a stop string."""
         characters = self._stream.push(token_id)
         if not characters:
             return False

@@ -65,7 +65,6 @@ def share_of(samples: Samples) -> Samples:
 
 
 def total(value: torch.Tensor) -> torch.Tensor:
-    """Return the sum over all processes."""
     if distributed.is_initialized():
         value = value.clone()
         distributed.all_reduce(value)

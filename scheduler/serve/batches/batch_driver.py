@@ -103,7 +103,6 @@ class DriverProcess:
         self._send(signal.SIGKILL)
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to `seconds`; return whether the process ended."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, seconds))
         return self._process.poll() is not None

@@ -183,7 +183,6 @@ def _reason_to_end(batch: Batch, driver: DriverProcess | None) -> Reason | None:
 
 
 def _never_run(batch: Batch, reason: Reason, driver: DriverProcess | None) -> Ended:
-    """Make the end of a batch whose input was not read."""
     if batch.cancellation is not None:
         return _at_once("cancelled", Counts())
     problem, bad_input = ("", None) if driver is None else (driver.problem, driver.bad_input)

@@ -66,7 +66,6 @@ class BatchSupervisor:
         self._news.set()
 
     def look_again(self) -> None:
-        """Look at all batches soon."""
         self._news.set()
 
     def course(self, batch_id: str) -> Course | None:

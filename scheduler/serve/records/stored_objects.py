@@ -271,7 +271,6 @@ class Batch:
         return self._deadline.seconds_left()
 
     def has_expired(self) -> bool:
-        """Return whether its time limit has passed."""
         return self._deadline.has_passed()
 
 
@@ -350,7 +349,6 @@ class Batches(Catalogue[Batch]):
         return Store(joined(self._store.uri, f"{BATCHES}/{batch_id}"))
 
     def _read(self, name: str) -> Batch | None:
-        """Return None without a record."""
         store = self._folder(name)
         record = read_record(store, BATCH, BatchRecord)
         if record is None:

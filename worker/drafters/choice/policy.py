@@ -59,7 +59,6 @@ class TokenRate:
     """The tokens per second of the latest calls, with the time of delayed calls capped."""
 
     def __init__(self, before: TokenRate | None = None) -> None:
-        """Begin with the calls of `before`, or with none."""
         self._calls: deque[tuple[StepCall, float]] = deque(before._calls if before else (), maxlen=NUM_KEPT)
         self.num_calls = len(self._calls)
         self._value, self._num_known = 0.0, 0  # and the calls that it was found by
@@ -101,7 +100,6 @@ class StepTimes:
         kept.append(min(seconds - expected, MOST_BESIDE * expected))
 
     def is_known(self, way: str) -> bool:
-        """Return whether enough steps of this way were recorded."""
         return len(self._beside.get(way, ())) >= FEWEST_TIMES
 
     def beside(self, way: str, otherwise: float) -> float:

@@ -48,7 +48,6 @@ class RepeatShares:
 
 
 def _level(num_matched: int) -> int:
-    """Return the index into `PRIORS`."""
     return min(max(num_matched, NGRAM), MOST_TOLD_APART).bit_length() - NGRAM.bit_length()
 
 
