@@ -161,7 +161,8 @@ class LogprobFiles:
         parts: list[TokenLogprobs] = []
         num_found = 0
         while num_found < len(token_ids):
-            for _, path in self._reaching(places, num_found):
+            reaching = ((end, path) for start, end, path in places if start <= num_found < end)
+            for _, path in sorted(reaching, reverse=True):
                 if path not in spans:
                     spans[path] = self._files.decoded(path, self._store.read(path), decode)
                 span = spans[path]
@@ -181,7 +182,3 @@ class LogprobFiles:
             for name in self._store.list(folder):
                 if found := NAME.fullmatch(name):
                     yield int(found[1]), int(found[2]), f"{folder}/{name}"
-
-    def _reaching(self, places: Sequence[tuple[int, int, str]], num_found: int) -> list[tuple[int, str]]:
-        reaching = [(end, path) for start, end, path in places if start <= num_found < end]
-        return sorted(reaching, reverse=True)

@@ -277,15 +277,11 @@ class Dispatcher:
             return
         self._spread, self._last = now, self._balance.of_last(now)
         self._plan = self._balance.plan(self._slots.most_anywhere())
-        self._order_relief()
+        if self._last is not None and not self._last.worker.orders.released:
+            for job_id in self._balance.too_many(self._last):  # the run ends sooner without them
+                self._last.worker.ask_back(job_id)
         if not self._queue.num_waiting and self._queue.counts()["running"]:
             self._order_move(now)
-
-    def _order_relief(self) -> None:
-        """Let the worker that will end last return jobs if the run then ends sooner."""
-        if self._last is not None and not self._last.worker.orders.released:
-            for job_id in self._balance.too_many(self._last):
-                self._last.worker.ask_back(job_id)
 
     def _order_move(self, now: float) -> None:
         """Let busy workers pass jobs to an empty one."""

@@ -206,10 +206,6 @@ def all_of(*options: Callable[[Command], Command]) -> Callable[[Command], Comman
     return lambda command: functools.reduce(lambda done, option: option(done), reversed(options), command)
 
 
-def _or_all_cores(_context: click.Context, _parameter: click.Parameter, value: int | None) -> int:
-    return value or len(os.sched_getaffinity(0))
-
-
 MODEL = click.option(
     "--model",
     default=Computation.model,
@@ -223,7 +219,11 @@ DRAFT_MODEL = click.option(
 )
 DTYPE = click.option("--dtype", type=DTYPES, default=Computation.dtype)
 THREADS = click.option(
-    "--threads", "num_threads", type=THREAD_COUNT, callback=_or_all_cores, help="CPU threads. [default: all cores]"
+    "--threads",
+    "num_threads",
+    type=THREAD_COUNT,
+    callback=lambda _context, _parameter, value: value or len(os.sched_getaffinity(0)),
+    help="CPU threads. [default: all cores]",
 )
 DEVICE = click.option("--device", type=DEVICES, default=Computation.device)
 COMPUTING = all_of(DTYPE, DEVICE, THREADS)
