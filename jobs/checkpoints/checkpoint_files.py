@@ -263,9 +263,9 @@ class CheckedFiles:
     def read_verified(
         self, path: str, entry: StateEntry, identity: Identity, whose: Decode[Identity | None], decode: Decode[Content]
     ) -> Content | None:
-        """Check and decode a file that a manifest lists; return None if the file is unusable.
+        """Check and decode a file of a manifest; return None if the file is unusable.
 
-        `whose` reads the owner first, so that another job's file is not reported as a wrong checksum.
+        `whose` reads the owner before the checksum is compared: another job's file is no damaged file.
         """
 
         def verified(data: bytes) -> Content:

@@ -88,8 +88,8 @@ def _checked(data: bytes, identity: Identity) -> tuple[int, int, int, bytes, mem
 class WrittenSpans:
     """An attempt's files of log-probabilities and their tokens.
 
-    A new file absorbs smaller ones, so that files stay few. The smaller files are deleted after the new log is written,
-    because the older log needs them.
+    A new file absorbs smaller ones, so that files stay few. The older log needs the smaller files until the new log is
+    written; then they are deleted.
     """
 
     num_before: int = 0  # tokens covered by files of earlier attempts

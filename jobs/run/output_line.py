@@ -273,7 +273,7 @@ def plain(text: str) -> str:
 def is_plain_result(text: bytes, job_id: str, fingerprint: str | None) -> bool:
     """Return whether a line is this job's result exactly as `dump_line` writes it.
 
-    False does not mean that the line is wrong, only that it must be parsed, which costs far more.
+    If not, the line may still be right: parse it, at a far higher cost.
     """
     head = _RESULT_HEAD.match(text)
     if head is None or fingerprint is None or not text.endswith(_RESULT_END):

@@ -294,7 +294,7 @@ class Shards:
         }
 
     def _planned(self, custom_id: str, jobs: Sequence[str], failures: dict[str, Failure]) -> PlannedLine | None:
-        """Return the line as it is to be planned, or None if it is unchanged since its last plan."""
+        """Return the line for the next plan, or None if the last plan has it unchanged."""
         before = self._newest.get(custom_id)
         own = {job_id: failures[job_id] for job_id in jobs if job_id in failures}
         revision = 0 if before is None else before.revision + 1

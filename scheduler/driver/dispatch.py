@@ -1,4 +1,4 @@
-"""Gives each worker jobs that fit its memory, and spreads jobs so that all workers end at the same time."""
+"""Gives jobs to workers: as many as fit the memory of each, and spread so that all end at the same time."""
 
 from __future__ import annotations
 
@@ -315,7 +315,7 @@ class Dispatcher:
     def _deal(self, workers: Sequence[Worker], now: float) -> dict[str, list[QueuedJob]]:
         """Assign jobs to the worker with the least work left.
 
-        The worker that will end last gets only jobs beside which its longest job still ends in time.
+        The worker that will end last gets a job only if its own longest job still ends in time.
         """
         takers = [(self._turn_of(worker), number) for number, worker in enumerate(workers)]
         heapify(takers)

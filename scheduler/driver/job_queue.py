@@ -201,7 +201,7 @@ class JobQueue:
         return job
 
     def reserve(self, worker_id: str, now: float, has_room: Callable[[Growth], bool] = _always) -> QueuedJob | None:
-        """Reserve the job that `take` would return, unless that is struck or may end the worker."""
+        """Reserve the next job of `take`, unless it has strikes or may end the worker."""
         forecast = self._expected.forecast()
         job = self._first(worker_id, now, lambda job: not job.is_suspect and has_room(job.growth(forecast)))
         if job is None or job.max_group:

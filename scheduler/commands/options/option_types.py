@@ -189,7 +189,7 @@ THREAD_COUNT = WholeNumber(1, MAX_THREADS)
 
 
 def utf8(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
-    """Refuse a text that is not UTF-8, on which Ray fails late. Raises click.BadParameter."""
+    """Refuse a text that is not UTF-8, because Ray would fail late. Raises click.BadParameter."""
     if value is not None and not is_utf8(value):
         raise click.BadParameter(f"found {value!a}, expected text in UTF-8")
     return value

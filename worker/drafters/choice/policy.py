@@ -95,7 +95,7 @@ class StepTimes:
         self._beside: dict[str, deque[float]] = {}
 
     def observe(self, way: str, seconds: float, expected: float) -> None:
-        """Record a step that took `seconds`, of which its forwards should have taken `expected`."""
+        """Record a step's `seconds`; `expected` is the estimate for its forwards."""
         kept = self._beside.setdefault(way, deque(maxlen=NUM_TIMES))
         kept.append(min(seconds - expected, MOST_BESIDE * expected))
 
@@ -121,8 +121,10 @@ class BestTurn:
 
 @dataclass
 class WayTrial:
-    """A comparison of another way to draft with the best one so far. Their calls alternate in blocks, so that a machine
-    that becomes slower slows both alike."""
+    """A comparison of another way to draft with the best way so far.
+
+    Blocks of calls alternate, so that a slower machine slows both ways alike.
+    """
 
     way: str
     best: str

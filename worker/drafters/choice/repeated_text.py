@@ -1,4 +1,4 @@
-"""Drafts repeats in the text, in steps where that promises more than the chosen way."""
+"""Drafts repeats of earlier text if they promise more than the chosen way."""
 
 from __future__ import annotations
 
