@@ -326,12 +326,12 @@ def test_markers_that_were_found_are_kept_and_so_is_that_there_were_none(
     for folder, kept in ((thinker, ("<think>", "</think>")), (tiny_model, ())):
         place = str(tmp_path / f"run-{len(kept)}")
         assert submit_file(path, place, model=str(folder)).run.manifest.thinking_markers == kept
-        found = TextCodec(locate_model(str(model)), kept).markers
+        found = TextCodec(locate_model(str(folder)), kept).markers
         with monkeypatch.context() as patch:
             patch.setattr(thinking, "_own", lambda _: ("the", "fox"))
             manifest = Run.open(place).manifest
             assert computation_of(manifest, Settings()).thinking_markers == kept  # workers start with them
-            assert TextCodec(locate_model(str(model)), manifest.thinking_markers).markers == found
+            assert TextCodec(locate_model(str(folder)), manifest.thinking_markers).markers == found
         assert found is None or found.texts == kept
     with pytest.raises(RunError, match=r"was made without thinking_markers, found \('fox', 'dog'\)"):
         submit_file(path, place, thinking_markers=("fox", "dog"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.scheduler.runs.verification_parts import finished
 from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end, until
-from tests.worker.session.test_thinking import model as model
 
 MARKERS = (" the", " lazy dog over it")
 TOOLS: tuple[dict[str, Any], ...] = tuple(
@@ -39,6 +39,13 @@ TEMPLATE = (
     "{{ tools | tojson }}{% for m in messages %}{{ m.content }} {% endfor %}"
     "{% if add_generation_prompt %}so{{ think }}{% endif %}{# <tool_call> #}"
 )
+
+
+@pytest.fixture
+def model(tmp_path: Path, tiny_model: Path) -> Path:
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
 
 
 def chat(custom_id: str = "fox", think: str = "", thinking_token_budget: int | None = None, **choice: Any) -> JobRecord:
