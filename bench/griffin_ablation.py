@@ -58,7 +58,6 @@ TIMES = (
     "level_ms",
 )
 NUM_ORDER_SEEDS = 3  # trainings per row of table order
-MAX_FORWARDS = 6  # per draft, the depth of the paper's trees
 
 
 def predicted_speedup(plain_ms: float, verify_ms: float, num_levels: float, level_ms: float, tau: float) -> float:

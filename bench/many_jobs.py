@@ -134,7 +134,6 @@ def way_before(gpu: GPU, run: JobMix) -> Way:
 
 
 def way_now(gpu: GPU, run: JobMix, acceptance: np.ndarray, host: HostTime) -> Way:
-    """Return a worker's plan for a new run."""
     load = RunLoad(len(run.lengths), sum(run.lengths) / len(run.lengths) / 2, bool(acceptance.any()))
     most = most_rows(gpu.capability, SIZES.item_size, is_packed=False)
     num_rows = rows_that_pay(SIZES, MEMORY, load, most)

@@ -71,7 +71,7 @@ LARGE = {  # with the parameters that every GPU has: embedding, norms and router
 
 
 def packed_table() -> list[Record]:
-    """Return GB of weights in each form, and the jobs that fit one H100, also with 8-bit keys and values."""
+    """Return forms of weights: GB, and the jobs that fit one H100, also with 8-bit keys and values."""
     jobs = [f"jobs of {length:,}{words}" for words in ("", ", keys in fp8") for length in SLOT_LENGTHS]
     headers = ("weights of", "form", "GB", *jobs)
     return [dict(zip(headers, cells, strict=True)) for cells in _packed_rows()]
@@ -87,7 +87,7 @@ def _packed_rows() -> Iterator[list[str]]:
 
 
 def window_table() -> list[Record]:
-    """Return GB per job and the jobs that fit one H100 if window layers forget, and if not."""
+    """Return models with windows: GB per job and the jobs that fit one H100, with and without forgetting."""
     headers = ("model with windows", "positions", "a job", "all held", "jobs", "jobs, all held")
     return [dict(zip(headers, cells, strict=True)) for cells in _window_rows()]
 
@@ -104,7 +104,7 @@ def _window_rows() -> Iterator[list[str]]:
 
 
 def rank_table() -> list[Record]:
-    """Return GB of weights on each of several H100s that share a model, and the jobs that fit them."""
+    """Return models on several H100s: GB of weights on each, and the jobs that fit."""
     headers = ("model on several GPUs", "GPUs", "GB on each", *(f"jobs of {length:,}" for length in SLOT_LENGTHS))
     return [dict(zip(headers, cells, strict=True)) for cells in _rank_rows()]
 

@@ -99,7 +99,8 @@ def run(options: Options) -> Iterator[Record]:
         page.write_text(with_figures(page.read_text(encoding="utf-8"), options.output, place), encoding="utf-8")
         return
     options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / MACHINE).write_text(json.dumps(_machine(options), indent=1) + "\n", encoding="utf-8")
+    machine = machine_facts(options) | ({"small": "these say nothing about speed"} if options.small else {})
+    (options.output / MACHINE).write_text(json.dumps(machine, indent=1) + "\n", encoding="utf-8")
     for stage in STAGES:
         path = options.output / f"{stage.name}.jsonl"
         if path.exists():
@@ -116,10 +117,6 @@ def run(options: Options) -> Iterator[Record]:
         path.write_text("".join(f"{json.dumps(each, default=str)}\n" for each in records), encoding="utf-8")
         yield {"stage": stage.name, "seconds": time.monotonic() - started, "state": state}
     (options.output / PAGE).write_text("\n".join(["# Speed", "", *page_of(options.output)]) + "\n", encoding="utf-8")
-
-
-def _machine(options: Options) -> Record:
-    return machine_facts(options) | ({"small": "these say nothing about speed"} if options.small else {})
 
 
 def _place(record: Record) -> tuple[float, int]:

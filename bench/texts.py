@@ -126,7 +126,6 @@ def _row(place: tuple[str, float, int], own: list[Record]) -> Record:
 
 
 def _ratio(figures: Record) -> float:
-    """Return the rate of `auto` / the rate of plain decoding."""
     rates = [figures[f"{name}_tokens"] / figures[f"{name}_seconds"] for name in ("auto", "plain")]
     return float(rates[0] / rates[1])
 

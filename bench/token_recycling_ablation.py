@@ -140,7 +140,6 @@ class Options(BenchOptions):
 
 
 def each_table(options: Options) -> list[Options]:
-    """Return the options of each wanted table."""
     names = RECYCLING_TABLES if options.table == ALL else (options.table,)
     return [options.model_copy(update={"table": name}) for name in names]
 

@@ -225,7 +225,6 @@ class Options(BenchOptions):
 
 
 def each_table(options: Options) -> list[Options]:
-    """Return the options of each wanted table."""
     return [options.model_copy(update={"table": name}) for name in ABLATIONS] if options.table == ALL else [options]
 
 

@@ -278,7 +278,6 @@ class Options(BenchOptions):
 
 
 def each_table(options: Options) -> list[Options]:
-    """Return the options of each wanted table that can be had."""
     if options.table != ALL:
         return [options]
     names = [name for name in (*PROMPT_TABLES, *FORWARD_FIGURES) if name != ON_DISK or options.kv_offload is not None]

@@ -146,7 +146,6 @@ def reasons(error: ValidationError, model: type[BaseModel], prefix: str = "") ->
 
 
 def code_of(error: ValidationError) -> LineCode:
-    """Return the code of the first error."""
     details = error.errors()[0]
     if details["type"] == "value_error":
         return getattr(details["ctx"]["error"], "code", "invalid_value")

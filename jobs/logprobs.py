@@ -36,7 +36,6 @@ class TokenLogprobs:
 
     @classmethod
     def joined(cls, parts: Iterable[TokenLogprobs], num_top: int) -> TokenLogprobs:
-        """Concatenate consecutive parts."""
         return cls(np.concatenate([cls.empty(0, num_top).numbers, *(part.numbers for part in parts)]))
 
     def __len__(self) -> int:
@@ -62,7 +61,6 @@ class TokenLogprobs:
         return self.numbers[:, 2::2].view(np.float32)
 
     def top(self, num_top: int) -> TokenLogprobs:
-        """Return them with fewer of the likeliest tokens."""
         return TokenLogprobs(self.numbers[:, : 1 + 2 * num_top])
 
     def part(self, start: int, end: int) -> TokenLogprobs:

@@ -147,10 +147,6 @@ def bias_pairs(value: object) -> object:
     return tuple(sorted(pairs.items()))
 
 
-def bias_object(pairs: LogitBias) -> dict[str, float]:
-    return {str(token_id): bias for token_id, bias in pairs}
-
-
 def _token_id(name: object) -> int:
     if isinstance(name, str) and TOKEN.fullmatch(name):
         return int(name)
@@ -262,7 +258,7 @@ class SamplingParams(Strict):
 
     @field_serializer("logit_bias")
     def _as_object(self, value: LogitBias) -> dict[str, float]:
-        return bias_object(value)
+        return {str(token_id): bias for token_id, bias in value}
 
     @field_serializer("structured_outputs")
     def _as_said(self, value: Structure | None) -> dict[str, Any] | None:
@@ -289,7 +285,6 @@ class SamplingParams(Strict):
                 raise FieldError(name, f"found {found} with a structured output, {expected}")
 
     def with_own(self, max_tokens: int, seed: int) -> Self:
-        """Return a copy with this `max_tokens` and `seed`, which must be valid."""
         return of_checked(type(self), {**self.__dict__, "max_tokens": max_tokens, "seed": seed})
 
     @property

@@ -12,7 +12,6 @@ SECONDS = Counter[str]()
 
 @contextmanager
 def timed(what: str) -> Iterator[None]:
-    """Add the seconds of a block to `SECONDS`."""
     started = time.perf_counter()
     yield
     SECONDS[what] += time.perf_counter() - started  # type: ignore[assignment]

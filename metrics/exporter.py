@@ -119,17 +119,12 @@ def _family(
 
 
 def _sample(value: Value) -> tuple[Any, ...]:
-    """Return the arguments of `add_metric` for a value."""
     if isinstance(value, Histogram):
-        return _buckets(value), value.total
+        bounds = [*map(repr, value.bounds), "+Inf"]
+        return list(zip(bounds, itertools.accumulate(value.counts), strict=True)), value.total
     if isinstance(value, Summary):
         return value.count, value.total
     return (value,)
-
-
-def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    bounds = [*map(repr, histogram.bounds), "+Inf"]
-    return list(zip(bounds, itertools.accumulate(histogram.counts), strict=True))
 
 
 # The HTTP endpoint of a worker or driver: metrics, addresses for Prometheus at `/sd`, other pages.

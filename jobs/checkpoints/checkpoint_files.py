@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Final, Literal, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -94,9 +94,11 @@ NUMBERS_PER_EPOCH: Final = 1_000_000  # attempt numbers per driver
 
 
 class StateEntry(Strict):
-    """A file of a job's state, in the folder of an attempt."""
+    """A file of a job's state, in the folder of an attempt; `size` is in bytes."""
 
     file: str = Field(pattern=r"^[0-9]{4,}/")
+    size: int = Field(ge=0)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
     @property
     def attempt(self) -> int:
@@ -115,12 +117,10 @@ class StateEntry(Strict):
 
 
 class SegmentEntry(StateEntry):
-    """A KV segment of positions `[start, end)`; `size` is in bytes."""
+    """A KV segment of positions `[start, end)`."""
 
     start: int = Field(ge=0)
     end: int = Field(gt=0)
-    size: int = Field(ge=0)
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
     @property
     def name(self) -> str:
@@ -132,8 +132,6 @@ class DrafterEntry(StateEntry):
 
     num_positions: int = Field(ge=0)
     engine: str
-    size: int = Field(ge=0)
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
     @property
     def name(self) -> str:
@@ -144,8 +142,6 @@ class LayerStatesEntry(StateEntry):
     """Layer states after the first `num_positions` positions."""
 
     num_positions: int = Field(gt=0)
-    size: int = Field(ge=0)
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
     @property
     def name(self) -> str:
@@ -257,13 +253,6 @@ def digest(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-class Known(NamedTuple):
-    """A file's size in bytes and checksum in the manifest."""
-
-    size: int
-    sha256: str
-
-
 class CheckedFiles:
     """Reads and decodes files of a store. `decode` functions raise `DamagedFileError`, methods only `StoreError`."""
 
@@ -272,20 +261,19 @@ class CheckedFiles:
         self._named: set[tuple[str, str]] = set()
 
     def read_verified(
-        self, path: str, known: Known, identity: Identity, whose: Decode[Identity | None], decode: Decode[Content]
+        self, path: str, entry: StateEntry, identity: Identity, whose: Decode[Identity | None], decode: Decode[Content]
     ) -> Content | None:
-        """Check and decode a file that a manifest lists; return None if the file is unusable.
+        """Check and decode a file of a manifest; return None if the file is unusable.
 
-        `whose` reads the owner first, so that another job's file is not reported as a wrong checksum.
+        `whose` reads the owner before the checksum is compared: another job's file is no damaged file.
         """
-        size, sha256 = known
 
         def verified(data: bytes) -> Content:
             if (owner := whose(data)) is not None:  # without an owner the file is damaged
                 refuse_other(owner, identity)
-            if len(data) != size:
-                raise DamagedFileError(f"found {len(data)} bytes, expected {size}")
-            if digest(data) != sha256:
+            if len(data) != entry.size:
+                raise DamagedFileError(f"found {len(data)} bytes, expected {entry.size}")
+            if digest(data) != entry.sha256:
                 raise DamagedFileError("found content that does not match its checksum")
             return decode(data)
 

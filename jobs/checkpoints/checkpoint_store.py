@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -26,11 +26,13 @@ from swiftbatch.jobs.checkpoints.checkpoint_files import (
     AttemptRecord,
     AttemptStart,
     CheckedFiles,
+    Content,
+    Decode,
     DrafterEntry,
-    Known,
     LayerStatesEntry,
     ResumeRecord,
     SegmentEntry,
+    StateEntry,
     StateManifest,
     Timeline,
     digest,
@@ -83,15 +85,13 @@ class CheckpointStore:
 
     def begin(self, job_id: str, attempt: int, start: AttemptStart) -> None:
         """Write an attempt's claim before its other files."""
-        data = dump_file(start, self._identity(job_id))
-        self._store.write(_path(job_id, attempt, "claim.json"), data)
+        self._write(job_id, attempt, "claim.json", dump_file(start, self._identity(job_id)))
 
     def attempts(self, job_id: str) -> list[int]:
         """Return all attempts with files, ascending."""
         return sorted(int(name) for name in self._store.list(f"checkpoints/{job_id}") if name.isdecimal())
 
     def history(self, job_id: str) -> list[AttemptRecord]:
-        """Return the attempts with files, oldest first."""
         numbers, identity = self.attempts(job_id), self._identity(job_id)
         return [
             read_attempt(self._store, self._files, _folder(job_id, number), numbers, index, identity)
@@ -105,18 +105,14 @@ class CheckpointStore:
         return None if claim is None else claim.numerics
 
     def write_resume(self, job_id: str, attempt: int, record: ResumeRecord) -> None:
-        data = dump_file(record, self._identity(job_id))
-        self._store.write(_path(job_id, attempt, "resume.json"), data)
+        self._write(job_id, attempt, "resume.json", dump_file(record, self._identity(job_id)))
 
     def write_timeline(self, job_id: str, attempt: int, timeline: Timeline) -> int:
-        data = dump_file(timeline, self._identity(job_id))
-        self._store.write(_path(job_id, attempt, "timeline.json"), data)
-        return len(data)
+        return self._write(job_id, attempt, "timeline.json", dump_file(timeline, self._identity(job_id)))
 
     def write_tokens(self, job_id: str, attempt: int, token_ids: TokenIds, rewinds: tuple[Rewind, ...] = ()) -> int:
-        data = encode_log(TokenLog(token_ids, rewinds), self._identity(job_id))
-        self._store.write(_path(job_id, attempt, "tokens.bin"), data)
-        return len(data)
+        log = TokenLog(token_ids, rewinds)
+        return self._write(job_id, attempt, "tokens.bin", encode_log(log, self._identity(job_id)))
 
     def read_log(self, job_id: str) -> TokenLog:
         return self._logs(job_id, self.attempts(job_id))[0]
@@ -165,12 +161,9 @@ class CheckpointStore:
 
     def write_segment(self, job_id: str, attempt: int, segment: Segment) -> SegmentEntry:
         """Write a segment; return its manifest entry. Raises `TypeError` for arrays of another dtype or shape."""
-        data = encode_segment(segment, self._identity(job_id))
-        name = segment_name(segment.start, segment.end)
-        self._store.write(_path(job_id, attempt, name), data)
-        return SegmentEntry(
-            file=f"{attempt:04d}/{name}", start=segment.start, end=segment.end, size=len(data), sha256=digest(data)
-        )
+        name, data = segment_name(segment.start, segment.end), encode_segment(segment, self._identity(job_id))
+        written = self._write_listed(job_id, attempt, name, data)
+        return SegmentEntry(start=segment.start, end=segment.end, **written)
 
     def read_segment(self, job_id: str, entry: SegmentEntry) -> Segment | None:
         """Return None if damaged or absent."""
@@ -181,50 +174,34 @@ class CheckpointStore:
                 raise DamagedFileError(f"found the positions {segment.start} to {segment.end} in it")
             return segment
 
-        path = f"checkpoints/{job_id}/{entry.file}"
-        known = Known(entry.size, entry.sha256)
-        return self._files.read_verified(path, known, self._identity(job_id), identity_of_segment, decode)
+        return self._read_listed(job_id, entry, identity_of_segment, decode)
 
     def write_drafter(self, job_id: str, attempt: int, num_positions: int, engine: str, state: State) -> DrafterEntry:
         """Write a drafter's state after `num_positions` positions and return its manifest entry."""
-        data = encode_state(state, self._identity(job_id))
-        name = drafter_name(num_positions)
-        self._store.write(_path(job_id, attempt, name), data)
-        return DrafterEntry(
-            file=f"{attempt:04d}/{name}",
-            num_positions=num_positions,
-            engine=engine,
-            size=len(data),
-            sha256=digest(data),
-        )
+        name, data = drafter_name(num_positions), encode_state(state, self._identity(job_id))
+        written = self._write_listed(job_id, attempt, name, data)
+        return DrafterEntry(num_positions=num_positions, engine=engine, **written)
 
     def read_drafter(self, job_id: str, entry: DrafterEntry) -> State | None:
         """Return None if damaged or absent."""
-        path = f"checkpoints/{job_id}/{entry.file}"
-        known = Known(entry.size, entry.sha256)
-        return self._files.read_verified(path, known, self._identity(job_id), identity_of_state, decode_state)
+        return self._read_listed(job_id, entry, identity_of_state, decode_state)
 
     def write_states(self, job_id: str, attempt: int, states: LayerStates) -> LayerStatesEntry:
-        data = encode_state(states.arrays, self._identity(job_id))
-        name = states_name(states.num_positions)
-        self._store.write(_path(job_id, attempt, name), data)
-        file = f"{attempt:04d}/{name}"
-        return LayerStatesEntry(file=file, num_positions=states.num_positions, size=len(data), sha256=digest(data))
+        name, data = states_name(states.num_positions), encode_state(states.arrays, self._identity(job_id))
+        written = self._write_listed(job_id, attempt, name, data)
+        return LayerStatesEntry(num_positions=states.num_positions, **written)
 
     def read_states(self, job_id: str, entry: LayerStatesEntry) -> LayerStates | None:
         """Read layer states; return None if the file is damaged or absent."""
-        path = f"checkpoints/{job_id}/{entry.file}"
-        known = Known(entry.size, entry.sha256)
-        arrays = self._files.read_verified(path, known, self._identity(job_id), identity_of_state, decode_state)
+        arrays = self._read_listed(job_id, entry, identity_of_state, decode_state)
         return None if arrays is None else LayerStates(entry.num_positions, arrays)
 
     def write_manifest(self, job_id: str, attempt: int, manifest: StateManifest, replaced: Collection[str] = ()) -> int:
         """Write a manifest, then delete the files it `replaced`. Returns bytes written."""
-        data = dump_file(manifest, self._identity(job_id))
-        self._store.write(_path(job_id, attempt, "manifest.json"), data)
+        num_bytes = self._write(job_id, attempt, "manifest.json", dump_file(manifest, self._identity(job_id)))
         for file in replaced:
             self._store.delete(f"checkpoints/{job_id}/{file}")
-        return len(data)
+        return num_bytes
 
     def read_manifest(self, job_id: str, attempt: int) -> StateManifest | None:
         """Return None if absent or damaged."""
@@ -244,6 +221,22 @@ class CheckpointStore:
 
     def clear(self, job_id: str) -> None:
         self._store.delete_folder(f"checkpoints/{job_id}")
+
+    def _write(self, job_id: str, attempt: int, name: str, data: bytes | memoryview) -> int:
+        """Write a file of an attempt. Returns bytes written."""
+        self._store.write(_path(job_id, attempt, name), data)
+        return len(data)
+
+    def _write_listed(self, job_id: str, attempt: int, name: str, data: bytes | memoryview) -> dict[str, Any]:
+        """Write a file of an attempt; return the fields that each entry of a manifest has."""
+        size = self._write(job_id, attempt, name, data)
+        return {"file": f"{attempt:04d}/{name}", "size": size, "sha256": digest(data)}
+
+    def _read_listed(
+        self, job_id: str, entry: StateEntry, whose: Decode[Identity | None], decode: Decode[Content]
+    ) -> Content | None:
+        path = f"checkpoints/{job_id}/{entry.file}"
+        return self._files.read_verified(path, entry, self._identity(job_id), whose, decode)
 
     def _identity(self, job_id: str) -> Identity:
         return Identity(job_id=job_id, fingerprint=self._fingerprint)

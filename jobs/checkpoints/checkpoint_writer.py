@@ -113,7 +113,7 @@ class PendingCheckpoint:
         self.drafter_state, self.layer_states = {}, None
 
     def rewind(self, log: TokenLog, num_positions: int, logprobs: TokenLogprobs | None = None) -> None:
-        """Drop the state from `num_positions` on; the log is written before the manifest."""
+        """Drop the state from `num_positions` on. The log will be written before the manifest."""
         self.log, self.logprobs, self.num_rewinds = log, logprobs, len(log.rewinds)
         self.written.rewind(len(log.token_ids))
         self.segments = [entry for entry in self.segments if entry.end <= num_positions]
@@ -128,7 +128,7 @@ class PendingCheckpoint:
 
     @property
     def may_be_packed(self) -> bool:
-        """Return whether the log may be packed, which a log with log-probabilities may not."""
+        """Return whether the log may be packed: it has no log-probabilities and no folder of its own."""
         return self.log is not None and self.logprobs is None and self.start is not None and not self.is_alone
 
     def pack(self, logs: WorkerLogs) -> None:

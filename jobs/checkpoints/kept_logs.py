@@ -1,4 +1,4 @@
-"""Token logs that outlive their jobs, so that `extend` can continue them.
+"""Token logs of ended jobs, which `extend` continues.
 
 tokens/<job_id>.bin         a job that ended at max_tokens, or in a thought without room to close it;
                             written before its result

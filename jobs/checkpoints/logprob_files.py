@@ -88,8 +88,8 @@ def _checked(data: bytes, identity: Identity) -> tuple[int, int, int, bytes, mem
 class WrittenSpans:
     """An attempt's files of log-probabilities and their tokens.
 
-    A new file absorbs smaller ones, so that files stay few. The smaller files are deleted after the new log is written,
-    because the older log needs them.
+    A new file absorbs smaller ones, so that files stay few. The older log needs the smaller files until the new log is
+    written; then they are deleted.
     """
 
     num_before: int = 0  # tokens covered by files of earlier attempts
@@ -161,7 +161,8 @@ class LogprobFiles:
         parts: list[TokenLogprobs] = []
         num_found = 0
         while num_found < len(token_ids):
-            for _, path in self._reaching(places, num_found):
+            reaching = ((end, path) for start, end, path in places if start <= num_found < end)
+            for _, path in sorted(reaching, reverse=True):
                 if path not in spans:
                     spans[path] = self._files.decoded(path, self._store.read(path), decode)
                 span = spans[path]
@@ -181,7 +182,3 @@ class LogprobFiles:
             for name in self._store.list(folder):
                 if found := NAME.fullmatch(name):
                     yield int(found[1]), int(found[2]), f"{folder}/{name}"
-
-    def _reaching(self, places: Sequence[tuple[int, int, str]], num_found: int) -> list[tuple[int, str]]:
-        reaching = [(end, path) for start, end, path in places if start <= num_found < end]
-        return sorted(reaching, reverse=True)

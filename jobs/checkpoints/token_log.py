@@ -93,7 +93,6 @@ def decode_log(data: bytes, identity: Identity) -> TokenLog:
 
 
 def _size_of_rewinds(payload: bytes) -> int:
-    """Return the bytes of the rewinds."""
     if len(payload) < NUM_REWINDS.size:
         raise DamagedFileError(f"found {len(payload)} bytes behind the header, expected the number of rewinds")
     (num_rewinds,) = NUM_REWINDS.unpack_from(payload)

@@ -262,7 +262,7 @@ def _holds_bytes(kind: Any) -> bool:
 
 
 def _in_microseconds(batch: Any) -> Any:
-    """Return a batch whose times have no nanoseconds, which Python's do not have."""
+    """Cut the times of a batch to microseconds, because Python's times have no nanoseconds."""
     import pyarrow as pa
 
     for place, column in enumerate(batch.schema):

@@ -224,7 +224,6 @@ class LineFields(SamplingParams):
 
     @property
     def format_field(self) -> str | None:
-        """Return the part of `response_format` with the structure."""
         if self.response_format is None:
             return None
         return "response_format.json_schema.schema" if self.response_format.kind == "json" else "response_format"

@@ -53,7 +53,6 @@ class LineFiles:
         self._fingerprint = fingerprint
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of each file that is not empty, by job."""
         sizes = {name: size for name, size in self._store.sizes(self._folder).items() if name.endswith(SUFFIX)}
         for name, size in sizes.items():
             if not size:

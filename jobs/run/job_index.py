@@ -86,7 +86,6 @@ class JobIndex:
 
     @property
     def longest(self) -> int:
-        """Return the longest job's positions, or 0 without jobs."""
         return int(max(self.columns["num_prompt_tokens"] + self.columns["max_tokens"], default=0))
 
     def entry(self, row: int) -> JobEntry:
@@ -111,7 +110,6 @@ class JobIndex:
             yield from self.columns[name][start : start + ROWS_AT_ONCE].to_pylist()
 
     def rows_of(self, name: str, values: Iterable[str]) -> NDArray[np.int64]:
-        """Return the rows whose column `name` has one of the values."""
         import pyarrow as pa
         from pyarrow import compute
 

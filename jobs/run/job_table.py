@@ -201,7 +201,8 @@ def _read_all(store: Store, read: Callable[[BinaryIO], Iterator[Value]]) -> Iter
     for path in paths(store):
         with at_hand(store, path) as file:
             if file is None:
-                _refuse_if_it_was_there(store, path)
+                if any(store.list(folder) for folder in ("results", "checkpoints")):
+                    raise DamagedError(store, path, "it is missing, but its jobs have results or checkpoints")
                 continue
             values = read(file)
             while True:
@@ -212,12 +213,6 @@ def _read_all(store: Store, read: Callable[[BinaryIO], Iterator[Value]]) -> Iter
                 except (ValueError, TypeError, RecursionError) as error:
                     raise DamagedError(store, path, " ".join(str(error).split())) from None
                 yield value
-
-
-def _refuse_if_it_was_there(store: Store, path: str) -> None:
-    """Raise DamagedError if a missing table's jobs have results or checkpoints."""
-    if any(store.list(folder) for folder in ("results", "checkpoints")):
-        raise DamagedError(store, path, "it is missing, but its jobs have results or checkpoints")
 
 
 def picked(part: pa.Table, places: NDArray[np.int64]) -> pa.Table:

@@ -97,7 +97,6 @@ CALLED = "tool_calls"  # finish reason of a text with calls, in place of "stop"
 
 
 def message_of(text: str, reasoning: Reasoning | None, calls: ToolCalls | None = None) -> dict[str, Any]:
-    """Return a chat's answer."""
     thought = None if reasoning is None else reasoning.text
     message: dict[str, Any] = {"role": "assistant", "content": text if reasoning is None else reasoning.content}
     if calls is not None:
@@ -274,7 +273,7 @@ def plain(text: str) -> str:
 def is_plain_result(text: bytes, job_id: str, fingerprint: str | None) -> bool:
     """Return whether a line is this job's result exactly as `dump_line` writes it.
 
-    False does not mean that the line is wrong, only that it must be parsed, which costs far more.
+    If not, the line may still be right: parse it, at a far higher cost.
     """
     head = _RESULT_HEAD.match(text)
     if head is None or fingerprint is None or not text.endswith(_RESULT_END):

@@ -44,7 +44,6 @@ class ResultSegment:
     """The results of a segment that is not written yet, as sealed lines."""
 
     def __init__(self, results: Iterable[tuple[str, dict[str, Any]]] = ()) -> None:
-        """Begin with these jobs and their output lines."""
         self.index: list[Row] = []
         self.num_bytes = 0
         self._lines: list[bytes] = []
@@ -183,7 +182,6 @@ class ResultFiles:
         self._store.write_new(f"{SEGMENTS}/{name}{SUFFIX}", segment.encoded(self._fingerprint))
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of each result, by job."""
         self._look()
         return self._numbers(LENGTH)
 

@@ -267,7 +267,6 @@ class Run:
         return self._results.read_all(job_ids)
 
     def output_lines(self) -> Iterator[tuple[JobRecord, dict[str, Any] | None]]:
-        """Yield every job in input order with its output line, if any."""
         return self._lines({})
 
     def lines_of(self, index: JobIndex) -> Iterator[dict[str, Any] | None]:
@@ -303,7 +302,6 @@ class Run:
         return ended_lines(self._lines(self.extended()))
 
     def joined_lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the output lines so far."""
         return map(joined, self.ended_lines())
 
     def written_lines(self) -> Iterator[bytes]:

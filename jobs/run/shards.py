@@ -180,7 +180,6 @@ def write_shard(target: BinaryIO, kind: ShardFormat, columns: Mapping[str, str],
 
 
 def card(kind: ShardFormat, columns: Mapping[str, str]) -> str:
-    """Return the dataset card."""
     features = "".join(_feature(name, column) for name, column in columns.items())
     return (
         "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n"
@@ -218,7 +217,6 @@ class _Jobs:
         self._bodies = run.job_bodies(np.arange(len(self._num_prompt_tokens), dtype=np.int64), ("job", LATER_COLUMN))
 
     def record(self, job_id: str) -> JobRecord:
-        """Return what rows need of a job."""
         place = self._places[job_id]
         job, kept = self._bodies.at(place).split(LINE_END)
         number = self._num_prompt_tokens[place]
@@ -287,7 +285,6 @@ class Shards:
                 yield SizedLine(line, sum(num_bytes))
 
     def _failures(self, failed: set[str]) -> dict[str, Failure]:
-        """Return the readable errors of failed jobs."""
         job_ids = sorted(failed)
         lines = zip(job_ids, self._run.error_lines(job_ids), strict=True)
         return {
@@ -297,7 +294,7 @@ class Shards:
         }
 
     def _planned(self, custom_id: str, jobs: Sequence[str], failures: dict[str, Failure]) -> PlannedLine | None:
-        """Return the line as it is to be planned, or None if it is unchanged since its last plan."""
+        """Return the line for the next plan, or None if the last plan has it unchanged."""
         before = self._newest.get(custom_id)
         own = {job_id: failures[job_id] for job_id in jobs if job_id in failures}
         revision = 0 if before is None else before.revision + 1

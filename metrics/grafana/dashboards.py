@@ -76,7 +76,6 @@ TOKENS = f"swiftbatch_run_generation_tokens_total{{{DRIVER}}}"
 
 
 def _per_hour(device: str) -> str:
-    """Return tokens per worker hour."""
     held = f'swiftbatch_worker_seconds_total{{{DRIVER}, device="{device}"}}'
     return f"3600 * sum(rate({TOKENS}[{RATE}])) / (sum(rate({held}[{RATE}])) > 0)"
 

@@ -147,7 +147,6 @@ class Intervals:
 
 
 def job_pace(job: JobFacts) -> tuple[float | None, float | None]:
-    """Return a job's mean acceptance length and milliseconds per token."""
     seconds, num_tokens, num_drafts, num_accepted = 0.0, 0.0, 0.0, 0.0
     for start, end, tokens, _, drafts, accepted in rows_of(job):
         seconds, num_tokens = seconds + end - start, num_tokens + tokens

@@ -87,7 +87,6 @@ def throughput(found: Intervals, begin: float, end: float) -> Throughput:
 
 
 def _drawn_by(moments: Column, starts: Column, rates: Column) -> Column:
-    """Return tokens drawn up to each moment."""
     firsts = np.searchsorted(moments, starts)  # the first moment after each start
     rate, before = (
         np.bincount(firsts, weights, len(moments) + 1)[: len(moments)].cumsum() for weights in (rates, rates * starts)

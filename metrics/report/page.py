@@ -173,7 +173,6 @@ def _charts(facts: RunFacts, found: Intervals, begin: float, end: float) -> dict
 
 
 def _span(facts: RunFacts, found: Intervals) -> tuple[float, float]:
-    """Return the run's first and last time in seconds since the epoch."""
     tally = facts.tally
     if not tally.starts:
         return facts.progress.started, facts.progress.started
@@ -182,7 +181,6 @@ def _span(facts: RunFacts, found: Intervals) -> tuple[float, float]:
 
 
 def _gantt_ticks(seconds: float) -> list[tuple[float, str]]:
-    """Return the time axis' ticks in percent."""
     places = ((100 * moment / max(seconds, 1e-9), label) for moment, label in ticks(seconds, NUM_GANTT_TICKS))
     return [(place, label) for place, label in places if place <= MAX_TICK_PERCENT]
 

@@ -245,7 +245,6 @@ class _Reader:
         self._held = {custom_id for worker in progress.workers for custom_id in worker.jobs}
 
     def jobs(self) -> Iterator[JobFacts]:
-        """Yield all jobs' facts in input order, without prompts."""
         lines = self._run.lines_of(self._index)
         logged = _checkpoints(self._run, self._run.finished_ids())
         for number, (entry, line) in enumerate(zip(self._index.entries(), lines, strict=True), start=1):

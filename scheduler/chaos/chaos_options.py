@@ -57,7 +57,6 @@ class ChaosOptions:
 
     @property
     def num_at_a_time(self) -> int:
-        """Return how many jobs run at the same time."""
         return min(self.num_jobs, self.num_workers * self.num_slots)
 
     def submit_args(self, jobs_file: Path, run_uri: str, address: str) -> list[str]:

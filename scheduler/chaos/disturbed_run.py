@@ -57,7 +57,8 @@ class DisturbedDriver:
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
-                preexec_fn=_hear_hangups,
+                # hears hangups, though the chaos run itself may be under `nohup`
+                preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),
             )
 
     @property
@@ -86,10 +87,6 @@ class DisturbedDriver:
             lines = self._output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             last = lines[-1] if lines else "nothing was printed"
             raise ChaosError(f"{self._name} ended with exit code {code}, expected {codes[0]}: {last}")
-
-
-def _hear_hangups() -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the chaos run itself may be under `nohup`
 
 
 @dataclass(frozen=True)
@@ -180,7 +177,6 @@ class DisturbedRun:
         return Run.open(self._run_uri, STORE_RETRIES)
 
     def _end_driver(self, number: signal.Signals, _workers: Sequence[object]) -> str:
-        """Signal the driver and start another one."""
         pid = self._driver.pid
         self._driver.signal(number)
         while not self._driver.has_ended:

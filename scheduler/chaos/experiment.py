@@ -70,7 +70,6 @@ class RunOutput:
         return sum(body["usage"]["completion_tokens"] for body in self._bodies.values())
 
     def decode_seconds(self) -> float:
-        """Return the sum of all jobs' decode times."""
         paces = [
             (body["usage"]["completion_tokens"], body["metrics"]["ms_per_token"]) for body in self._bodies.values()
         ]

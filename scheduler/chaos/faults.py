@@ -47,7 +47,6 @@ def plan_kills(num_kills: int, kinds: Sequence[Kind], num_tokens: int, random: R
 
 
 def local_ways(cluster: LocalCluster, random: Random) -> Mapping[Kind, Way]:
-    """Return the faults for a cluster we started."""
     victims = LocalVictims(cluster, random)
     return {
         "worker": partial(victims.hit_worker, signal.SIGKILL),

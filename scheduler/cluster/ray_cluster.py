@@ -136,7 +136,6 @@ class Cluster:
         return 0 if self.is_embedded else 1
 
     def gives_gpus(self, device: str) -> bool:
-        """Return whether workers get GPUs."""
         return device == "cuda" or (device == "auto" and self.num_gpus > 0)
 
 
@@ -154,7 +153,8 @@ def connect(address: str | None, num_workers: int) -> Iterator[Cluster]:
     with contextlib.ExitStack() as stack:
         embedded = None
         if address is None:
-            _protect()
+            os.environ["RAY_AUTH_MODE"] = "token"  # because whoever can call Ray can run code
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
             embedded = _embedded_ray()
             stack.callback(embedded.end)
         else:
@@ -322,12 +322,6 @@ def refuse_unreachable(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
     except (OSError, OverflowError) as error:
         raise ClusterError(f"no Ray cluster answers at {address}: {error}") from None
-
-
-def _protect() -> None:
-    """Set an authentication token for the embedded Ray, because whoever can call it can run code."""
-    os.environ["RAY_AUTH_MODE"] = "token"
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 def _num_gpus() -> int:

@@ -83,10 +83,6 @@ OPTIONS = (
 )
 
 
-def said_options(options: dict[str, Any]) -> ServeOptions:
-    return ServeOptions(**{field.name: options[field.name] for field in dataclasses.fields(ServeOptions)})
-
-
 class ServeCommand(GroupedCommand, click.Group):
     """A command with its own options, or with a subcommand that needs none of them."""
 
@@ -122,9 +118,9 @@ def serve(context: click.Context, /, runs_uri: str, if_busy: str, **options: Any
     from swiftbatch.scheduler.serve.server import serve
 
     refuse_runs(_settings(context.params))
-
+    own = ServeOptions(**{field.name: options[field.name] for field in dataclasses.fields(ServeOptions)})
     try:
-        serve(Store(runs_uri), said_options(options), _driver_options(context), if_busy == "wait", click.echo)
+        serve(Store(runs_uri), own, _driver_options(context), if_busy == "wait", click.echo)
     except KeyboardInterrupt:  # a normal end
         context.exit(INTERRUPTED)
 
@@ -134,7 +130,6 @@ serve.params += [option for option in submit.params if option.name not in OF_THE
 
 
 def _settings(params: dict[str, Any]) -> Settings:
-    """Return the settings that every batch will have."""
     kinds = (Settings, Computation, CheckpointSettings, Limits)
     names = {field.name for kind in kinds for field in dataclasses.fields(kind)}
     return make_settings(**{name: value for name, value in params.items() if name in names})

@@ -48,7 +48,6 @@ def usage(runs_uri: str, as_csv: bool) -> None:
 
 
 def _numbers(used: TeamUsage) -> list[Any]:
-    """Return the cells behind month and key."""
     counts = (used.num_batches, used.num_input_tokens, used.num_output_tokens, used.num_generated_tokens)
     return [*counts, round(used.worker_seconds / 3600, 6), None if used.cost is None else round(used.cost, 6)]
 

@@ -27,7 +27,6 @@ class Event:
 
     @classmethod
     def kind(cls) -> str:
-        """Return the name for programs, as `worker_lost`."""
         return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
     def as_json(self) -> dict[str, Any]:

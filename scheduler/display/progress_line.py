@@ -27,7 +27,6 @@ def summary_line(progress: Progress) -> str:
 
 
 def speed_of(progress: Progress) -> str:
-    """Return tokens per second, tokens per step and the share of chains."""
     length = progress.mean_acceptance_length
     per_step = "" if length is None else f", {length:.2f} tokens/step"
     num_tokens = progress.num_tokens_by_draft

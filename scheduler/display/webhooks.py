@@ -52,9 +52,9 @@ class ReceiverError(UserError):
 
 @dataclass
 class Receiver:
-    """A receiver of messages, which are signed with `key` unless it is None.
+    """A receiver of messages; with a `key`, messages are signed.
 
-    `patience` is how many seconds deliveries may wait for the receiver in total.
+    `patience` is the total of seconds that deliveries may wait for the receiver.
     """
 
     url: SplitResult = field(repr=False)
@@ -177,7 +177,7 @@ class PostError(Exception):
 
 
 class PostRefusedError(PostError):
-    """A message that the receiver will never accept, so that retries are useless."""
+    """The receiver's final refusal of a message; retries are useless."""
 
 
 def post(receiver: Receiver, message: WebhookMessage, seconds: float, dial: Dial | None = None) -> None:

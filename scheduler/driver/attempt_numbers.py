@@ -129,8 +129,8 @@ class Attempts:
     def _base(self, newest: int) -> int:
         """Return the number before the first attempt.
 
-        If `newest` does not belong to an earlier epoch, files were copied or `drivers/` was deleted; the sum of both
-        epochs then keeps new numbers above `newest`.
+        `newest` belongs to an earlier epoch, unless files were copied or `drivers/` was deleted. In that case the sum
+        of both epochs keeps new numbers above `newest`.
         """
         epoch_there = newest // NUMBERS_PER_EPOCH
         epoch = self._epoch if epoch_there < self._epoch else epoch_there + self._epoch

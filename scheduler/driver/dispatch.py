@@ -1,4 +1,4 @@
-"""Gives each worker jobs that fit its memory, and spreads jobs so that all workers end at the same time."""
+"""Gives jobs to workers: as many as fit the memory of each, and spread so that all end at the same time."""
 
 from __future__ import annotations
 
@@ -277,15 +277,11 @@ class Dispatcher:
             return
         self._spread, self._last = now, self._balance.of_last(now)
         self._plan = self._balance.plan(self._slots.most_anywhere())
-        self._order_relief()
+        if self._last is not None and not self._last.worker.orders.released:
+            for job_id in self._balance.too_many(self._last):  # the run ends sooner without them
+                self._last.worker.ask_back(job_id)
         if not self._queue.num_waiting and self._queue.counts()["running"]:
             self._order_move(now)
-
-    def _order_relief(self) -> None:
-        """Let the worker that will end last return jobs if the run then ends sooner."""
-        if self._last is not None and not self._last.worker.orders.released:
-            for job_id in self._balance.too_many(self._last):
-                self._last.worker.ask_back(job_id)
 
     def _order_move(self, now: float) -> None:
         """Let busy workers pass jobs to an empty one."""
@@ -319,7 +315,7 @@ class Dispatcher:
     def _deal(self, workers: Sequence[Worker], now: float) -> dict[str, list[QueuedJob]]:
         """Assign jobs to the worker with the least work left.
 
-        The worker that will end last gets only jobs beside which its longest job still ends in time.
+        The worker that will end last gets a job only if its own longest job still ends in time.
         """
         takers = [(self._turn_of(worker), number) for number, worker in enumerate(workers)]
         heapify(takers)

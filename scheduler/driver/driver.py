@@ -58,7 +58,7 @@ class Driver:
         self.is_stopping = True
 
     def run(self) -> RunState:
-        """Run until no job is left, a stop is requested or a limit is reached; then write the output files.
+        """Run to the last job, a limit or a requested stop, then write the output files.
 
         Raises DriverError, RunTakenError, ClusterLostError, ModelError and StoreError.
         """

@@ -90,9 +90,9 @@ class Forecast:
     """The expected tokens that jobs still draw."""
 
     def __init__(self, mean_left: NDArray[np.float64], at_start: NDArray[np.float64]) -> None:
-        """`mean_left` [class, share] is the mean share still to be drawn.
+        """Take the mean shares of `max_tokens` that jobs still draw: `mean_left [class, share]`, `at_start [class]`.
 
-        `at_start` [class] is that share for jobs that begin, estimated without jobs of far classes.
+        `at_start` is for new jobs, without the jobs of far classes.
         """
         self._at_start = at_start / NUM_SHARES
         self._mean_left: list[list[float]] = mean_left.tolist()

@@ -201,7 +201,7 @@ class JobQueue:
         return job
 
     def reserve(self, worker_id: str, now: float, has_room: Callable[[Growth], bool] = _always) -> QueuedJob | None:
-        """Reserve the job that `take` would return, unless that is struck or may end the worker."""
+        """Reserve the next job of `take`, unless it has strikes or may end the worker."""
         forecast = self._expected.forecast()
         job = self._first(worker_id, now, lambda job: not job.is_suspect and has_room(job.growth(forecast)))
         if job is None or job.max_group:
@@ -228,7 +228,6 @@ class JobQueue:
         return self._expected.outlook(worker_id, self._workers[worker_id].running.values()).growths
 
     def mean_length(self, worker_id: str) -> float:
-        """Return the mean expected length of a worker's jobs, in tokens."""
         return self._expected.outlook(worker_id, self._workers[worker_id].running.values()).mean_length
 
     def forecast(self) -> Forecast:
@@ -293,7 +292,6 @@ class JobQueue:
         return job
 
     def jobs(self, job_ids: Iterable[str]) -> list[QueuedJob]:
-        """Return the unfinished jobs among these."""
         wanted = set(job_ids)
         for job in self._untouched.take_all(wanted.difference(self._touched)):
             self._touch(job)
@@ -399,7 +397,6 @@ class JobQueue:
         self._expected.count(job, is_there=False)
 
     def _note_left(self, job: QueuedJob, num_left: int) -> None:
-        """Update the totals."""
         change = job.num_left - num_left
         self._num_tokens_left += change
         if job.turn is None and change:

@@ -80,10 +80,10 @@ class QueuedJob:
         return self.turn
 
     def strike(self, max_attempts: int, num_lost: int) -> None:
-        """Add a strike of a worker that was lost with `num_lost` jobs, of which those without progress count.
+        """Add a strike: the job's worker was lost with `num_lost` jobs without progress.
 
-        With two strikes, or with one attempt left, a job is struck: it runs among half as many. So few losses find the
-        job that ends its workers, and only this one is lost as the worker's only job, which further strikes require.
+        With two strikes, or with one attempt left, the job shares its next worker with half as many jobs. Further
+        strikes need a worker of its own. So a few losses find the job that ends its workers.
         """
         self.num_strikes = 1 if self.has_progressed else self.num_strikes + 1
         most = max(1, min(2, max_attempts - 1))

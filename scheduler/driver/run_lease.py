@@ -168,7 +168,6 @@ class LeaseEpoch:
 
 
 def claims(run: Run) -> list[DriverClaim]:
-    """Return the claims of all drivers that have held the run, oldest first."""
     found = (_read_claim(run, number) for number in range(1, _newest(run) + 1))
     return [claim for claim in found if claim is not None]
 

@@ -45,7 +45,6 @@ class Spending:
 
     @classmethod
     def so_far(cls, last: Progress | None, num_generated_tokens: int) -> Spending:
-        """Add tokens generated after the last heartbeat."""
         if last is None:
             return cls(num_generated_tokens)
         num_untold = max(0, num_generated_tokens - last.num_generated_tokens)

@@ -277,7 +277,6 @@ class Fleet:
         self._await(worker, worker.actor.drain.remote(seconds), seconds + self._timeout)
 
     def wait(self, seconds: float, now: float) -> list[Event]:
-        """Wait at most `seconds`; return the events."""
         if not self._calls_out:
             return []
         answered = self._calls.wait(list(self._calls_out), seconds)

@@ -126,7 +126,6 @@ class AttemptSettlement:
             self._display.note(JobFinished(job.name, num_generated_tokens))
 
     def take_results(self, job_ids: Iterable[str]) -> None:
-        """Count jobs that have a result."""
         asked = list(job_ids)
         for job_id, line in zip(asked, self._run.result_lines(asked) if asked else (), strict=True):
             if line is not None:
@@ -283,7 +282,9 @@ class ReportIntake:
         worker, reason, message = lost.worker, lost.reason, lost.message
         is_unblamed = worker.drain_reason is not None or reason == NODE_DRAINED
         self._display.note(WorkerLost(worker.id, reason, message))
-        self._note_failed_gpus(lost)
+        self._counters.num_gpu_failures.update(lost.gpus)
+        for gpu in lost.left_out:
+            self._display.note(GpuLeftOut(gpu, self._fleet.gpu_failures[gpu], lost.message))
         self._settlement.begin_found(worker)
         left = self._left_by(worker)
         alive = [job for job in left if not job.has_ended]
@@ -296,12 +297,6 @@ class ReportIntake:
             else:
                 self._settlement.put_back(job.job_id, reason, f"worker {worker.id} was lost: {message}", num_lost)
         self._settlement.lose_backlog(worker, is_unblamed=is_unblamed)
-
-    def _note_failed_gpus(self, lost: Lost) -> None:
-        """Count the failure, and tell which GPUs are left out from now on."""
-        self._counters.num_gpu_failures.update(lost.gpus)
-        for gpu in lost.left_out:
-            self._display.note(GpuLeftOut(gpu, self._fleet.gpu_failures[gpu], lost.message))
 
     def _left_by(self, worker: Worker) -> list[QueuedJob]:
         own = self._queue.of(worker.id)

@@ -22,9 +22,9 @@ EXPIRED_MESSAGE = "This request could not be executed before the completion wind
 
 
 def stop_driver(run: Run) -> None:
-    """Ask the process of this machine that works on a run to save all tokens and end, and wait for that.
+    """End the run's driver on this machine: it saves all tokens first, and the call waits for its end.
 
-    Raises RunError if the process is on another machine.
+    Raises RunError if the driver is on another machine.
     """
     progress = run.progress()
     if progress is None or liveness(run, progress) == "gone":

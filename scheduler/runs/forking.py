@@ -67,7 +67,7 @@ class Impossible(NamedTuple):
 
 
 def _refuse_impossible(parent: JobRecord, kept: Sequence[int], text: str, codec: TextCodec, files: ModelFiles) -> None:
-    """Refuse tokens that break the job's structure or thought, or behind which nothing follows."""
+    """Refuse kept tokens that break the job's structure or thought, and those that leave nothing to draw."""
 
     def first_problem(size: int) -> Impossible | None:
         """Return the problem of the kept tokens and the first `size` characters of the text."""

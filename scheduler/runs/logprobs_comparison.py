@@ -1,4 +1,4 @@
-"""Compares the log-probabilities that a result shows with those that the model gives."""
+"""Compares a result's log-probabilities with those of the model."""
 
 from __future__ import annotations
 

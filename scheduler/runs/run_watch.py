@@ -48,7 +48,6 @@ def watch(run: Run, display: Display) -> Progress:
 
 
 def silent_driver(run: Run) -> DriverSilent | None:
-    """Return an event if the driver is silent."""
     progress = run.progress()
     if progress is None or liveness(run, progress) != "silent":
         return None
@@ -56,7 +55,6 @@ def silent_driver(run: Run) -> DriverSilent | None:
 
 
 def _is_awaited(run: Run, display: Display) -> bool:
-    """Return whether the run waits for its first driver."""
     if run.has_had_a_driver() or not count_jobs(run)["pending"]:
         return False
     display.note(DriverAwaited(run.store.shown_uri))

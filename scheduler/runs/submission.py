@@ -97,7 +97,7 @@ def make_records(
 ) -> Iterator[JobRecord]:
     """Yield the jobs of lines, with tokenized prompts.
 
-    Rejects lines that exceed the model's positions or the caches' room, or that have unknown tokens or adapters.
+    Rejects lines with more positions than the model or the caches have, and lines with unknown tokens or adapters.
     `max_tokens`, `loop_guard` and `thinking_end` are defaults for lines that do not set these fields.
     """
     longest = 0  # length known to fit: looking up free memory is the most expensive step

@@ -50,10 +50,9 @@ Verdict = Literal["exact", "exact up to ties", "differs"]
 class Mismatch(Frozen):
     """Something in a result that this machine does not draw.
 
-    `what`: the `job`, whose prompt or id is not its own; the `line`, whose names or counts are not the job's; a
-    `token`; the `end`, where one of both outputs goes on; the `output` as a whole, with the first differing character
-    as position; the `text`, which is not that of the tokens; the token `log`, which is not the result's; the
-    `logprobs`, with the largest difference of the output as margin; those of the `prompt`, likewise.
+    `what` is `job` (another prompt or id), `line` (names or counts of another job), `token`, `end` (one output goes
+    on), `output` (the position is the first differing character), `text` (not that of the tokens), `log` (tokens of
+    another result), `logprobs` or `prompt` (log-probabilities; the margin is the largest difference).
     """
 
     custom_id: str
@@ -134,7 +133,7 @@ class Verifier:
     def verify(self, record: JobRecord, line: Line, spans: Sequence[range]) -> tuple[int, list[Mismatch]]:
         """Draw spans of a result again; return how many tokens were drawn, and the findings.
 
-        The whole output is drawn if its tokens are not at hand, or if a loop was rewound or a thought was closed.
+        Draws the whole output if its tokens are unknown, or after a rewound loop or a closed thought.
         """
         body = line["response"]["body"]
         [choice] = body["choices"]
@@ -353,7 +352,7 @@ def _had_other_bits(metrics: Line, numerics: str) -> bool:
 
 
 def _was_changed(record: JobRecord, metrics: Line) -> bool:
-    """Return whether a loop was rewound, or a thought may have been closed with a marker that nobody drew."""
+    """Return whether a loop was rewound, or a marker may have closed a thought without being drawn."""
     return closes_thoughts(record) or metrics.get("num_rewinds", 0) != 0
 
 

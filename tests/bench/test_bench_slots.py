@@ -1,10 +1,9 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,18 +16,13 @@ from swiftbatch.worker.decode_bench import BenchOptions, DecodeBenchOptions, ben
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.model.model_files import ModelFiles
+from tests.tiny_targets import numbers_as_a_gpu_has_them as numbers_as_a_gpu_has_them
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.forward.cuda.cuda_parts import cuda_target
 
 pytestmark = pytest.mark.long
 
 TEXT = "the lazy fox jumps over the dog. " * 80
-
-
-@pytest.fixture(autouse=True)
-def _numbers_as_a_gpu_has_them() -> Iterator[None]:
-    with np.errstate(all="ignore"):
-        yield
 
 
 def few_decoded(**shared: Any) -> None:

@@ -14,6 +14,7 @@ from bench.triforce_ablation import PROMPT_TABLES, Options, drafting, run, shown
 from swiftbatch.worker.decode_bench import encode
 from swiftbatch.worker.drafters.engine_options import TRIFORCE_PAPER, TriForceOptions
 from swiftbatch.worker.model.model_files import locate_model
+from tests.bench.test_bench_long import text as text
 
 PREFILL = 300
 NUM_TOKENS = 40
@@ -22,13 +23,6 @@ NUM_TOKENS = 40
 @pytest.fixture(autouse=True)
 def _one_thread(_fixed_threads: None) -> None:
     torch.set_num_threads(1)  # two threads would wait for each other on a busy machine, and clocks are read here
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"the lazy fox number {n} jumps over the dog. " for n in range(40)))
-    return path
 
 
 def bench(*args: str) -> Result:

@@ -95,7 +95,7 @@ def unforced(definition: str) -> str:
 
 
 def is_lark(structure: Structure) -> bool:
-    """Return whether the library takes the structure unchanged, with the user's line numbers."""
+    """Return whether the structure is in Lark, so that the library's errors have the user's line numbers."""
     from llguidance.gbnf_to_lark import is_lark_syntax
 
     return structure.kind == "grammar" and is_lark_syntax(structure.text)
@@ -284,8 +284,8 @@ class Grammar:
     def mask(self, matcher: Any, token_ids: list[int]) -> np.ndarray:
         """Return the tokens allowed after `token_ids`, at the matcher's state.
 
-        If only a special token's name is allowed, the library forces that token, which has no text. Then tokens that
-        spell the name are allowed instead.
+        If only a special token's name is allowed, the library forces that token. It has no text, so tokens that spell
+        the name are allowed instead.
         """
         mask = self._words(matcher)
         if np.count_nonzero(mask) != 1 or matcher.is_error() or matcher.is_accepting() or matcher.is_stopped():
@@ -466,7 +466,7 @@ class GrammarTokenizer:
 
 
 def token_lengths(tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> np.ndarray:
-    """Return each token's bytes, `[vocab]`; 0 for tokens that end a text, so that `guess` chooses them last."""
+    """Return the number of each token's bytes, `[vocab]`. Tokens that end a text have 0: `guess` chooses them last."""
     sizes = [len(tokenizer.decode_bytes([token_id])) for token_id in range(vocab_size)]
     sizes = [0 if token_id in eos_token_ids else size for token_id, size in enumerate(sizes)]
     return np.array(sizes, dtype=np.int32)

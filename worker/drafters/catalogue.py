@@ -314,8 +314,8 @@ def create_drafter(
 ) -> Drafter:
     """Make an engine's drafter; `parts_folder` None means the target's own.
 
-    Raises ModelError for an unknown engine or option, a part that is missing or does not fit, or layers whose states
-    or heads of several sizes the drafter would need to read.
+    Raises ModelError for an unknown engine or option, and for a part that is missing or does not fit. Raises it also
+    if the drafter reads caches, and the model has states or heads of several sizes.
     """
     entry, shape = engine_entry(name, options), target.cache_shape
     if entry.part is not None and entry.part.reads_cache:

@@ -54,7 +54,6 @@ class PartialCacheOptions(EngineOptions):
         return {"summary": None, "importance": 0, "retrieval": self.chunk_size}[self.cache]
 
     def budget_of(self, num_prompt_tokens: int) -> int:
-        """Return the entries of a job's partial cache."""
         if self.budget != AS_PROMPT:
             return self.budget
         return min(max(num_prompt_tokens, LEAST_BUDGET), MOST_PROMPT_BUDGET)

@@ -260,7 +260,6 @@ class SelfSpeculationDrafter(Drafter):
             return tracked.partial is None or tracked.partial.catch_up(tracked.cache, num_chunks)
 
     def proposed(self, sequence: Sequence) -> ChainTree:
-        """Return the newest proposal, which is empty once it is verified."""
         return self._tracked[sequence.sequence_id].proposed
 
     def stop(self, sequence: Sequence) -> None:

@@ -178,7 +178,6 @@ class _Growing:
         return len(self.tree) < self._max_nodes and self._depth < self._max_depth
 
     def read(self) -> tuple[np.ndarray, int]:
-        """Return the tokens so far, and how many of them are committed."""
         return self._sequence.token_ids, self._num_committed
 
     def grow(self, token_id: int, logits: torch.Tensor) -> None:

@@ -36,7 +36,6 @@ class KnownScores:
         return TokenLogprobs.joined(self._parts, self._num_top)
 
     def of_prompt(self) -> PromptLogprobs:
-        """Return the scores of a prompt, whose first token is given."""
         return PromptLogprobs(self._token_ids, self.logprobs, np.concatenate(self._ranks))
 
     def read(self, cache: FullKVCache) -> None:

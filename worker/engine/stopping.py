@@ -96,7 +96,7 @@ class _StopStrings:
 
 
 def _stop_strings(params: SamplingParams, thinking: Thinking | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the stop strings that count anywhere (those that contain a marker), and those for the answer alone."""
+    """Return two groups of stop strings: those with a marker count anywhere, the others only in the answer."""
     if thinking is None or params.stop_in_reasoning:
         return params.stop, ()
     markers = [marker for marker in thinking.markers.texts if marker]

@@ -32,8 +32,8 @@ MOST_ASTRAY = 64  # tokens of another text before a replay gives up
 class DifferingDraw(NamedTuple):
     """A recorded token and the token that the model draws after the same tokens; None stands for the text's end.
 
-    `margin` is how far the drawn token's score lies above the recorded one's, in units of the noise: rounding moves a
-    score by about a thousandth. It is None where tokens were excluded, and at an end.
+    `margin` is the drawn token's score minus the recorded one's, in units of the noise. Rounding moves a score by about
+    a thousandth. It is None at an end, and if filters excluded the recorded token.
     """
 
     position: int  # from the first generated token
@@ -76,11 +76,11 @@ class Replay:
         self._engine = Engine(target, self._known, codec.output_text, logprobs_mode=logprobs_mode)
 
     def again(self, record: JobRecord, text: str, num_top: int | None = None) -> tuple[Sequence, Thinking | None]:
-        """Draw a job's output again from its first token, with loops that rewind and thoughts that close.
+        """Draw a job's whole output again, rewinding loops and closing thoughts as before.
 
         With `num_top`, it gets log-probabilities, each with so many of the likeliest tokens.
 
-        The recorded `text` makes it fast. An output with another text ends early if the recorded text is all of it.
+        The recorded `text` is a fast guess of the tokens. If that text is complete, another output ends early.
         """
         sequence, thinking = self._sequence_of(record, num_top)
         most_astray = MOST_ASTRAY if thinking is None and _shows_all(record) else math.inf
@@ -123,8 +123,8 @@ class Replay:
     ) -> list[DrawnSpan]:
         """Draw the tokens of ascending spans of a job's output again, with log-probabilities if `num_top` is given.
 
-        `token_ids [num_tokens]` are the whole output, which neither rewound a loop nor closed a thought. A span that
-        reaches its end also checks that the output ends there. The search in a span ends after `MOST_DIFFERING` draws.
+        `token_ids [num_tokens]` are the whole output, without a rewound loop or a closed thought. A span up to the last
+        token also checks the output's end. The search in a span ends after `MOST_DIFFERING` differing draws.
         """
         self._known.token_ids = token_ids
         sequence, thinking = self._sequence_of(record, None)
@@ -179,7 +179,7 @@ class Replay:
         return margin if math.isfinite(margin) else None
 
     def _next(self, sequence: Sequence, position: int) -> int:
-        """Return the token that follows an output where the record ends."""
+        """Return the next token after an output's recorded tokens."""
         while sequence.num_generated_tokens <= position:
             self._engine.step()
         return int(sequence.output_ids[position])
@@ -202,7 +202,7 @@ class Replay:
 
 
 def _shows_all(record: JobRecord) -> bool:
-    """Return whether a result shows all that was drawn: no call of a tool as it was written, no rewound loop."""
+    """Return whether a result shows all drawn text; calls of tools are rewritten, and rewound loops are gone."""
     template, detection = record.job.template, record.job.sampling.repetition_detection
     return not (template and template.tools) and (detection is None or detection.action != "rewind")
 

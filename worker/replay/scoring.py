@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens that exist, with the bits that their generation gives."""
+"""Log-probabilities of given tokens, with the same bits as in their generation."""
 
 from __future__ import annotations
 

@@ -57,7 +57,6 @@ class Sealing:
         self._since, self._has_long = 0.0, False
 
     def sealed(self) -> list[JobOutcome]:
-        """Return the jobs that finished since the last call."""
         found: list[JobOutcome] = []
         while self._under_way and self._under_way[0].done():
             found += self._under_way.popleft().result()

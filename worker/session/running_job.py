@@ -92,7 +92,7 @@ class RunningJob:
 
     @property
     def num_recomputed_tokens(self) -> int:
-        """Return the number of tokens that an earlier attempt reported and that must be drawn again."""
+        """Return how many tokens of an earlier attempt's reports must be drawn again."""
         return max(0, self.assignment.num_reported_tokens - self.num_recovered_tokens)
 
     def resume_record(self) -> ResumeRecord:

@@ -166,7 +166,6 @@ class WorkerSession:
         self._report.outcomes.append(self._finish(job, may_go_on, is_kept))
 
     def _reported(self, finished: list[JobOutcome]) -> WorkReport:
-        """Return the slice's report, and forget the token logs of finished jobs."""
         report = self._report
         report.outcomes += [*finished, *(job.outcome("running") for job in self._running.values())]
         self._checkpointing.forget([outcome.job_id for outcome in finished])
@@ -342,7 +341,6 @@ class WorkerSession:
         logger.warning("%s: %s", GPU_FULL, error)
 
     def _rewind(self, job: RunningJob) -> None:
-        """Drop the repetitions of the loop in which the job ended."""
         again = rewound(job.sequence)
         self._checkpointing.rewind(job, again)
         self.engine.replace(again)

@@ -56,7 +56,7 @@ class Orders:
 
 
 class Backlog:
-    """Jobs of a worker that have not begun, in the order that the driver chose."""
+    """A worker's jobs that have not begun, in the driver's order."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, Assignment] = {}

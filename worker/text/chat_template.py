@@ -372,7 +372,6 @@ def _tagged(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _untagged(text: str) -> str:
-    """Return the text up to the tag."""
     before, tag, behind = text.rpartition(CONTINUED.strip())
     if not tag:
         raise ValueError("it does not show the final message, which is to be continued")

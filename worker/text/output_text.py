@@ -33,7 +33,6 @@ class StreamSearch:
         self._tail = self._last(stream.feed(token_ids[num_skipped:]))
 
     def push(self, token_id: int) -> bool:
-        """Add a token; return whether it completes a stop string."""
         characters = self._stream.push(token_id)
         if not characters:
             return False
@@ -100,7 +99,7 @@ class ByteText:
     def offsets(self, token_ids: Sequence[int]) -> list[int]:
         """Return the number of characters before each token and, last, in the whole text.
 
-        A token that begins within a character has that character's offset.
+        A token within a character has the character's offset.
         """
         places: list[int] = []
         num_empty, length, pending = 0, 0, b""  # last tokens without bytes, settled characters, pending bytes

@@ -110,7 +110,7 @@ class TokenBytes(dict[int, bytes]):
     """Bytes of each token within a text, cached; special and unknown tokens have none."""
 
     def __init__(self, tokenizer: Any, steps: DecoderSteps | None, shown: Collection[str] = ()) -> None:
-        """If `steps` is None, each token is decoded on its own. A text shows the special tokens `shown`."""
+        """Without `steps`, decode each token on its own. Texts show the special tokens `shown`, and no others."""
         super().__init__()
         self._tokenizer, self._steps = tokenizer, steps
         self._special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}

@@ -186,7 +186,7 @@ class TextCodec:
         return [self._prompt_or_error(*each) for each in zip(given, begun, found, strict=True)]
 
     def _kept_plain(self, asked: Asked) -> Asked | ValueError:
-        """Return a prompt whose texts cannot become control tokens, if the run wants that."""
+        """Return a prompt; with the run's `--plain-content`, its texts cannot become control tokens."""
         if self._plain is None or isinstance(asked, tuple):
             return asked
         try:
@@ -472,7 +472,7 @@ class TextCodec:
 
     @cached_property
     def textless_ids(self) -> tuple[int, ...]:
-        """Return, in ascending order, the ids that the tokenizer does not know, except those that end a text."""
+        """Return the ids unknown to the tokenizer, ascending, without those that end a text."""
         known: Container[int]
         if isinstance(self._tokenizer, TekkenTokenizer):
             known = range(self._tokenizer.num_tokens)

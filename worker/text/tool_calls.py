@@ -125,7 +125,7 @@ class TaggedForm:
                     yield Piece(*found.span(), [_call(found["name"], arguments)])
 
     def _as_written(self, text: str, schemas: Schemas) -> list[Piece]:
-        """Return the calls of a text that is written as forced ones are, in which JSON may contain tags.
+        """Return the calls of a text in exactly the form that a grammar forces; its JSON may contain tags.
 
         Raises ValueError for any other text.
         """

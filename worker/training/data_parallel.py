@@ -1,7 +1,7 @@
 """Data-parallel trainings: the processes of `torchrun`, one per GPU, share each step's samples and sum their gradients.
 
-They sum gradients themselves, because `DistributedDataParallel` averages losses of equally many rows, while a step here
-divides by the rows that all processes count, and runs its backward pass in parts.
+`DistributedDataParallel` does not fit: it averages over equally many rows per process, and expects one backward pass.
+Here a step divides by the rows of all processes, and runs its backward pass in parts.
 """
 
 from __future__ import annotations
@@ -65,7 +65,6 @@ def share_of(samples: Samples) -> Samples:
 
 
 def total(value: torch.Tensor) -> torch.Tensor:
-    """Return the sum over all processes."""
     if distributed.is_initialized():
         value = value.clone()
         distributed.all_reduce(value)

@@ -76,7 +76,6 @@ def heads_section(records: Records) -> list[str]:
 
 
 def draft_section(records: Records) -> list[str]:
-    """Return the section on TriForce's draft model; empty if it was never measured."""
 
     def lines(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         cells = [f"{_shares([before['same'][way]])} / {_shares([share])}" for way, share in after["same"].items()]

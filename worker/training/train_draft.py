@@ -1,7 +1,7 @@
 """Training of a small draft model for a target: `swiftbatch train draft`.
 
-It is distilled on the target's distributions, because it must guess what the target draws with the same noise, or
-pretrained on the tokens of texts, as TokenSwift's draft model for TriForce (appendix C).
+The draft model must guess what the target draws with the same noise, so it learns the target's distributions. It can
+also learn the tokens of texts, as TokenSwift's draft model for TriForce does (appendix C).
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def attend_to_passes(
     scaling: float,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Let row p of pass n see pass 1 up to row p - n + 1, and row p - n + s of each pass s from 2 to n.
+    """Attend from row p of pass n to rows 0 .. p - n + 1 of pass 1, and to row p - n + s of each pass s = 2 .. n.
 
     Returns `[num_windows, length, num_heads, head_dim]`.
     """

@@ -1,8 +1,8 @@
 """Training of TokenSwift's decoding heads for a frozen target: `swiftbatch train tokenswift`.
 
-It follows the paper (appendix B.1, table 9), but a step draws 4,096 rows from all texts, whose features are computed
-once. Heads may learn from the target's own texts, with its distributions as labels. Medusa's heads are trained alike:
-it weighs the loss of head k by 0.8^k, which AdamW's steps of a head of its own do not depend on.
+It follows the paper (appendix B.1, table 9), but features of all texts are computed once, and a step draws 4,096 of
+their rows. Heads may learn from the target's own texts, with its distributions as labels. Medusa's heads are trained
+alike: Medusa weighs the loss of head k by 0.8^k, but AdamW's steps do not depend on such a factor.
 """
 
 from __future__ import annotations

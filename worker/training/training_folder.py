@@ -119,7 +119,6 @@ class TrainingFolder:
 
 
 def _is_whole(product: Path) -> bool:
-    """Return whether the weights are complete."""
     try:
         with safe_open(product, framework="pt"):
             return True

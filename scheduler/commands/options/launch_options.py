@@ -157,10 +157,6 @@ class CountOrAuto(click.ParamType[int | None]):
 worker_option, checkpoint_option = map(options_of, ("Workers", "Checkpoints"))
 
 
-def _or_none(_context: click.Context, _parameter: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...] | None:
-    return value or None
-
-
 ENGINE = all_of(
     worker_option(
         "--engine",
@@ -173,7 +169,7 @@ ENGINE = all_of(
         "engine_options",
         multiple=True,
         metavar="NAME=VALUE",
-        callback=_or_none,
+        callback=lambda _context, _parameter, value: value or None,
         help="Repeatable: see docs/engines.md. [default: the run's]",
     ),
 )

@@ -189,7 +189,7 @@ THREAD_COUNT = WholeNumber(1, MAX_THREADS)
 
 
 def utf8(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
-    """Refuse a text that is not UTF-8, on which Ray fails late. Raises click.BadParameter."""
+    """Refuse a text that is not UTF-8, because Ray would fail late. Raises click.BadParameter."""
     if value is not None and not is_utf8(value):
         raise click.BadParameter(f"found {value!a}, expected text in UTF-8")
     return value
@@ -206,10 +206,6 @@ def all_of(*options: Callable[[Command], Command]) -> Callable[[Command], Comman
     return lambda command: functools.reduce(lambda done, option: option(done), reversed(options), command)
 
 
-def _or_all_cores(_context: click.Context, _parameter: click.Parameter, value: int | None) -> int:
-    return value or len(os.sched_getaffinity(0))
-
-
 MODEL = click.option(
     "--model",
     default=Computation.model,
@@ -223,7 +219,11 @@ DRAFT_MODEL = click.option(
 )
 DTYPE = click.option("--dtype", type=DTYPES, default=Computation.dtype)
 THREADS = click.option(
-    "--threads", "num_threads", type=THREAD_COUNT, callback=_or_all_cores, help="CPU threads. [default: all cores]"
+    "--threads",
+    "num_threads",
+    type=THREAD_COUNT,
+    callback=lambda _context, _parameter, value: value or len(os.sched_getaffinity(0)),
+    help="CPU threads. [default: all cores]",
 )
 DEVICE = click.option("--device", type=DEVICES, default=Computation.device)
 COMPUTING = all_of(DTYPE, DEVICE, THREADS)

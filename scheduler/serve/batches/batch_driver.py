@@ -60,7 +60,7 @@ def driver_arguments(batch: Batch, files: StoredFiles, options: DriverOptions) -
 
 
 class DriverProcess:
-    """A working driver, which dies with the thread that created it."""
+    """A working driver. It dies with the thread that created it."""
 
     def __init__(self, arguments: Sequence[str], run: Store, first_number: int = 0) -> None:
         command = module_command("swiftbatch.scheduler.batch_driver_main", str(os.getpid()), *arguments)
@@ -103,7 +103,6 @@ class DriverProcess:
         self._send(signal.SIGKILL)
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to `seconds`; return whether the process ended."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, seconds))
         return self._process.poll() is not None

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO, Literal
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.json_records import dump_line
 from swiftbatch.jobs.run.run import MANIFEST, Run
 from swiftbatch.jobs.run.run_records import DamagedError, Progress, RunManifest, read_model
@@ -94,19 +93,15 @@ def _lines(batch: Batch, run: Run) -> Iterator[dict[str, Any]]:
                 error["code"] = BATCH_CANCELLED
         yield line
     for number, reject in enumerate(run.rejects(), start=1):
-        yield _reject_line(batch, number, reject)
+        error = {"code": reject.code, "message": reject.reason, "line": reject.line_number}
+        reject_id = f"batch_req_{batch.id}-reject-{number}"
+        yield {"id": reject_id, "custom_id": reject.custom_id, "response": None, "error": error}
 
 
 def _errors(line: dict[str, Any]) -> list[dict[str, Any]]:
     if line["error"] is not None:
         return [line["error"]]
     return [choice["error"] for choice in line["response"]["body"].get("failed_choices", ())]
-
-
-def _reject_line(batch: Batch, number: int, reject: Reject) -> dict[str, Any]:
-    error = {"code": reject.code, "message": reject.reason, "line": reject.line_number}
-    reject_id = f"batch_req_{batch.id}-reject-{number}"
-    return {"id": reject_id, "custom_id": reject.custom_id, "response": None, "error": error}
 
 
 def end_batch(batches: Batches, files: StoredFiles, batch: Batch, reason: Reason, driver: DriverProcess | None) -> None:
@@ -183,7 +178,6 @@ def _reason_to_end(batch: Batch, driver: DriverProcess | None) -> Reason | None:
 
 
 def _never_run(batch: Batch, reason: Reason, driver: DriverProcess | None) -> Ended:
-    """Make the end of a batch whose input was not read."""
     if batch.cancellation is not None:
         return _at_once("cancelled", Counts())
     problem, bad_input = ("", None) if driver is None else (driver.problem, driver.bad_input)

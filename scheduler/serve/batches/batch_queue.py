@@ -86,7 +86,6 @@ class Usage:
     num_output_tokens: int = 0
 
     def since(self, moment: float) -> float:
-        """Return the tokens after a time."""
         if self.begun >= moment:
             return self.num_tokens
         if self.ended <= moment:

@@ -66,7 +66,6 @@ class BatchSupervisor:
         self._news.set()
 
     def look_again(self) -> None:
-        """Look at all batches soon."""
         self._news.set()
 
     def course(self, batch_id: str) -> Course | None:
@@ -102,13 +101,17 @@ class BatchSupervisor:
     def _step(self) -> None:
         self._check_still_held()
         for course in self.courses():
-            self._see_driver_end(course)
+            if course.stage == "running" and course.driver is not None and course.driver.has_ended():
+                course.driver.close()
+                course.stage = "to_settle"
             self._cancel(course)
             self._settle(course)
             if course.stage == "ended":
                 del self._courses[course.batch.id]
                 self._standings.add_ended(course.batch)
-        self._start_drivers()
+        while (batch := self._next_batch(self.courses())) is not None:
+            self._start_driver(self._courses[batch.id])
+            self._standings.forget()
 
     def _check_still_held(self) -> None:
         """Ignore StoreError, which reveals no other server."""
@@ -116,11 +119,6 @@ class BatchSupervisor:
             with suppress(StoreError):
                 self._check_hold()
             self._next_check = time.monotonic() + LEASE_CHECK_SECONDS
-
-    def _see_driver_end(self, course: Course) -> None:
-        if course.stage == "running" and course.driver is not None and course.driver.has_ended():
-            course.driver.close()
-            course.stage = "to_settle"
 
     def _cancel(self, course: Course) -> None:
         """Let a driver cancel, or settle a waiting batch."""
@@ -159,11 +157,6 @@ class BatchSupervisor:
         course.not_before = time.monotonic() + pause
         course.problem = problem
         Lines(sys.stderr).write(f"{course.batch.id} can't go on: {problem}; tried again in {pause:g} s")
-
-    def _start_drivers(self) -> None:
-        while (batch := self._next_batch(self.courses())) is not None:
-            self._start_driver(self._courses[batch.id])
-            self._standings.forget()
 
     def _next_batch(self, courses: list[Course]) -> Batch | None:
         running = [course.batch for course in courses if course.stage == "running"]

@@ -190,7 +190,6 @@ class ReceiverQueue:
         return bool(self.items) and not self.is_busy and time.monotonic() >= self.not_before
 
     def succeed(self) -> None:
-        """Remove the first message."""
         self.items.popleft()
         self.num_failures, self.not_before = 0, 0.0
 

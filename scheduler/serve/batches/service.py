@@ -137,7 +137,6 @@ class Service:
         return known[0] if known else "" if course is None else self.places.hidden(course.problem)
 
     def refusal(self, error: UserError) -> RefusedError:
-        """Turn an internal error into a client's."""
         if isinstance(error, RefusedError):
             return error
         told = self.places.hidden(str(error))

@@ -56,9 +56,6 @@ def usage_by_month(batches: Iterable[Batch]) -> dict[tuple[str, str], TeamUsage]
     """
     found = list(batches)
     usages = in_parallel(usage_of, found)
-    groups = ((_month(batch), batch.owner or "") for batch in found)
+    months = (datetime.fromtimestamp(batch.created, UTC).strftime("%Y-%m") for batch in found)
+    groups = zip(months, (batch.owner or "" for batch in found), strict=True)
     return dict(sorted(usage_of_teams(zip(groups, usages, strict=True)).items()))
-
-
-def _month(batch: Batch) -> str:
-    return datetime.fromtimestamp(batch.created, UTC).strftime("%Y-%m")

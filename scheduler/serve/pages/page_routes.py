@@ -127,7 +127,6 @@ def _figures(service: Service, batch: Batch) -> Values:
 
 
 def _name(service: Service, batch: Batch) -> str:
-    """Return a batch's name from its metadata or file."""
     if name := (batch.record.metadata or {}).get(NAME_KEY):
         return name
     try:

@@ -48,7 +48,6 @@ class Status:
     num_reasoning_tokens: int = 0
 
     def shown(self, hidden: Callable[[str], str]) -> Status:
-        """Hide paths in problems of the whole batch."""
         if all(each.line is not None for each in self.problems):
             return self
         problems = [each.model_copy(update={"message": hidden(each.message)}) for each in self.problems]

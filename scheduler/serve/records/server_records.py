@@ -69,7 +69,6 @@ def new_batch_id() -> str:
 
 
 def id_of_key(kind: Literal["file-", "batch_"], owner: str | None, key: str) -> str:
-    """Return the id for an idempotency key."""
     return kind + _digits(json.dumps([owner, key]))
 
 

@@ -271,7 +271,6 @@ class Batch:
         return self._deadline.seconds_left()
 
     def has_expired(self) -> bool:
-        """Return whether its time limit has passed."""
         return self._deadline.has_passed()
 
 
@@ -290,9 +289,9 @@ class Batches(Catalogue[Batch]):
         super().__init__(_read_all(filter(is_batch_id, store.list(BATCHES)), self._read))
 
     def create(self, new: NewBatch, seconds: float, owner: str | None, key: str | None = None) -> Batch:
-        """Create and store a batch that may take `seconds`, or return that of the `key`.
+        """Create and store a batch with a limit of `seconds`; if the idempotency `key` is known, return its batch.
 
-        Raises RefusedError if that came from another request or is damaged.
+        Raises RefusedError if the known batch is of another request, or damaged.
         """
         now = time.time()
         batch_id = new_batch_id() if key is None else id_of_key("batch_", owner, key)
@@ -350,7 +349,6 @@ class Batches(Catalogue[Batch]):
         return Store(joined(self._store.uri, f"{BATCHES}/{batch_id}"))
 
     def _read(self, name: str) -> Batch | None:
-        """Return None without a record."""
         store = self._folder(name)
         record = read_record(store, BATCH, BatchRecord)
         if record is None:

@@ -163,7 +163,6 @@ class Sessions:
         return None if key is None else key.name
 
     def key_digest(self, session_id: str) -> str | None:
-        """Return the hash of a session's key; None without a login."""
         digest, end = self._sessions.get(_hash(session_id), (None, 0.0))
         return digest if end > time.monotonic() else None
 

@@ -113,7 +113,6 @@ def progress_object(service: Service, batch: Batch, status: Status, newest: Prog
 
 @router.get("/{batch_id}/partial")
 def partial(service: Served, owner: Owner, batch_id: str) -> Object:
-    """Return the texts of all running jobs so far."""
     batch = service.batches.get(batch_id, owner)
     newest = service.status(batch).progress
     running = {} if newest is None else newest.running

@@ -167,7 +167,6 @@ def answer_errors(app: FastAPI) -> None:
 
 
 def refusal_of(request: Request, error: Exception) -> RefusedError:
-    """Turn any error into a client's."""
     if isinstance(error, UserError):
         return service_of(request).refusal(error)
     if isinstance(error, HTTPException):

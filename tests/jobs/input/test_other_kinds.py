@@ -11,19 +11,15 @@ import threading
 import zipfile
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 
 from swiftbatch.jobs.input.job_files import InputFileError
 from tests.jobs.input.job_lines import GOOD, read_jobs
+from tests.jobs.input.test_input_file import zstd
 
 LINES = "".join(json.dumps(GOOD | {"custom_id": name, "prompt": "Füße 😀"}, ensure_ascii=False) + "\n" for name in "ab")
 DATA = LINES.encode()
 ARRAY = [json.loads(line) for line in LINES.splitlines()]
-
-
-def zstd(data: bytes) -> bytes:
-    return bytes(pa.compress(data, codec="zstd", asbytes=True))
 
 
 def archive(*names: str) -> bytes:

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from pyarrow import parquet
 
-from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run import job_table
 from swiftbatch.jobs.run import job_table as job_table_parts
 from swiftbatch.jobs.run.run import Run
@@ -16,15 +14,10 @@ from swiftbatch.jobs.run.run_records import RunError
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import StoreError
 from tests.jobs.run.run_parts import MANIFEST, make_record
+from tests.jobs.shards.shard_parts import longer
 from tests.jobs.storage.stumbling_disk import stumble
 
 NAMES = [f"job-{number}" for number in range(7)]
-
-
-def longer(record: JobRecord, max_tokens: int) -> JobRecord:
-    sampling = record.job.sampling.model_copy(update={"max_tokens": max_tokens})
-    job = record.job.model_copy(update={"sampling": sampling})
-    return replace(record, job_id=job.job_id("f1"), job=job, supersedes=record.job_id)
 
 
 @pytest.fixture(params=["local", "s3"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,12 +20,7 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.table_rows import row_groups
 from swiftbatch.jobs.storage.store import StoreError
 from tests.jobs.run import run_parts
-from tests.jobs.run.run_parts import MANIFEST, make_record, write_result
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return Run.planned(str(tmp_path / "run"), MANIFEST).made()
+from tests.jobs.run.run_parts import make_record, write_result
 
 
 def records_of(*prompts: str, n: int = 1) -> list[JobRecord]:

@@ -6,7 +6,6 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from swiftbatch.jobs.run.output_table import ResultFormat, table_file
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.table_rows import KeptColumns, arrow_schema
 from swiftbatch.jobs.sampling_params import SamplingParams
-from tests.jobs.run.run_parts import FINISHED, MANIFEST, finish, make_record, write_result
+from tests.jobs.run.run_parts import FINISHED, finish, make_record, write_result
 
 TOOLS = ({"type": "function", "function": {"name": "f"}},)
 
@@ -43,11 +42,6 @@ def answer(run: Run, record: JobRecord, message: dict[str, Any]) -> None:
     body = FINISHED["response"]["body"] | {"choices": choices, "model": "some-model"}
     line = {"custom_id": record.custom_id, "response": {"body": body}, "error": None}
     assert write_result(run, record.job_id, line)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return Run.planned(str(tmp_path / "run"), MANIFEST).made()
 
 
 def written(run: Run, kind: ResultFormat, fields: Sequence[str] | None = None) -> list[dict[str, Any]]:

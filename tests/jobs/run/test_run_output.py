@@ -5,7 +5,6 @@ import io
 import json
 import tempfile
 import threading
-from pathlib import Path
 from typing import IO, Any
 
 import pytest
@@ -16,12 +15,7 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import NUM_READ_AHEAD
 from swiftbatch.jobs.storage.local_folder import LocalFolder
 from swiftbatch.jobs.storage.store import Store, StoreError
-from tests.jobs.run.run_parts import MANIFEST, make_record, write_result
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return Run.planned(str(tmp_path / "run"), MANIFEST).made()
+from tests.jobs.run.run_parts import make_record, write_result
 
 
 def finished_line(custom_id: str, text: str, metrics: dict[str, Any]) -> dict[str, Any]:

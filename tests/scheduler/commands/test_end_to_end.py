@@ -21,7 +21,7 @@ from swiftbatch.scheduler.cli import main
 from tests.jobs.checkpoints.checkpoint_parts import logged_jobs
 from tests.scheduler.commands.command_parts import write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
-from tests.scheduler.driving import wait_until
+from tests.scheduler.driving import bodies, is_alive, swiftbatch, wait_until
 from tests.scheduler.runs.extension_parts import run_all
 from tests.worker.session.session_parts import PLAINLY
 
@@ -48,10 +48,6 @@ JOBS: list[dict[str, Any]] = [
 ]
 OFTEN = ["--checkpoint-seconds", "0.3"]  # so that a job of a few seconds has a checkpoint early
 DEADLINE_SECONDS = 240
-
-
-def swiftbatch(*args: str) -> list[str]:
-    return [sys.executable, "-m", "swiftbatch.scheduler.cli", *args]
 
 
 def run_command(*args: str) -> subprocess.CompletedProcess[str]:
@@ -85,11 +81,6 @@ def workers(run: Path) -> list[WorkerStatus]:
 def hold(found: list[WorkerStatus]) -> None:
     for worker in found:
         os.kill(worker.pid, signal.SIGSTOP)
-
-
-def bodies(run: Path) -> dict[str, dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "output.jsonl").read_text().splitlines()]
-    return {line["custom_id"]: line["response"]["body"] for line in lines}
 
 
 def outputs(run: Path) -> dict[str, tuple[str, str, int]]:
@@ -262,10 +253,3 @@ def test_jobs_run_on_a_running_cluster(submit_args: list[str], tmp_path: Path, m
         cluster.communicate("\n", timeout=DEADLINE_SECONDS)
     assert process.returncode == 0, process.stdout + process.stderr
     assert set(outputs(tmp_path / "run")) == {"a"}
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

@@ -6,12 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import StoreError
-from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.cluster.ray_cluster import Cluster, ClusterError, ClusterLostError
 from swiftbatch.scheduler.commands.options.launch_options import make_settings
 from swiftbatch.scheduler.display.events import Event, FewGpus, GpusShareModel, SlowOnGpu
@@ -24,6 +22,7 @@ from tests.jobs.run.run_parts import MANIFEST
 from tests.scheduler.commands.command_parts import pretend_to_run
 from tests.scheduler.driver.driver_parts import make_run
 from tests.worker.fake_gpus import needs_gcc, run_with_gpus
+from tests.worker.kv.test_kv_budget import invoke
 from tests.worker.model.expert_configs import write_experts
 from tests.worker.model.gemma4_configs import GEMMA4
 from tests.worker.model.latent_configs import WITH_LATENTS
@@ -48,11 +47,6 @@ except UserError as error:
 def run(tmp_path: Path) -> Run:
     """Has no jobs, so it ends at once without Ray."""
     return make_run(tmp_path / "run", {})
-
-
-def invoke(*args: str) -> tuple[int, str]:
-    result = CliRunner().invoke(main, list(args))
-    return result.exit_code, result.output
 
 
 def test_a_run_goes_on_with_its_own_engine_unless_another_one_is_asked_for(run: Run) -> None:

@@ -24,6 +24,7 @@ from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.jobs.input.job_lines import read_jobs
 from tests.scheduler.commands.command_parts import invoke, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
+from tests.tiny_targets import model as model
 
 NUM_POSITIONS = 4096  # of the tiny model
 FOX = "the quick brown fox"
@@ -322,15 +323,15 @@ def test_markers_that_were_found_are_kept_and_so_is_that_there_were_none(
     thinker = Path(shutil.copytree(tiny_model, tmp_path / "thinker"))
     (thinker / "chat_template.jinja").write_text("<think>{{ messages[0].content }}</think>")
     path = write_jobs(tmp_path / "jobs.jsonl", LIMITED)
-    for model, kept in ((thinker, ("<think>", "</think>")), (tiny_model, ())):
+    for folder, kept in ((thinker, ("<think>", "</think>")), (tiny_model, ())):
         place = str(tmp_path / f"run-{len(kept)}")
-        assert submit_file(path, place, model=str(model)).run.manifest.thinking_markers == kept
-        found = TextCodec(locate_model(str(model)), kept).markers
+        assert submit_file(path, place, model=str(folder)).run.manifest.thinking_markers == kept
+        found = TextCodec(locate_model(str(folder)), kept).markers
         with monkeypatch.context() as patch:
             patch.setattr(thinking, "_own", lambda _: ("the", "fox"))
             manifest = Run.open(place).manifest
             assert computation_of(manifest, Settings()).thinking_markers == kept  # workers start with them
-            assert TextCodec(locate_model(str(model)), manifest.thinking_markers).markers == found
+            assert TextCodec(locate_model(str(folder)), manifest.thinking_markers).markers == found
         assert found is None or found.texts == kept
     with pytest.raises(RunError, match=r"was made without thinking_markers, found \('fox', 'dog'\)"):
         submit_file(path, place, thinking_markers=("fox", "dog"))
@@ -368,11 +369,6 @@ def test_who_submits_with_another_engine_is_told_how_the_run_goes_on_with_it(tmp
 
 DATED = "{% for m in messages %}{{ m.content }}{% endfor %} {{ strftime_now('%d %B %Y %H:%M') }}"
 CHAT: dict[str, Any] = {"custom_id": "chat", "messages": [{"role": "user", "content": FOX}], "max_tokens": 3}
-
-
-@pytest.fixture
-def model(tmp_path: Path, tiny_model: Path) -> Path:
-    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
 
 
 def dated(model: Path, text: str) -> list[int]:

@@ -17,6 +17,7 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.sequence import Sequence
+from tests.tiny_targets import target as target
 from tests.worker.drafters.drafter_parts import free_rows, run_to_ends
 
 NUM_TOKENS = 90
@@ -29,11 +30,6 @@ CHANGES = {
     "triforce-paper": [("budget=48", "stride=20", "rebuild_below=0.9", "chunk_size=4"), ("gamma_1=0",)],
     "griffin-paper": [("context=whole",), ("breadth=31", "max_depth=5", "max_nodes=127")],
 }
-
-
-@pytest.fixture(scope="module")
-def target(tiny_model: Path) -> TargetModel:
-    return TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu")
 
 
 def generated(target: TargetModel, engine: str, options: tuple[str, ...] = ()) -> list[int]:

@@ -16,8 +16,8 @@ from swiftbatch.worker.drafters.catalogue import ENGINES, FINGERPRINT, EngineEnt
 from swiftbatch.worker.drafters.drafter_interface import Drafter
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.sequence import Sequence
+from tests.tiny_targets import target as target
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.drafters.toy.toy import PART
 
@@ -27,11 +27,6 @@ PARAMS = SamplingParams(max_tokens=60, temperature=1.0, min_p=0.1, seed=3, ignor
 @pytest.fixture(autouse=True)
 def a_line_of_the_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(catalogue.ENGINES, "toy", EngineEntry("tests.worker.drafters.toy.toy:toy", "a table", PART))
-
-
-@pytest.fixture(scope="module")
-def target(tiny_model: Path) -> TargetModel:
-    return TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu")
 
 
 def generated(target: TargetModel, drafter: Drafter) -> tuple[list[int], int]:

@@ -17,6 +17,7 @@ from swiftbatch.worker.engine.known_scores import KnownScores
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.sequence import Sequence
+from tests.tiny_targets import target as target
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.drafters.mtp.mtp_parts import publish_with_layer
 from tests.worker.engine.memory_parts import Faults
@@ -63,11 +64,6 @@ def outcomes(target: TargetModel, engine_name: str, faults: Faults | None = None
         )
         for sequence, scores in zip(engine.sequences, scored, strict=True)
     ]
-
-
-@pytest.fixture(scope="module")
-def target(tiny_model: Path) -> TargetModel:
-    return TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu")
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from swiftbatch.worker.drafters.choice.policy import FEWEST_STEPS
 from swiftbatch.worker.drafters.drafter_interface import AutoregressiveDrafter
 from swiftbatch.worker.engine.engine import FEW_STEPS, MOST_STEPS, Engine, PlainRuns
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.sequence import Sequence
+from tests.tiny_targets import target as target
 from tests.worker.drafters.drafter_parts import dear_rows, free_rows
 from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.model.kind_parts import native_target
@@ -28,11 +28,6 @@ SAMPLERS: dict[str, dict[str, object]] = {
     "penalties": {"temperature": 1.0, "repetition_penalty": 1.3, "penalty_window": 5, "frequency_penalty": 0.5},
     "ends": {"temperature": 1.0, "stop_token_ids": [*range(3, 40)], "min_tokens": 6, "min_p": 0.01},
 }
-
-
-@pytest.fixture(scope="module")
-def target(tiny_model: Path) -> TargetModel:
-    return TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu")
 
 
 @pytest.fixture

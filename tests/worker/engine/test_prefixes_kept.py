@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from swiftbatch.worker.engine.prefill import MEMORY_SHARE, SHORTEST, KeptPrefixes
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import KVRoomError
-from swiftbatch.worker.model.model_files import locate_model
+from tests.tiny_targets import target as target
 from tests.worker.engine.prefix_parts import decode, new_engine, rows_of, sequence, text
 
 LENGTH = 200  # of every prompt
-
-
-@pytest.fixture(scope="module")
-def target(tiny_model: Path) -> TargetModel:
-    return TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu")
 
 
 def bytes_of(target: TargetModel, num_prompts: int) -> int:

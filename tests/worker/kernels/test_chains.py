@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,10 +14,10 @@ from swiftbatch.worker.forward import native_forwards
 from swiftbatch.worker.forward.native_forwards import NativeForwards
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.sparse_cache import SparseCache
-from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.batch_sampler import BatchSampler
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
+from tests.tiny_targets import target as target
 from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.kv.cache_parts import everything_of
 
@@ -31,11 +30,6 @@ SAMPLERS: dict[str, dict[str, object]] = {
     "penalties": {"temperature": 1.0, "repetition_penalty": 1.3, "penalty_window": 5, "frequency_penalty": 0.5},
     "bias": {"temperature": 1.0, "logit_bias": {7: 3.0, 9: -100.0}, "presence_penalty": 1.0, "min_tokens": 6},
 }
-
-
-@pytest.fixture(scope="module")
-def target(tiny_model: Path) -> TargetModel:
-    return TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu")
 
 
 def opened(target: TargetModel, fields: dict[str, object], lengths: tuple[int, ...] = LENGTHS) -> list[Chain]:

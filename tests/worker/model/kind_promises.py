@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig, GriffinModel, save_griffin
 from swiftbatch.worker.drafters.tokenswift.decoding_heads import save_heads
@@ -70,3 +74,11 @@ def check_a_disk_changes_no_text(folder: Path, caches: Path) -> None:
         target = loaded(folder, "bfloat16", kv_offload)
         outputs.append(decode(target, "token-recycling", sequences(target)))
     assert outputs[0] == outputs[1]
+
+
+def check_config_is_refused(folder: Path, config: dict[str, Any], reason: str) -> None:
+    """Expect the reason in a line, before weights are read."""
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=reason) as caught:
+        locate_model(str(folder))
+    assert "\n" not in str(caught.value)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 from swiftbatch.jobs.job import Message, TemplateOptions
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
+from tests.tiny_targets import model as model
 
 PLAIN = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
@@ -23,11 +23,6 @@ THINKING = "{{ 'think ' if enable_thinking else 'do ' }}{{ reasoning_effort | de
 
 ONE = Message(role="user", content="a")
 TWO = Message(role="user", content="a\nb", parts=("a", "b"))
-
-
-@pytest.fixture
-def model(tmp_path: Path, tiny_model: Path) -> Path:
-    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
 
 
 def codec(model: Path, template: str) -> TextCodec:

@@ -15,20 +15,15 @@ from transformers import AutoConfig
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.drafters.catalogue import create_drafter
-from swiftbatch.worker.exactness.forward_comparisons import compare, probe_rows
-from swiftbatch.worker.forward.step_costs import measure_step_costs
-from swiftbatch.worker.forward.target_model import TargetModel, load_forwards
-from swiftbatch.worker.forward.tile_packing import known_rows, tree_rows
+from swiftbatch.worker.exactness.forward_comparisons import compare
+from swiftbatch.worker.forward.target_model import load_forwards
+from swiftbatch.worker.forward.tile_packing import known_rows
 from swiftbatch.worker.inspection import inspect_model
-from swiftbatch.worker.kv.kv_capacity import bytes_per_position, held_of
 from swiftbatch.worker.model.decoder_config import read_decoder_config
 from swiftbatch.worker.model.model_files import locate_model, read_config
 from swiftbatch.worker.model.rank_faults import ranks_fault
-from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
 from tests.worker.kernels.kernel_parts import needs_kernels
-from tests.worker.kv.window_parts import spoil_what_is_forgotten
 from tests.worker.model.deepseek_v4_parts import (
     FP8,
     NVFP4,
@@ -40,48 +35,23 @@ from tests.worker.model.deepseek_v4_parts import (
     random_tensors,
     twins,
     write,
+    write_v4,
 )
 from tests.worker.model.formats.twins import logits_of
-from tests.worker.model.kind_promises import (
-    NUM_RECOVERED,
-    check_texts_are_those_of_transformers,
-    decode,
-    loaded,
-    sequences,
-)
+from tests.worker.model.kind_promises import check_texts_are_those_of_transformers, decode, loaded
 
 pytestmark = [pytest.mark.long, needs_kernels]
-
-STRIPES = (1, 8, 2, 3, 1, 8, 2, 1, 3, 1)
-ENGINES = ("auto", "token-recycling", "prompt-lookup", "suffix")
-LENGTH = 603  # ends within the positions of each kind of pooled keys
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a random model with the published names, short runs of positions, and a layer for further tokens."""
-    tensors = random_tensors(SHORT) | {"mtp.0.e_proj.weight": torch.ones(8, 8)}
-    return write(tmp_path_factory.mktemp("short"), SHORT, tensors)
+    return write_v4(tmp_path_factory.mktemp("short"))
 
 
 @pytest.mark.parametrize("config", [PUBLISHED, SHORT], ids=["published", "short"])
 def test_logits_and_greedy_texts_are_those_of_transformers(config: dict[str, Any], tmp_path: Path) -> None:
     target = loaded(write(tmp_path, config, random_tensors(config)), "float32")
     check_texts_are_those_of_transformers(target)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_thousands_of_rows_of_trees_are_exact(dtype: str, folder: Path) -> None:
-    assert probe_rows(loaded(folder, dtype), num_rows=2000, seed=4, first_length=20).num_differing == 0
-
-
-def test_every_engine_gives_plain_decoding_s_tokens_beside_a_resumed_job(folder: Path) -> None:
-    target = loaded(folder, "bfloat16")
-    plain = [decode(target, "autoregressive", [text])[0] for text in sequences(target)]
-    for engine in ENGINES:
-        fresh, resumed = sequences(target)
-        resumed.extend(plain[1][:NUM_RECOVERED])
-        assert decode(target, engine, [fresh, resumed]) == plain, engine
 
 
 def test_eight_jobs_together_get_the_tokens_that_each_gets_alone(folder: Path) -> None:
@@ -110,41 +80,6 @@ def test_chunks_of_a_prompt_change_no_bit(folder: Path) -> None:
     for logits, kv in found[1:]:
         assert torch.equal(logits, found[0][0])
         assert torch.equal(kv, found[0][1])
-
-
-def test_what_a_checkpoint_holds_and_what_was_forgotten_gives_the_same_bits(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Forgotten numbers are NaN and would spread."""
-    spoil_what_is_forgotten(monkeypatch)
-    target = loaded(folder, "bfloat16")
-    token_ids = [11 * each % target.vocab_size for each in range(LENGTH)]
-    forgetting, whole, resumed = (target.new_cache(700, forgets=forgets) for forgets in (True, False, False))
-    for cache in (forgetting, whole):
-        while cache.length < len(token_ids):
-            target.read(cache, token_ids[cache.length :])
-    kv = whole.kv(0, len(token_ids))
-    assert kv.nbytes == len(token_ids) * target.cache_shape.bytes_per_position()
-    resumed.load(kv)
-    tree = DraftTree.chain(token_ids[:30])
-    logits = [target.verify([tree_rows(cache, 7, tree)])[0].logits for cache in (forgetting, whole, resumed)]
-    assert torch.equal(logits[0], logits[1])
-    assert torch.equal(logits[0], logits[2])
-
-
-def test_caches_take_what_each_layer_has_and_plans_count_it(folder: Path) -> None:
-    target, config = loaded(folder, "bfloat16"), read_config("", folder)
-    shape = target.cache_shape
-    assert shape.stripes == STRIPES
-    assert shape.windows == (40, 40, None, 40, None, 40, None, 40, 40, None)
-    assert bytes_per_position(config, "bfloat16") == shape.bytes_per_position() == 2 * 64 * sum(STRIPES)
-    held = held_of(config)
-    assert held == shape.held_positions()
-    assert held is not None
-    assert held.share == 6 / sum(STRIPES)
-    found = inspect_model(str(folder))
-    assert (found.refusal, found.bytes_per_position) == (None, shape.bytes_per_position())
-    assert measure_step_costs(target) is not None
 
 
 @pytest.mark.parametrize(("quantized", "experts"), [(FP8, in_fp4), (NVFP4, in_nvfp4)], ids=["fp4", "nvfp4"])
@@ -217,19 +152,12 @@ def test_what_would_leave_logits_finite_is_refused(
         loaded(write(tmp_path, SHORT, tensors | {name: damaged}), "float32")
 
 
-def test_a_gpu_and_what_reads_a_part_of_a_cache_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_gpu_is_refused(folder: Path) -> None:
     found = inspect_model(str(folder))
     assert found.cuda is not None
     assert found.cuda.name == "none"
     with pytest.raises(ModelError, match=r"it does not run on a GPU: its layers have compressed keys"):
         load_forwards(locate_model(str(folder)), torch.bfloat16, torch.device("cuda"))
-    target = loaded(folder, "bfloat16")
-    with pytest.raises(ModelError, match="layers with heads of different sizes"):
-        create_drafter("griffin", target, measure_step_costs(target))
-    with pytest.raises(ModelError, match=r"--kv-offload: .* heads of different sizes"):
-        loaded(folder, "bfloat16", str(tmp_path))
-    with pytest.raises(ModelError, match="--kv-dtype int8: caches of"):
-        TargetModel.load(locate_model(str(folder)), "bfloat16", "cpu", kv_dtype="int8")
     assert ranks_fault(read_decoder_config(read_config("", folder)), 2) == "its layers have compressed keys"
 
 

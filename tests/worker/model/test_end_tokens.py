@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,8 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.causal_lm import load_causal_lm
 from swiftbatch.worker.model.model_files import eos_token_ids_of, locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
+from tests.tiny_targets import model as model
 from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end
-
-
-@pytest.fixture
-def model(tmp_path: Path, tiny_model: Path) -> Path:
-    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
 
 
 def changed(file: Path, **values: Any) -> None:

@@ -14,32 +14,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.drafters.catalogue import create_drafter
-from swiftbatch.worker.exactness.forward_comparisons import probe_rows
-from swiftbatch.worker.forward.step_costs import measure_step_costs
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
-from swiftbatch.worker.inspection import inspect_model
-from swiftbatch.worker.kv.kv_capacity import bytes_per_position
-from swiftbatch.worker.model.model_files import locate_model, read_config
 from swiftbatch.worker.model.text_config import text_view
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from tests.worker.kernels.kernel_parts import needs_kernels
-from tests.worker.model.formats.examples import EXAMPLES
-from tests.worker.model.formats.twins import logits_of, make_twins
-from tests.worker.model.kind_promises import (
-    NUM_RECOVERED,
-    check_texts_are_those_of_transformers,
-    decode,
-    loaded,
-    sequences,
-)
+from tests.worker.model.formats.twins import logits_of
+from tests.worker.model.kind_promises import check_config_is_refused, check_texts_are_those_of_transformers, loaded
 from tests.worker.model.minimax_config import PUBLISHED, write_m3
 
 pytestmark = [pytest.mark.long, needs_kernels]
-
-STRIPES = (2, 2, 3, 3, 3)
-ENGINES = ("auto", "token-recycling", "prompt-lookup", "suffix")
 
 
 @pytest.fixture(scope="module")
@@ -73,20 +57,6 @@ def test_all_choices_in_a_long_text_are_those_of_transformers(
     assert torch.equal(ours.argmax(1), theirs.argmax(1))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_thousands_of_rows_of_trees_are_exact(dtype: str, folder: Path) -> None:
-    assert probe_rows(loaded(folder, dtype), num_rows=2000, seed=4, first_length=180).num_differing == 0
-
-
-def test_every_engine_gives_plain_decoding_s_tokens_beside_a_resumed_job(folder: Path) -> None:
-    target = loaded(folder, "bfloat16")
-    plain = [decode(target, "autoregressive", [text])[0] for text in sequences(target)]
-    for engine in ENGINES:
-        fresh, resumed = sequences(target)
-        resumed.extend(plain[1][:NUM_RECOVERED])
-        assert decode(target, engine, [fresh, resumed]) == plain, engine
-
-
 def test_a_choice_is_the_same_whichever_rows_and_layers_are_read_together(folder: Path) -> None:
     target = loaded(folder, "bfloat16")
     text, found = text_of(target, 400), []
@@ -97,19 +67,6 @@ def test_a_choice_is_the_same_whichever_rows_and_layers_are_read_together(folder
         [outputs] = target.verify([tree_rows(cache, 5, DraftTree.chain([6, 7]))], layers)
         found.append(outputs.logits)
     assert all(torch.equal(found[0], each) for each in found[1:])
-
-
-def test_a_checkpoint_holds_index_keys(folder: Path) -> None:
-    target = loaded(folder, "bfloat16")
-    text = text_of(target, 300)
-    whole, resumed = target.new_cache(400), target.new_cache(400)
-    while whole.length < len(text):
-        target.read(whole, text[whole.length :])
-    kv = whole.kv(0, len(text))
-    assert kv.nbytes == len(text) * target.cache_shape.bytes_per_position()
-    resumed.load(kv)
-    logits = [target.verify([tree_rows(each, 7, DraftTree.chain([8]))])[0].logits for each in (whole, resumed)]
-    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("said", [{"sparse_topk_blocks": 2}, {"sparse_topk_blocks": 8}])
@@ -126,31 +83,6 @@ def test_choices_decide_what_rows_see(said: dict[str, Any], folder: Path, tmp_pa
     first = 64 * min(3, said["sparse_topk_blocks"])
     assert not differs[:first].any()
     assert differs[first:].float().mean() > 0.9
-
-
-def test_caches_have_a_head_for_index_keys_and_plans_count_it(folder: Path, tmp_path: Path) -> None:
-    target, config = loaded(folder, "bfloat16"), read_config("", folder)
-    shape = target.cache_shape
-    assert shape.stripes == STRIPES
-    assert bytes_per_position(config, "bfloat16") == shape.bytes_per_position() == 2 * 2 * 64 * sum(STRIPES)
-    found = inspect_model(str(folder))
-    assert (found.refusal, found.bytes_per_position) == (None, shape.bytes_per_position())
-    costs = measure_step_costs(target)
-    with pytest.raises(ModelError, match="layers with heads of different sizes"):
-        create_drafter("griffin", target, costs)
-    with pytest.raises(ModelError, match=r"--kv-offload: .* heads of different sizes"):
-        loaded(folder, "bfloat16", str(tmp_path))
-    with pytest.raises(ModelError, match=r"--kv-dtype int8: caches of .* hold an index key per position"):
-        TargetModel.load(locate_model(str(folder)), "bfloat16", "cpu", kv_dtype="int8")
-
-
-@pytest.mark.parametrize("example", ["fp8 in blocks of 128", "ModelOpt NVFP4"])
-def test_packed_weights_give_the_bits_of_their_dequantized_twin(example: str, folder: Path, tmp_path: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    packed, dense = make_twins(EXAMPLES[example], tmp_path, PUBLISHED, tensors)
-    assert inspect_model(str(packed)).refusal is None
-    ours, theirs = (logits_of(loaded(each, "bfloat16")) for each in (packed, dense))
-    assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("part", ["index_q_proj", "index_k_proj", "index_q_norm", "index_k_norm"])
@@ -198,10 +130,7 @@ def test_a_damaged_indexer_is_refused_though_logits_are_finite(part: str, folder
     ],
 )
 def test_other_forms_are_refused_in_a_line(said: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED | said))
-    with pytest.raises(ModelError, match=reason) as caught:
-        locate_model(str(tmp_path))
-    assert "\n" not in str(caught.value)
+    check_config_is_refused(tmp_path, PUBLISHED | said, reason)
 
 
 def test_the_whole_model_and_the_config_of_its_class_are_read_as_well(folder: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from swiftbatch.worker.constraints.thinking import Markers, Thinking, ThinkingRu
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.token_masks import ConstraintError
 from swiftbatch.worker.text.tokenizer import TextCodec
+from tests.tiny_targets import model as model
 
 MESSAGES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
 OPENING = MESSAGES + (
@@ -26,11 +26,6 @@ OPENING = MESSAGES + (
     "{% endif %}"
 )
 SILENT = MESSAGES + "{% if add_generation_prompt %}<assistant>{% endif %}{# <think> </think> #}"
-
-
-@pytest.fixture
-def model(tmp_path: Path, tiny_model: Path) -> Path:
-    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
 
 
 def codec(model: Path, template: str = "", named: tuple[str, str] | None = None) -> TextCodec:

@@ -25,15 +25,10 @@ from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.text.tokenizer import Chat, EncodedPrompt, TextCodec, max_chars_per_token
 from tests import ROOT
 from tests.scheduler.commands.submit_parts import submit_file
+from tests.tiny_targets import model as model
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 SAMPLING = SamplingParams(max_tokens=5, seed=1)
-
-
-@pytest.fixture
-def model(tmp_path: Path, tiny_model: Path) -> Path:
-    """A changeable copy of the tiny model."""
-    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
 
 
 def test_many_prompts_come_to_the_tokens_that_each_comes_to_alone(embedded_files: ModelFiles) -> None:

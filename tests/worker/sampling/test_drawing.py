@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, get_args
 
 import numpy as np
@@ -23,6 +22,7 @@ from swiftbatch.worker.sampling.cuda.cuda_sampler import CudaBatchSampler
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree, Walk
 from swiftbatch.worker.sampling.sampler import TokenSampler, process
 from swiftbatch.worker.sampling.sequence import Sequence
+from tests.tiny_targets import numbers_as_a_gpu_has_them as numbers_as_a_gpu_has_them
 from tests.worker.forward.cuda.checked_graph import CheckedGraph
 from tests.worker.kernels.kernel_parts import needs_kernels
 
@@ -44,13 +44,6 @@ WORDS = ((8, 5), (2,), (9, 7), (7, 7, 3))
 WAYS = pytest.mark.parametrize(
     "params", [ADJUSTED, PENALISED, PLAIN, BY_COUNTS], ids=["adjusted", "penalised", "plain", "by counts"]
 )
-
-
-@pytest.fixture(autouse=True)
-def _numbers_as_a_gpu_has_them() -> Iterator[None]:
-    """Silences numpy's infinities, as on a GPU."""
-    with np.errstate(all="ignore"):
-        yield
 
 
 @pytest.fixture(scope="module", params=[pytest.param("native", marks=needs_kernels), "torch", "triton"])

@@ -27,17 +27,13 @@ from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.sampling.sampler import NotFiniteError, check_finite
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.text.tokenizer import TextCodec
+from tests.tiny_targets import target as target
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.session.session_parts import claimed, digest, make_run, record, session, to_the_end
 
 NAN, INF = float("nan"), float("inf")
 PROMPTS = {"a": [5, 6, 7, 8, 9], "b": [40, 41, 42, 43]}
 NUM_TOKENS = 40
-
-
-@pytest.fixture(scope="module")
-def target(tiny_model: Path) -> TargetModel:
-    return TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu")
 
 
 @contextlib.contextmanager

@@ -147,6 +147,16 @@ def digest(run: Run, job: JobRecord) -> str:
     return str(body(run, job)["choices"][0]["token_ids_sha256"])
 
 
+def resumed_digest(folder: Path, model: Path, job: JobRecord) -> str:
+    run = Run.open(str(folder))
+    to_the_end(session(run, model), claimed(run, job))
+    return digest(run, job)
+
+
+def looping_outcome(run: Run, job: JobRecord) -> dict[str, Any]:
+    return {"digest": digest(run, job), "num_rewinds": body(run, job)["metrics"]["num_rewinds"]}
+
+
 def undisturbed_digest(folder: Path, model: Path, job: JobRecord, **changes: Any) -> str:
     return str(undisturbed_body(folder, model, job, **changes)["choices"][0]["token_ids_sha256"])
 

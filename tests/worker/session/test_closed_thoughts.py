@@ -13,9 +13,9 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.model.model_files import eos_token_ids_of, locate_model
 from tests.scheduler.runs.extension_parts import extend
 from tests.worker.session.session_parts import claimed, digest, make_run, session, step_one_by_one, to_the_end, until
-from tests.worker.session.test_thinking import ENGINES, MARKERS, chat, done, end_of, model, run
+from tests.worker.session.test_thinking import ENGINES, MARKERS, chat, done, end_of, model
 
-__all__ = ["model", "run"]  # fixtures
+__all__ = ["model"]  # a fixture
 NUM_TOKENS = 90
 
 

@@ -10,16 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swiftbatch.jobs.run.run import Run
 from tests.worker.session.session_parts import (
-    claimed,
-    digest,
     have_caches_loaded,
     make_run,
     preempted,
     record,
-    session,
-    to_the_end,
+    resumed_digest,
     undisturbed_digest,
 )
 
@@ -72,12 +68,6 @@ def damage(path: Path, kind: str, place: float) -> None:
         path.write_bytes(data[:position] + bytes([data[position] ^ (1 << int(place * 997) % 8)]) + data[position + 1 :])
 
 
-def resumed_digest(folder: Path, tiny_model: Path) -> str:
-    run = Run.open(str(folder))
-    to_the_end(session(run, tiny_model), claimed(run, JOB))
-    return digest(run, JOB)
-
-
 @pytest.mark.parametrize(  # the checkpoints' own tests also truncate and delete
     "kind", ["flipped", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("truncated", "deleted"))]
 )
@@ -99,6 +89,6 @@ def test_each_damaged_file_in_turn_costs_no_token_and_is_named(
         shutil.copytree(damaged_run, folder)
         damage(folder / "checkpoints" / JOB.job_id / name, kind, place)
         caplog.clear()
-        assert resumed_digest(folder, tiny_model) == undisturbed, name
+        assert resumed_digest(folder, tiny_model, JOB) == undisturbed, name
         is_missed = kind != "deleted" or not name.endswith("timeline.json")  # an attempt without tokens has none
         assert (name in caplog.text) == is_missed, name

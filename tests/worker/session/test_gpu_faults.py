@@ -71,11 +71,6 @@ def _one_step_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     step_one_by_one(monkeypatch)  # a job of 90 tokens would end before the fault comes
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return make_run(tmp_path / "run")
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, str]:
     run = make_run(tmp_path_factory.mktemp("undisturbed"))

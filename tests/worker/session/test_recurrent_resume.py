@@ -20,6 +20,7 @@ from tests.worker.session.session_parts import (
     claimed,
     digest,
     have_caches_loaded,
+    looping_outcome,
     make_run,
     preempted,
     record,
@@ -120,11 +121,6 @@ def test_a_kill_at_any_moment_costs_no_token(
         assert digest(again, JOB) == undisturbed, moment
         kinds |= set(worker.engine.counters.num_resumes)
     assert kinds == {"kv", "replay"}
-
-
-def looping_outcome(run: Any, job: JobRecord) -> dict[str, Any]:
-    found = body(run, job)
-    return {"digest": digest(run, job), "num_rewinds": found["metrics"]["num_rewinds"]}
 
 
 def test_a_loop_is_taken_back_exactly_behind_every_kill(

@@ -26,7 +26,6 @@ from tests.worker.session.session_parts import (
     claimed,
     digest,
     have_caches_loaded,
-    make_run,
     preempted,
     record,
     session,
@@ -40,11 +39,6 @@ pytestmark = pytest.mark.long
 
 ENGINES = ["autoregressive", "suffix", "token-recycling"]
 TWO_ENGINES = [pytest.param("autoregressive", marks=pytest.mark.slow), *ENGINES[1:]]
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return make_run(tmp_path / "run")
 
 
 @pytest.fixture(scope="module")

@@ -19,14 +19,10 @@ from swiftbatch.worker.model import weight_files
 from swiftbatch.worker.model.digests import digests_of
 from swiftbatch.worker.model.model_files import OtherModelError, locate_model
 from swiftbatch.worker.session import session as sessions
+from tests.tiny_targets import model as model
 from tests.worker.session.session_parts import claimed, digest, made_with, make_run, record, session, to_the_end
 
 WEIGHTS = "model.safetensors"
-
-
-@pytest.fixture
-def model(tiny_model: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
 
 
 @pytest.fixture

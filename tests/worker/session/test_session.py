@@ -44,11 +44,6 @@ HUGE = SamplingParams(max_tokens=2**31 - 1, seed=1)  # its cache would take tera
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return make_run(tmp_path / "run")
-
-
-@pytest.fixture
 def undisturbed(tmp_path: Path, tiny_model: Path) -> str:
     return undisturbed_digest(tmp_path / "undisturbed", tiny_model, record("fox"))
 

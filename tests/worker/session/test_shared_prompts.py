@@ -50,11 +50,6 @@ def in_turn(run: Run, worker: WorkerSession, jobs: Sequence[JobRecord], num_slot
         to_the_end(worker, *(assigned(run, worker, job) for job in jobs[first : first + num_slots]))
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return make_run(tmp_path / "run")
-
-
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("num_jobs", "num_slots"), [(20, 1), (200, 8)])
 def test_jobs_of_one_prompt_read_it_once(

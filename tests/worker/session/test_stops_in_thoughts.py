@@ -16,9 +16,9 @@ from swiftbatch.worker.engine.engine import FEW_STEPS
 from swiftbatch.worker.model.model_files import eos_token_ids_of, locate_model
 from tests.worker.session.session_parts import body, claimed, digest, make_run, record, session, to_the_end, until
 from tests.worker.session.test_rewind_resume import REWINDING
-from tests.worker.session.test_thinking import BUDGET, ENGINES, MARKERS, chat, done, end_of, model, run
+from tests.worker.session.test_thinking import BUDGET, ENGINES, MARKERS, chat, done, end_of, model
 
-__all__ = ["model", "run"]  # fixtures
+__all__ = ["model"]  # a fixture
 
 CLOSED = {"thinking_token_budget": None, "thinking_end": "close", "ignore_eos": False}
 LOOPS = REWINDING["repetition_detection"] | {"max_rewinds": 100}

@@ -15,13 +15,10 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.run import Run
 from tests.jobs.run.run_parts import MANIFEST as BFLOAT16_MANIFEST
 from tests.worker.session.session_parts import (
-    claimed,
-    digest,
     have_caches_loaded,
     preempted,
     record,
-    session,
-    to_the_end,
+    resumed_digest,
     undisturbed_digest,
 )
 
@@ -94,12 +91,6 @@ def stranger(
     return preempted_twice(tmp_path_factory.mktemp("stranger"), model, job, changes)
 
 
-def resumed_digest(folder: Path, tiny_model: Path) -> str:
-    run = Run.open(str(folder))
-    to_the_end(session(run, tiny_model), claimed(run, JOB))
-    return digest(run, JOB)
-
-
 def only(folder: Path, pattern: str) -> Path:
     [path] = folder.glob(pattern)
     return path
@@ -127,7 +118,7 @@ def test_a_stranger_s_file_costs_no_token_and_is_named(
     attempt = "0001" if kind.startswith("kv") else "0002"
     mine = only(tmp_path / "run" / "checkpoints" / JOB.job_id / attempt, kind)
     mine.write_bytes(only(stranger / attempt, kind).read_bytes())
-    assert resumed_digest(tmp_path / "run", tiny_model) == undisturbed
+    assert resumed_digest(tmp_path / "run", tiny_model, JOB) == undisturbed
     named = {entry.getMessage() for entry in caplog.records if mine.name in entry.getMessage()}
     assert len(named) == 1
     assert "found a file of " in named.pop()
@@ -141,7 +132,7 @@ def test_a_stranger_s_folder_leaves_a_job_that_begins_anew(
     mine = tmp_path / "run" / "checkpoints" / JOB.job_id
     shutil.rmtree(mine)
     shutil.copytree(stranger, mine)
-    assert resumed_digest(tmp_path / "run", tiny_model) == undisturbed
+    assert resumed_digest(tmp_path / "run", tiny_model, JOB) == undisturbed
     for name in ("tokens.bin", "manifest.json"):
         for attempt in ("0001", "0002"):
             assert f"skipped checkpoints/{JOB.job_id}/{attempt}/{name} in " in caplog.text

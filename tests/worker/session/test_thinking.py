@@ -21,11 +21,6 @@ ENGINES = ["autoregressive", "suffix", "token-recycling"]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return make_run(tmp_path / "run")
-
-
-@pytest.fixture
 def model(tmp_path: Path, tiny_model: Path) -> Path:
     folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
-from swiftbatch.jobs.job import JobRecord
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drafters.choice.choosing_drafter import ChoosingDrafter
 from swiftbatch.worker.kv.cache_room import CachedJob, CacheRoom
@@ -27,6 +25,7 @@ from tests.worker.session.session_parts import (
     claimed,
     digest,
     have_caches_loaded,
+    looping_outcome,
     make_run,
     preempted,
     record,
@@ -116,11 +115,6 @@ def test_a_kill_at_any_moment_costs_no_token(
         again = run_at(moment, tmp_path / f"again-{number}")
         to_the_end(session(again, model), claimed(again, JOB))
         assert digest(again, JOB) == undisturbed, moment
-
-
-def looping_outcome(run: Any, job: JobRecord) -> dict[str, Any]:
-    found = body(run, job)
-    return {"digest": digest(run, job), "num_rewinds": found["metrics"]["num_rewinds"]}
 
 
 def test_a_loop_is_taken_back_exactly_behind_every_kill(

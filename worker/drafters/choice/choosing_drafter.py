@@ -159,7 +159,6 @@ class ChoosingDrafter(Drafter):
 
 
 def _call_of(verified: Many[Verified]) -> StepCall:
-    """Add up what a call has brought."""
     num_tokens = num_steps = num_nodes = 0
     for _, verification in verified:
         num_tokens += len(verification.committed_ids)

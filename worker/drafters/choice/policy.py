@@ -59,7 +59,6 @@ class TokenRate:
     """The tokens per second of the latest calls, with the time of delayed calls capped."""
 
     def __init__(self, before: TokenRate | None = None) -> None:
-        """Begin with the calls of `before`, or with none."""
         self._calls: deque[tuple[StepCall, float]] = deque(before._calls if before else (), maxlen=NUM_KEPT)
         self.num_calls = len(self._calls)
         self._value, self._num_known = 0.0, 0  # and the calls that it was found by
@@ -96,12 +95,11 @@ class StepTimes:
         self._beside: dict[str, deque[float]] = {}
 
     def observe(self, way: str, seconds: float, expected: float) -> None:
-        """Record a step that took `seconds`, of which its forwards should have taken `expected`."""
+        """Record a step's `seconds`; `expected` is the estimate for its forwards."""
         kept = self._beside.setdefault(way, deque(maxlen=NUM_TIMES))
         kept.append(min(seconds - expected, MOST_BESIDE * expected))
 
     def is_known(self, way: str) -> bool:
-        """Return whether enough steps of this way were recorded."""
         return len(self._beside.get(way, ())) >= FEWEST_TIMES
 
     def beside(self, way: str, otherwise: float) -> float:
@@ -123,8 +121,10 @@ class BestTurn:
 
 @dataclass
 class WayTrial:
-    """A comparison of another way to draft with the best one so far. Their calls alternate in blocks, so that a machine
-    that becomes slower slows both alike."""
+    """A comparison of another way to draft with the best way so far.
+
+    Blocks of calls alternate, so that a slower machine slows both ways alike.
+    """
 
     way: str
     best: str

@@ -1,4 +1,4 @@
-"""Drafts repeats in the text, in steps where that promises more than the chosen way."""
+"""Drafts repeats of earlier text if they promise more than the chosen way."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ class RepeatShares:
 
 
 def _level(num_matched: int) -> int:
-    """Return the index into `PRIORS`."""
     return min(max(num_matched, NGRAM), MOST_TOLD_APART).bit_length() - NGRAM.bit_length()
 
 

@@ -145,7 +145,6 @@ def rate_of(costs: StepCosts, tokens: np.ndarray, own: np.ndarray, chosen: np.nd
 
 
 def forward_seconds(costs: StepCosts, requests: list[DraftRequest], sizes: list[int]) -> float:
-    """Return the seconds of a forward of trees of these numbers of nodes."""
     own = costs.own_seconds(np.arange(max(sizes) + 1) + 1, lengths_of(requests))
     return float(costs.shared_seconds(len(sizes) + sum(sizes)) + own[np.arange(len(sizes)), sizes].sum())
 

@@ -47,7 +47,6 @@ class BlockTrack:
         self.newest = torch.cat([self.newest, seen], dim=-2)
 
     def cut(self, start: int) -> None:
-        """Forget positions in front of `start`."""
         if start > self.first:
             self.first, self.newest = start, self.newest[..., start - self.first :, :].clone()
 

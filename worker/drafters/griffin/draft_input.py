@@ -108,7 +108,6 @@ class DraftRows:
 
     @property
     def num_known(self) -> int:
-        """Return the number of text rows."""
         return len(self) - len(self.paths)
 
     def part(self, start: int, end: int) -> DraftRows:

@@ -109,7 +109,6 @@ class NgramTable:
     """Counts of the n-grams of a growing output, by their first token."""
 
     def __init__(self, size: int) -> None:
-        """Count n-grams of `size` tokens."""
         self._num_tokens = 0
         self._newest = deque[int](maxlen=size)
         # first token -> the tokens after it -> count, the most recent last

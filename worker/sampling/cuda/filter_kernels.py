@@ -1,7 +1,7 @@
 """Triton kernels of top-k, top-p, min-p and eta, which find a row's cut in the order (score, token) without sorting.
 
-A search sums the weights of tokens by one byte of their rank, selects the byte that contains the cut, and continues
-with the next byte. Integer sums have the same bits in any order.
+The search goes byte by byte through the ranks: it sums weights by the value of a byte, and selects the value with the
+cut. Integer sums have the same bits in any order.
 """
 
 from __future__ import annotations

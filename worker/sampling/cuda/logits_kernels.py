@@ -62,7 +62,7 @@ def number_of(order):
 
 @triton.jit
 def rank_of(x, token_ids):
-    """Return an int64 that orders tokens by float32, and equal ones so that the lower id is higher."""
+    """Return an int64 that orders tokens by float32; of equal tokens, the lower id is higher."""
     return (order_of(x).to(tl.int64) << 32) | (token_ids ^ LARGEST).to(tl.int64)
 
 

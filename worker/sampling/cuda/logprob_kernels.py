@@ -111,8 +111,8 @@ class RowLogprobs:
     ) -> None:
         """Take fixed buffers: `logits` and penalised `scores [num_rows, vocab] float32`, and the table of rows.
 
-        `peaks [2, num_rows, num_blocks] int32` are orders of blocks' best, before and after the penalties, and `cuts
-        [num_rows] int64` the lowest ranks that filters keep.
+        `peaks [2, num_rows, num_blocks] int32` order the best of each block, before and after the penalties. `cuts
+        [num_rows] int64` are the lowest ranks that filters keep.
         """
         self._given = rows, logits, logits.stride(0), scores, peaks, cuts
         num_rows, self._vocab_size = logits.shape

@@ -1,4 +1,4 @@
-"""Triton kernels that find each row's best tokens, which drafters and a draft model's ranking use."""
+"""Triton kernels that find each row's best tokens, for drafters and for the ranking of a draft model."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def best_of_rows(
 ):  # fmt: skip
     """Store each row's token, -1 if nothing can be drawn, and its highest logit, NaN if there is any.
 
-    Noise in float64 is computed only for blocks that may have the token, which is nearly always one.
+    Noise in float64 is computed only in blocks that may have the token, nearly always a single block.
     """
     row = tl.program_id(0)
     if whole(rows_ptr, row, SLOT) < 0:

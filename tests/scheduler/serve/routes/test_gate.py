@@ -6,6 +6,7 @@ from fastapi.testclient import TestClient
 
 from swiftbatch.scheduler.serve.records.api_keys import Keyring, make_key
 from swiftbatch.scheduler.serve.routes.access_control import AccessControl, Sessions
+from tests.scheduler.serve.api_parts import bearer
 
 SECRET, LINE = make_key("alice")
 SCRAPER, SCRAPER_LINE = make_key("prometheus")
@@ -27,10 +28,6 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> TestClient:
     path = tmp_path_factory.mktemp("keys") / "keys"
     path.write_text(f"{LINE}\n{SCRAPER_LINE} metrics=yes\n")
     return client_of(Keyring(str(path), print), False)
-
-
-def bearer(secret: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {secret}"}
 
 
 def test_a_key_says_whose_a_request_is(keyed: TestClient) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,9 +28,9 @@ from swiftbatch.worker.drafters.choice.ways import TreeWay
 from swiftbatch.worker.drafters.drafter_interface import AutoregressiveDrafter, DraftRequest
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.draft_tree import DraftTree, Verification
 from swiftbatch.worker.sampling.sequence import Sequence
+from tests.tiny_targets import target as target
 from tests.worker.drafters.drafter_parts import dear_rows, free_rows, run_together
 
 VOCAB = 50
@@ -139,11 +138,6 @@ def test_a_token_that_breaks_a_repeat_ends_it_and_lowers_its_share() -> None:
     _, text = grown([*tokens, 45], shares, len(tokens))
     assert text.num_matched == 0
     assert shares.tokens(6, (1,)) < before
-
-
-@pytest.fixture(scope="module")
-def target(tiny_model: Path) -> TargetModel:
-    return TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu")
 
 
 @pytest.fixture

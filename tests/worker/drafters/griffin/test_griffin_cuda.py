@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FunctionType
@@ -36,6 +35,7 @@ from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, SlotsWanted
 from swiftbatch.worker.kv.model_sizes import read_sizes
 from swiftbatch.worker.model.model_files import GRIFFIN_FILE, PARTS_FOLDER, locate_model
 from swiftbatch.worker.sampling.sampler import TokenSampler
+from tests.tiny_targets import numbers_as_a_gpu_has_them as numbers_as_a_gpu_has_them
 from tests.worker.drafters.griffin.griffin_parts import GREEDY, noisy_draft_model, random_rows, regressed
 from tests.worker.forward.cuda.checked_graph import CheckedGraph
 from tests.worker.forward.cuda.cuda_parts import cuda_target
@@ -63,12 +63,6 @@ DRAWN = SamplingParams(
     min_tokens=600,
     stop_token_ids=(7, 8, 9),
 )
-
-
-@pytest.fixture(autouse=True)
-def _numbers_as_a_gpu_has_them() -> Iterator[None]:
-    with np.errstate(all="ignore"):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import GRIFFIN_FILE, PARTS_FOLDER, locate_model
 from swiftbatch.worker.sampling.sequence import Sequence
 from tests.worker.drafters.griffin.griffin_parts import load
+from tests.worker.drafters.griffin.published_drafters import normed
 from tests.worker.model.test_kinds_engines import decode
 
 Tensors = dict[str, torch.Tensor]
@@ -92,10 +93,6 @@ def bring(kind: str, folder: Path, model: Path, output: Path) -> Result:
     return CliRunner().invoke(
         main, ["train", "import", kind, f"{folder}", "--model", f"{model}", "--output", f"{output}"]
     )
-
-
-def normed(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + EPSILON) * weight
 
 
 def attended(rows: torch.Tensor, of: Callable[[str], torch.Tensor], biases: Tensors) -> torch.Tensor:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -34,6 +32,7 @@ from swiftbatch.worker.kv.model_sizes import read_sizes
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
+from tests.tiny_targets import numbers_as_a_gpu_has_them as numbers_as_a_gpu_has_them
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.drafters.griffin.test_griffin_cuda import bytes_held, is_near
 from tests.worker.drafters.mtp.mtp_parts import CHECKPOINTS, fed, forwards_of, loaded, publish_with_layer
@@ -50,12 +49,6 @@ DENSE, HYBRID = "MiMo", "Qwen3.5"
 OFTEN = (DENSE, HYBRID)
 CASES = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in CHECKPOINTS]
 Said = tuple[list[Candidates], torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def _numbers_as_a_gpu_has_them() -> Iterator[None]:
-    with np.errstate(all="ignore"):
-        yield
 
 
 def on_a_gpu(folder: Path, dtype: torch.dtype = torch.float32, linear: LinearName = "cublas") -> TargetModel:

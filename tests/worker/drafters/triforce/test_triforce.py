@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from pathlib import Path
 
 import pytest
 
@@ -12,17 +11,17 @@ from bench import compared_caches
 from bench.compared_caches import PARTIAL_CACHES
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.catalogue import create_drafter
-from swiftbatch.worker.drafters.drafter_interface import Drafter
 from swiftbatch.worker.drafters.engine_options import TriForceOptions
 from swiftbatch.worker.drafters.self_speculation import SelfSpeculationDrafter
 from swiftbatch.worker.drafters.triforce import triforce
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.importance_cache import RetrievalKVCache
-from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.text.tokenizer import TextCodec
-from tests.worker.drafters.drafter_parts import check_resumed, check_same_entries, free_rows, proposed, run_to_ends
+from tests.tiny_targets import target as target
+from tests.worker.drafters.drafter_parts import check_resumed, check_same_entries, free_rows, proposed
+from tests.worker.drafters.test_two_level import run
 
 pytestmark = pytest.mark.long
 
@@ -36,11 +35,6 @@ SAMPLERS = {
 HARDEST = "T=1, penalty"
 NUM_TOKENS = 100
 CACHES = ("retrieval", "streaming", "h2o", "topk", "summary")
-
-
-@pytest.fixture(scope="module")
-def target(tiny_model: Path) -> TargetModel:
-    return TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu")  # bf16 layers this small are not row-exact
 
 
 @pytest.fixture(autouse=True)
@@ -57,10 +51,6 @@ def hierarchical(target: TargetModel, cache: str = "retrieval") -> SelfSpeculati
     """Draft two tokens per middle verification up to six; the text overflows the budget."""
     new_cache = functools.partial(RetrievalKVCache, stride=24) if cache == "retrieval" else PARTIAL_CACHES[cache]
     return triforce(target, free_rows, None, TriForceOptions(budget=48, at_every_step=True), new_cache)
-
-
-def run(target: TargetModel, drafter: Drafter, *sequences: Sequence) -> Engine:
-    return run_to_ends(Engine(target, drafter), *sequences)
 
 
 @pytest.fixture(scope="module")

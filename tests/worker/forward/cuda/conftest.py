@@ -1,15 +1,14 @@
 """Kernels run in Triton's interpreter, on a CPU."""
 
-from collections.abc import Iterator
+from pathlib import Path
 
-import numpy as np
 import pytest
 
 import tests.worker.interpreter  # noqa: F401
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
+from tests.tiny_targets import numbers_as_a_gpu_has_them as numbers_as_a_gpu_has_them
 
 
-@pytest.fixture(autouse=True)
-def _numbers_as_a_gpu_has_them() -> Iterator[None]:
-    """Lets NaN and infinities pass silently, as on a GPU."""
-    with np.errstate(all="ignore"):
-        yield
+@pytest.fixture(scope="module")
+def files(one_layer_model: Path) -> ModelFiles:
+    return locate_model(str(one_layer_model))

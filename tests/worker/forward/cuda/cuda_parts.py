@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,21 +15,26 @@ from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.forward.cuda.cuda_loading import cuda_cache_shape
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
-from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights, with_adapters
+from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights, stacked_weights, with_adapters
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kv.cache_rows import CacheShape
+from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory
 from swiftbatch.worker.kv.kv_capacity import GPU_PAGE, PoolSize, WindowPages, pages_of
+from swiftbatch.worker.kv.model_sizes import read_sizes
 from swiftbatch.worker.kv.slot_arena import KVArena
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.lora import LoraFiles
 from swiftbatch.worker.model.lora_weights import adapter_weights
-from swiftbatch.worker.model.model_files import ModelFiles, read_config
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model, read_config
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence as TokenSequence
 from tests.worker.forward.cuda.checked_graph import CheckedGraph
 from tests.worker.kernels.kernel_parts import path_to, random_tree
+from tests.worker.kv.memory.test_packed_sizes import loaded_bytes
 from tests.worker.kv.window_parts import spoil_free_pages
+from tests.worker.model.formats.examples import Example
+from tests.worker.model.formats.twins import make_twins
 from tests.worker.model.test_kinds_engines import decode
 
 CPU = torch.device("cpu")
@@ -130,3 +137,28 @@ def check_drafts_beside_a_resumed_job(target: TargetModel, num_tokens: int) -> N
     fresh, resumed = sequences()
     resumed.extend(plain[1][:2])
     assert decode(target, "token-recycling", [fresh, resumed]) == plain
+
+
+def check_attention_plan(target: TargetModel, choosing: str) -> Any:
+    """Compare a plan with the buffers of attention and of the layers' part that chooses keys; return the decoder."""
+    decoder: Any = target.forwards._decoder  # type: ignore[attr-defined]
+    sizes, scratch = read_sizes(target.files, str(target.dtype).removeprefix("torch.")), decoder.attention.scratch
+    assert sizes is not None
+    numbers = [each for each in vars(getattr(decoder._layers, choosing)).values() if isinstance(each, torch.Tensor)]
+    taken = sum(each.nbytes for each in (*numbers, scratch.output, scratch.lse))
+    assert taken == GPUMemory(0).attention_bytes(sizes, decoder.layout.capacity).once
+    return decoder
+
+
+def packed_and_dense(
+    example: Example, folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> Iterator[tuple[ModelFiles, StackedWeights]]:
+    """Yield a packed model and its dequantized twin, whose weights in bf16 take what the plan counts."""
+    for each in make_twins(example, folder, config, tensors):
+        files = locate_model(str(each))
+        weights, sizes = dense_weights(files, torch.bfloat16), read_sizes(files, "bfloat16")
+        assert weights is not None
+        assert sizes is not None
+        stacked = stacked_weights(weights, CPU)
+        assert sizes.weight_bytes == loaded_bytes(stacked)
+        yield files, stacked

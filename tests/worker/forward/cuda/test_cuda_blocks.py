@@ -24,7 +24,6 @@ from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.kernels.kernel_sizes import BlockChoice
 from swiftbatch.worker.kernels.quantized_weights import PackedMatrix
 from swiftbatch.worker.kv.full_cache import FullKVCache
-from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory
 from swiftbatch.worker.kv.model_sizes import read_sizes
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.decoder_config import kernel_config
@@ -32,11 +31,9 @@ from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model, read_config
 from swiftbatch.worker.model.rank_faults import ranks_fault
 from swiftbatch.worker.sampling.draft_tree import DraftTree
-from tests.worker.forward.cuda.cuda_parts import CPU, cuda_target
+from tests.worker.forward.cuda.cuda_parts import CPU, check_attention_plan, cuda_target, packed_and_dense
 from tests.worker.kernels.kernel_parts import needs_kernels, path_to, random_tree
-from tests.worker.kv.memory.test_packed_sizes import loaded_bytes
 from tests.worker.model.formats.examples import fp8
-from tests.worker.model.formats.twins import make_twins
 from tests.worker.model.kind_promises import loaded
 from tests.worker.model.minimax_config import smaller, write_m3
 
@@ -184,14 +181,9 @@ def test_rows_have_the_same_bits_in_wider_forwards(num_rows: int, files: ModelFi
 
 def test_a_plan_counts_scores_and_lists(files: ModelFiles) -> None:
     target, sizes = cuda_target(files, torch.float32, 1, 250), read_sizes(files, "float32")
-    assert isinstance(target.forwards, CudaForwards)
     assert sizes is not None
     assert sizes.stripes == (2, 3, 3)
-    decoder = target.forwards._decoder
-    scratch = decoder.attention.scratch  # type: ignore[attr-defined]
-    numbers = [each for each in vars(decoder._layers.blocks).values() if isinstance(each, torch.Tensor)]
-    taken = sum(each.nbytes for each in (*numbers, scratch.output, scratch.lse))
-    assert taken == GPUMemory(0).attention_bytes(sizes, decoder.layout.capacity).once
+    check_attention_plan(target, "blocks")
     assert target.cache_shape.bytes_per_position() == sizes.bytes_per_position == 4 * 2 * 64 * (2 + 3 + 3)
 
 
@@ -199,16 +191,8 @@ def test_packed_weights_take_what_the_plan_counts_and_give_their_twin_s_logits(
     files: ModelFiles, tmp_path: Path
 ) -> None:
     kv = read_on_a_cpu(files, "bfloat16", text_of(loaded(files.path, "bfloat16")))
-    logits = []
-    for folder in make_twins(
-        fp8([128, 128]), tmp_path, smaller(NUM_BLOCKS), load_file(files.path / "model.safetensors")
-    ):
-        own = locate_model(str(folder))
-        weights, sizes = dense_weights(own, torch.bfloat16), read_sizes(own, "bfloat16")
-        assert weights is not None
-        assert sizes is not None
-        stacked = stacked_weights(weights, CPU)
-        assert sizes.weight_bytes == loaded_bytes(stacked)
+    logits, tensors = [], load_file(files.path / "model.safetensors")
+    for own, stacked in packed_and_dense(fp8([128, 128]), tmp_path, smaller(NUM_BLOCKS), tensors):
         heads = [layer.query_key_value for layer in stacked.layers if layer.index_norms is not None]
         assert [isinstance(each.weight, PackedMatrix) for each in heads if each is not None] == [not logits] * 2
         target = cuda_target(own, torch.bfloat16, 1, LENGTH + 50)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from swiftbatch.worker.kernels.cuda.cuda_graph import Download, Upload
 from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory
 from swiftbatch.worker.kv.host_copies import ComputingStream, computing_stream
 from swiftbatch.worker.kv.model_sizes import read_sizes
-from swiftbatch.worker.model.model_files import ModelFiles, locate_model
+from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
 from tests.worker.drafters.drafter_parts import free_rows, run_together
@@ -47,11 +46,6 @@ ENGINES_HERE = pytest.mark.parametrize(
     # `test_tokens_do_not_depend_on_what_shares_a_step` compares plain decoding with drafts
     [pytest.param("autoregressive", marks=pytest.mark.slow), "token-recycling"],
 )
-
-
-@pytest.fixture(scope="module")
-def files(one_layer_model: Path) -> ModelFiles:
-    return locate_model(str(one_layer_model))
 
 
 def sequences(vocab_size: int, num_tokens: int, prompts: tuple[int, ...]) -> list[Sequence]:

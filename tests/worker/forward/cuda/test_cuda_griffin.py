@@ -30,11 +30,6 @@ DRAWN = {"temperature": 0.9, "min_p": 0.02}
 PENALISED = DRAWN | {"repetition_penalty": 1.2, "penalty_window": 20}
 
 
-@pytest.fixture(scope="module")
-def files(one_layer_model: Path) -> ModelFiles:
-    return locate_model(str(one_layer_model))
-
-
 def new_sequence(target: TargetModel, name: str, length: int, **fields: float) -> Sequence:
     params = SamplingParams(max_tokens=NUM_TOKENS, seed=length, ignore_eos=True, **fields)  # type: ignore[arg-type]
     return Sequence(name, random_tokens(target, length, length), params, target.vocab_size)

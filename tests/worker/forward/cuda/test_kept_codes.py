@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,16 +12,11 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, plan_pages
 from swiftbatch.worker.kv.kv_capacity import GPU_PAGE
 from swiftbatch.worker.kv.model_sizes import read_sizes
-from swiftbatch.worker.model.model_files import ModelFiles, locate_model
+from swiftbatch.worker.model.model_files import ModelFiles
 from tests.worker.forward.cuda.cuda_parts import cuda_target
 from tests.worker.forward.cuda.test_cuda_engine import CROSSING, generated
 
 KV_DTYPES = pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
-
-
-@pytest.fixture(scope="module")
-def files(one_layer_model: Path) -> ModelFiles:
-    return locate_model(str(one_layer_model))
 
 
 @pytest.mark.long

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from swiftbatch.worker.kv.cache_rows import CacheShape
 from swiftbatch.worker.kv.sparse_arena import SlotEntries
 from swiftbatch.worker.kv.sparse_cache import NewEntries, SparseCache
 from swiftbatch.worker.model.decoder_loading import dense_weights
-from swiftbatch.worker.model.model_files import ModelFiles, locate_model
+from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
 from tests.worker.forward.cuda.cuda_parts import cuda_target
@@ -28,11 +27,6 @@ pytestmark = pytest.mark.long
 
 NUM_ENTRIES = (1, 70, 128)  # per sequence: prefixes end inside blocks and at their ends
 LONGEST = 150
-
-
-@pytest.fixture(scope="module")
-def files(one_layer_model: Path) -> ModelFiles:
-    return locate_model(str(one_layer_model))
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import SequenceRows
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
-from swiftbatch.worker.model.model_files import ModelFiles, locate_model
+from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
 from tests.worker.forward.cuda.cuda_parts import cuda_target
@@ -37,11 +36,6 @@ class Guesser(Drafter):
 
     def learn(self, rows: ReadRows) -> None:
         self.heard.append(rows)
-
-
-@pytest.fixture(scope="module")
-def files(one_layer_model: Path) -> ModelFiles:
-    return locate_model(str(one_layer_model))
 
 
 @pytest.fixture(scope="module")

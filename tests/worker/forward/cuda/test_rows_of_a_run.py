@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import known_rows
 from swiftbatch.worker.kernels.gpu_kernel_choice import DEFAULT_KERNELS
 from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS, NUM_ROWS, ROW_CHOICES
-from swiftbatch.worker.model.model_files import ModelFiles, locate_model
+from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.sampling.cuda.cuda_sampler import CudaBatchSampler
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
@@ -31,11 +30,6 @@ pytestmark = pytest.mark.long
 
 NUM_JOBS, NUM_TOKENS = MOST_SLOTS + 1, 2
 PROMPT = 2
-
-
-@pytest.fixture(scope="module")
-def files(one_layer_model: Path) -> ModelFiles:
-    return locate_model(str(one_layer_model))
 
 
 def job(number: int, vocab_size: int, penalty: float = 0.7) -> Sequence:

@@ -8,18 +8,12 @@ import torch
 
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import ModelFiles
-from swiftbatch.worker.session import session as worker_session
 from swiftbatch.worker.session.work_messages import Orders
-from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.forward.cuda.cuda_parts import cuda_target
+from tests.worker.forward.cuda.test_pages_of_a_gpu import _no_probe as _no_probe
 from tests.worker.session.session_parts import claimed, digest, make_run, record, session, to_the_end
 
 pytestmark = pytest.mark.long
-
-
-@pytest.fixture(autouse=True)
-def _no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_session, "step_costs_of", lambda target: free_rows)
 
 
 def test_it_is_refused_with_the_numbers_and_its_neighbour_finishes(

@@ -21,6 +21,11 @@ from tests.worker.kernels.kernel_parts import Shape, cache_shape, noise, random_
 CAPACITY = 1024
 NAN = float("nan")
 
+
+def normal(*size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
 Placed = tuple[SequenceRows, int]  # rows and their slot
 
 

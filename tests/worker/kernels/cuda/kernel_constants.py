@@ -197,9 +197,8 @@ def block_choice_kernels(dtype: str) -> dict[str, Made]:
     heads, choice = AttentionShape(4, 16, 128, DTYPES[dtype], MOST_ROWS), BlockChoice(128, 16)
     alone = dataclasses.replace(heads, num_kv_heads=1, num_rows=heads.num_kv_heads * heads.num_rows)
     prefix = without(alone.prefix_constants(), "HAS_BIAS", "bias_ptr") | {"PAGE": BLOCK}
-    rope = layers.rope_constants(1, heads.num_kv_heads, heads.head_dim) | without({}, "IS_PACKED", "packed_ptr")
-    rope |= {"FORM": int(NormForm.ONE_MORE), "HAS_NORM": True, "NORMS_TURNED": False, "NORMS_DIFFER": False}
-    rope |= {"OTHER_HEADS": 72, "NORMS_VALUES": False, "NUM_STORED": 1, "STRIPES": 1}
+    rope = rope_of(1, heads.num_kv_heads, heads.head_dim) | {"FORM": int(NormForm.ONE_MORE), "HAS_NORM": True}
+    rope |= {"OTHER_HEADS": 72, "NUM_STORED": 1}
     active = {"INTERMEDIATE": 12288, "COLUMNS": layers.ACTIVE_COLUMNS, "HAS_GATES": True, "ACTIVATION": 0}
     return {
         "block scores": (block_kernels.score_blocks, block_kernels.score_constants(heads, choice) | PAGES),
@@ -209,7 +208,7 @@ def block_choice_kernels(dtype: str) -> dict[str, Made]:
             tail_attention.tail_merge,
             without(alone.tail_constants(), "HAS_SINKS", "sinks_ptr"),
         ),
-        "rope of index heads": (layers.rope_store_heads, without(rope, "HAS_SCALES", "query_scales_ptr")),
+        "rope of index heads": (layers.rope_store_heads, rope),
         "limited silu": (layers.activate_row, active | {"LIMIT": 7.0, "SLOPE": 1.702, "curve_ptr": None}),
     }
 
@@ -222,7 +221,7 @@ def coded_kernels(dtype: str) -> dict[str, Made]:
             without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | PAGES,
         ),
         "tail": (tail_attention.tail_merge, without(attention.tail_constants(), "HAS_SINKS", "sinks_ptr")),
-        "rope": kernels_besides_attention()["rope"],
+        "rope": rope_kernels()["rope"],
     }
     return {f"{name} in {code}": made for name, made in plain.items() for code in KEPT}
 
@@ -230,9 +229,8 @@ def coded_kernels(dtype: str) -> dict[str, Made]:
 def striped_kernels(dtype: str) -> dict[str, Made]:
     """Return kernels of Gemma 4 31B's layers without a window, and of the embeddings and shared keys of E2B."""
     shape = WideShape(4, 8, 512, DTYPES[dtype])
-    rope = layers.rope_constants(4, 8, 512) | {"FORM": int(NormForm.ONCE), "HAS_NORM": True, "NORMS_VALUES": True}
-    rope |= {"NORMS_TURNED": False, "NORMS_DIFFER": False, "ALL": (32 + 4) * 512, "NUM_STORED": 1, "STRIPES": 2}
-    rope |= without({}, "IS_PACKED", "packed_ptr") | without({}, "HAS_SCALES", "query_scales_ptr")
+    rope = rope_of(4, 8, 512) | {"FORM": int(NormForm.ONCE), "HAS_NORM": True, "NORMS_VALUES": True}
+    rope |= {"ALL": (32 + 4) * 512, "NUM_STORED": 1, "STRIPES": 2}
     queries, own = {"NUM_STORED": 0, "ALL": 8 * 512}, dict[str, Any](embedding_constants(35 * 256, 256, 1536))
     own |= {"SCALE": 16.0, "FORM": int(NormForm.ONCE), "ACTIVATION": int(Activation.GELU_TANH), "curve_ptr": None}
     found: dict[str, Made] = {
@@ -254,9 +252,7 @@ def narrow_kernels(dtype: str) -> dict[str, Made]:
     """Return kernels of MiMo-V2-Flash, whose layers with windows have twice the key heads of others."""
     of_all, of_windows = (AttentionShape(count, 64 // count, 192, DTYPES[dtype], narrow_values=128) for count in (4, 8))
     view = AttentionView(128, sinks=torch.empty(64))
-    rope = layers.rope_constants(4, 16, 192, 128) | {"FORM": 0, "NORMS_VALUES": False, "NUM_STORED": 2, "STRIPES": 1}
-    rope |= {"NORMS_TURNED": False, "NORMS_DIFFER": False, "ALL": 64 * 192 + 4 * (192 + 128)}
-    rope |= without({}, "IS_PACKED", "packed_ptr") | without({}, "HAS_SCALES", "query_scales_ptr")
+    rope = rope_of(4, 16, 192, 128) | {"ALL": 64 * 192 + 4 * (192 + 128)}
     of_prefixes = {
         "narrow prefix": of_all.prefix_constants(),
         "narrow prefix with a window": of_windows.prefix_constants(view),
@@ -294,66 +290,76 @@ def wide_kernels(dtype: str) -> dict[str, Made]:
 
 
 def kernels_besides_attention() -> dict[str, Made]:
-    rope = layers.rope_constants(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM) | {
-        "FORM": 0,
-        "NORMS_TURNED": False,
-        "NORMS_DIFFER": False,
-        "ALL": (HEADS + 2 * KV_HEADS) * HEAD_DIM,
-        "NORMS_VALUES": False,
-        "NUM_STORED": 2,
-        "STRIPES": 1,
+    embed = {"HIDDEN": HIDDEN, "WIDTH": HIDDEN, "SCALE": 1.0}
+    return (
+        rope_kernels()
+        | norm_kernels()
+        | activation_kernels()
+        | griffin_kernels()
+        | lora_kernels()
+        | {
+            "embed": (layers.embed_row, embed),
+            "embed, scaled": (layers.embed_row, embed | {"SCALE": 12.0}),
+            "meeting of 8 GPUs": (triton_primitives.meet, triton_primitives.meeting_constants(Rank(1, 8))),
+            "read": (machine_checks.read_numbers, machine_checks.READ_CONSTANTS),
+            "noise": (machine_checks.store_noise, {"BLOCK": machine_checks.NOISE_BLOCK}),
+        }
+    )
+
+
+def rope_of(*sizes: int) -> dict[str, Any]:
+    """Return what most layers say beside the sizes of `rope_constants`; heads are in order and have no scales."""
+    plain = {"FORM": 0, "NORMS_TURNED": False, "NORMS_DIFFER": False, "NORMS_VALUES": False}
+    plain |= {"NUM_STORED": 2, "STRIPES": 1}
+    in_order = without({}, "IS_PACKED", "packed_ptr") | without({}, "HAS_SCALES", "query_scales_ptr")
+    return layers.rope_constants(*sizes) | plain | in_order
+
+
+def rope_kernels() -> dict[str, Made]:
+    rope = rope_of(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM) | {"ALL": (HEADS + 2 * KV_HEADS) * HEAD_DIM}
+    normed = rope | {"HAS_NORM": True}
+    bare = without(rope, "HAS_NORM", "query_norm_ptr", "key_norm_ptr")
+    said = {
+        "rope": bare,
+        "rope with norms": normed,
+        "rope, then norms": normed | {"NORMS_TURNED": True},
+        "rope, packed": {key: normed[key] for key in normed if key != "packed_ptr"} | {"IS_PACKED": True},
+        "rope with norms of its own for each head": normed | {"NORMS_DIFFER": True, "FORM": int(NormForm.CENTRED)},
+        "rope with scales": {key: bare[key] for key in bare if key != "query_scales_ptr"} | {"HAS_SCALES": True},
     }
-    grown = rope | without({}, "IS_PACKED", "packed_ptr") | {"HAS_SCALES": True}
-    rope |= without({}, "HAS_SCALES", "query_scales_ptr")
-    in_order = without({}, "IS_PACKED", "packed_ptr")
-    differing = {"HAS_NORM": True, "NORMS_DIFFER": True, "FORM": int(NormForm.CENTRED)}
-    norm = {
-        "HIDDEN": HIDDEN,
-        "WIDTH": HIDDEN,
-        "HAS_DELTA": True,
-        "HAS_FRONT": True,
-        "DELTA_SCALE": 1.0,
-        "FORM": 0,
-        "NUM_PARTS": 1,
-        "RANK": 0,
-        "NUM_RANKS": 1,
-        "state_scale": None,
-    }
+    return {name: (layers.rope_store_heads, each) for name, each in said.items()}
+
+
+def norm_kernels() -> dict[str, Made]:
+    norm = {"HIDDEN": HIDDEN, "WIDTH": HIDDEN, "HAS_DELTA": True, "HAS_FRONT": True, "DELTA_SCALE": 1.0, "FORM": 0}
+    norm |= {"NUM_PARTS": 1, "RANK": 0, "NUM_RANKS": 1, "state_scale": None}
     of_ranks = norm | {"NUM_PARTS": 8, "RANK": 1, "NUM_RANKS": 8}
     norm |= {"peer_states_ptr": None, "peer_normed_ptr": None}
     front = without(norm, "HAS_BEHIND", "behind_ptr")
     behind = norm | {"HAS_BEHIND": True, "FORM": int(NormForm.ONCE)}
+    said = {
+        "norm": without(front, "HAS_DELTA", "delta_ptr"),
+        "add and norm": front,
+        "add parts and norm": front | {"NUM_PARTS": 8},
+        "add parts and norm on 8 GPUs": without(of_ranks, "HAS_BEHIND", "behind_ptr"),
+        "add, scaled, and norm": front | {"DELTA_SCALE": 0.22},
+        "norm, add and norm": behind,
+        "norm, add, scale and norm": {key: behind[key] for key in behind if key != "state_scale"},
+        "norm and add": without(behind, "HAS_FRONT", "weight_ptr", "normed_ptr"),
+        "norm of one more": front | {"FORM": int(NormForm.ONE_MORE)},
+        "norm of distances from the mean": front | {"FORM": int(NormForm.CENTRED)},
+        "norm with biases": front | {"FORM": int(NormForm.SHIFTED)},
+    }
     heads = {"ALL": 3 * HIDDEN, "QUERIES": HIDDEN, "KEYS": HIDDEN, "WIDTH": HIDDEN, "FORM": int(NormForm.ONCE)}
-    active = {"INTERMEDIATE": INTERMEDIATE, "COLUMNS": layers.ACTIVE_COLUMNS, "HAS_GATES": True, "ACTIVATION": 0}
-    active |= {"LIMIT": 0.0, "SLOPE": 0.0}
-    bent = active | {"HAS_GATES": False, "ACTIVATION": int(Activation.XIELU)}
-    active |= {"curve_ptr": None}
-    embed = {"HIDDEN": HIDDEN, "WIDTH": HIDDEN, "SCALE": 1.0}
+    found: dict[str, Made] = {"norms of all heads": (layers.norm_heads_row, heads)}
+    return found | {name: (layers.add_norm_row, each) for name, each in said.items()}
+
+
+def activation_kernels() -> dict[str, Made]:
+    bent = {"INTERMEDIATE": INTERMEDIATE, "COLUMNS": layers.ACTIVE_COLUMNS, "HAS_GATES": False}
+    bent |= {"LIMIT": 0.0, "SLOPE": 0.0, "ACTIVATION": int(Activation.XIELU)}
+    active = bent | {"HAS_GATES": True, "ACTIVATION": 0, "curve_ptr": None}
     return {
-        "rope": (layers.rope_store_heads, without(rope | in_order, "HAS_NORM", "query_norm_ptr", "key_norm_ptr")),
-        "rope with norms": (layers.rope_store_heads, rope | in_order | {"HAS_NORM": True}),
-        "rope, then norms": (layers.rope_store_heads, rope | in_order | {"HAS_NORM": True, "NORMS_TURNED": True}),
-        "rope, packed": (layers.rope_store_heads, rope | {"HAS_NORM": True, "IS_PACKED": True}),
-        "rope with norms of its own for each head": (layers.rope_store_heads, rope | in_order | differing),
-        "rope with scales": (layers.rope_store_heads, without(grown, "HAS_NORM", "query_norm_ptr", "key_norm_ptr")),
-        "embed": (layers.embed_row, embed),
-        "embed, scaled": (layers.embed_row, embed | {"SCALE": 12.0}),
-        "norm": (layers.add_norm_row, without(front, "HAS_DELTA", "delta_ptr")),
-        "add and norm": (layers.add_norm_row, front),
-        "add parts and norm": (layers.add_norm_row, front | {"NUM_PARTS": 8}),
-        "add parts and norm on 8 GPUs": (layers.add_norm_row, without(of_ranks, "HAS_BEHIND", "behind_ptr")),
-        "meeting of 8 GPUs": (triton_primitives.meet, triton_primitives.meeting_constants(Rank(1, 8))),
-        "add, scaled, and norm": (layers.add_norm_row, front | {"DELTA_SCALE": 0.22}),
-        "norm, add and norm": (layers.add_norm_row, behind),
-        "norm, add, scale and norm": (
-            layers.add_norm_row,
-            {key: behind[key] for key in behind if key != "state_scale"},
-        ),
-        "norm and add": (layers.add_norm_row, without(behind, "HAS_FRONT", "weight_ptr", "normed_ptr")),
-        "norm of one more": (layers.add_norm_row, front | {"FORM": int(NormForm.ONE_MORE)}),
-        "norm of distances from the mean": (layers.add_norm_row, front | {"FORM": int(NormForm.CENTRED)}),
-        "norm with biases": (layers.add_norm_row, front | {"FORM": int(NormForm.SHIFTED)}),
-        "norms of all heads": (layers.norm_heads_row, heads),
         "silu": (layers.activate_row, active),
         "gelu": (layers.activate_row, active | {"ACTIVATION": int(Activation.GELU_TANH)}),
         "relu2": (layers.activate_row, active | {"HAS_GATES": False, "ACTIVATION": int(Activation.RELU2)}),
@@ -362,10 +368,6 @@ def kernels_besides_attention() -> dict[str, Made]:
             layers.softcap_row,
             {"VOCAB": 32000, "COLUMNS": layers.SOFTCAP_COLUMNS, "CAP": 30.0},
         ),
-        **griffin_kernels(),
-        **lora_kernels(),
-        "read": (machine_checks.read_numbers, machine_checks.READ_CONSTANTS),
-        "noise": (machine_checks.store_noise, {"BLOCK": machine_checks.NOISE_BLOCK}),
     }
 
 

@@ -18,6 +18,7 @@ from swiftbatch.worker.kernels.decoder_weights import ExpertWeights
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kernels.layer_specs import Activation, Routing, Score
 from swiftbatch.worker.kernels.quantized_weights import Code, Linear, PackedLinear, linear_from
+from tests.worker.kernels.cuda.arenas import normal
 from tests.worker.kernels.cuda.launches import launched
 from tests.worker.kernels.expert_parts import EXPERT_SHAPES, ExpertShape, random_experts
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32
@@ -68,10 +69,6 @@ def run(weights: ExpertWeights, rows: Tensor, places: list[int], shared: Tensor 
         launch()
     assert out.isnan().all(dim=1).sum() == NUM_ROWS - num_rows, "padding stays as it is"
     return out[places]
-
-
-def normal(*size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @pytest.mark.sample(2)

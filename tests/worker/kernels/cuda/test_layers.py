@@ -14,7 +14,7 @@ from swiftbatch.worker.kernels.cuda.row_kernels import activate, add_norm, embed
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kernels.layer_specs import Activation, NormForm
 from swiftbatch.worker.kernels.rope_cos_sin import angles
-from tests.worker.kernels.cuda.arenas import CAPACITY, Arena, padded, random_arena, random_rows
+from tests.worker.kernels.cuda.arenas import CAPACITY, Arena, normal, padded, random_arena, random_rows
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, Shape, random_weights
 from tests.worker.kernels.reference import ACTIVATIONS, ReferenceDecoder, xielu
 
@@ -23,10 +23,6 @@ HIDDEN = 80
 CURVE = torch.tensor([0.9, 1.2, 0.5, -1e-6])
 
 ALL_ROWS = torch.ones(NUM_ROWS, 5, dtype=torch.int32)
-
-
-def normal(*size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def is_near(found: Tensor, expected: Tensor) -> bool:

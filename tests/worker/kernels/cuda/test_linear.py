@@ -9,14 +9,11 @@ from swiftbatch.worker.kernels.cuda.gemm import LinearKernel, cublas_linear, tri
 from swiftbatch.worker.kernels.cuda.repacked_weights import repacked
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS, parts_of_depth
 from swiftbatch.worker.kernels.quantized_weights import Code, Weight, plain
+from tests.worker.kernels.cuda.arenas import normal
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32
 from tests.worker.kernels.packed_parts import random_packed
 
 SIZES = [(48, 16), (100, 128), (33, 400)]  # columns and depth
-
-
-def normal(*size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def product(kernel: LinearKernel, rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

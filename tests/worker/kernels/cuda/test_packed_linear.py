@@ -12,6 +12,7 @@ from swiftbatch.worker.kernels.cuda.gemm import assembly, triton_linear
 from swiftbatch.worker.kernels.cuda.repacked_weights import FACTORS, is_multiplied_packed, repacked
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, TABLES, Code, PackedMatrix
+from tests.worker.kernels.cuda.arenas import normal
 from tests.worker.kernels.cuda.ptx_on_cpu import run
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32
 from tests.worker.kernels.packed_parts import random_packed
@@ -19,10 +20,6 @@ from tests.worker.kernels.packed_parts import random_packed
 CODES = sorted(TABLES)
 WHOLE = 0
 SIZES = [(48, 256, 128), (33, 400, 16), (40, 160, 32), (40, 320, 64), (33, 80, WHOLE), (33, 48, WHOLE), (5, 512, 256)]
-
-
-def normal(*size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def products(matrix: PackedMatrix, bias: Tensor | None, out: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,6 @@ from triton.compiler import ASTSource
 from swiftbatch.jobs.logprobs import NO_TOKEN
 from swiftbatch.jobs.sampling_params import MAX_TOP_LOGPROBS
 from swiftbatch.worker.kernels.cuda import kv_kernels
-from swiftbatch.worker.kernels.cuda import kv_kernels as row_means
 from swiftbatch.worker.kv.kv_capacity import GPU_PAGE
 from swiftbatch.worker.kv.sparse_cache import CHUNK_SIZE
 from swiftbatch.worker.sampling.batch_sampler import UNLIKELY
@@ -24,9 +23,6 @@ from swiftbatch.worker.sampling.cuda import (
     sampling_rows,
     top_candidates,
 )
-from swiftbatch.worker.sampling.cuda import logits_kernels as scores
-from swiftbatch.worker.sampling.cuda import top_candidates as choice
-from swiftbatch.worker.sampling.cuda import top_candidates as ranking
 from swiftbatch.worker.sampling.draft_tree import TOP_K
 
 MULTIPLES = ("vocab", "logits_stride", "stride_")  # multiples of 16 in large models
@@ -75,67 +71,84 @@ class Launch:
     num_warps: int = 4
 
 
+WIDTH = {"WIDTH": 128}  # a head's, and 128,256 tokens in blocks
+BLOCKS = {"BLOCK": sampling_rows.BLOCK}
+
+
 def every_launch() -> list[Launch]:
-    """Heads have 128 numbers."""
-    block, top, likeliest = {"BLOCK": sampling_rows.BLOCK}, {"TOP": TOP_K}, {"TOP": MAX_TOP_LOGPROBS}
-    ranked = {"TOP": 16}  # candidates of a draft model's row
-    width = {"WIDTH": 128}  # a head's, and 128,256 tokens in blocks
-    searched = width | {"BLOCK": filter_kernels.SEARCH_BLOCK}
+    return [*choice_launches(), *filter_launches(), *candidate_launches(), *moving_launches()]
+
+
+def choice_launches() -> list[Launch]:
+    of_blocks, unfiltered = BLOCKS | WIDTH, {"cuts_ptr": None}
+    return [
+        Launch(logits_kernels.penalise_blocks, TYPES, BLOCKS, cuda_sampler.NUM_WARPS),
+        Launch(top_candidates.bounds_of_blocks, TYPES, of_blocks | unfiltered, cuda_sampler.NUM_WARPS),
+        Launch(top_candidates.bounds_of_blocks, TYPES, of_blocks, cuda_sampler.NUM_WARPS),
+        Launch(top_candidates.best_of_rows, TYPES, of_blocks | unfiltered, top_candidates.ROW_WARPS),
+        Launch(top_candidates.best_of_rows, TYPES, of_blocks, top_candidates.ROW_WARPS),
+        Launch(logits_kernels.count_tokens, TYPES, {"BLOCK": logits_kernels.BLOCK}, logits_kernels.NUM_WARPS),
+    ]
+
+
+def filter_launches() -> list[Launch]:
+    searched = WIDTH | {"BLOCK": filter_kernels.SEARCH_BLOCK}
     top_k, top_p, eta = ({"FILTER": number} for number in range(3))
-    moved = width | {"HEAD_DIM": 128}
+    bytes_of = (top_k | {"NUMBER": 3}, top_p | {"NUMBER": 0}, top_p | {"NUMBER": 6})
+    in_words = (
+        *((filter_kernels.sum_weights, searched | each) for each in (top_p, eta)),
+        *((filter_kernels.sum_bytes, searched | each) for each in bytes_of),
+        (filter_kernels.find_lowest, searched),
+    )
+    return [
+        Launch(filter_kernels.temper_blocks, TYPES, BLOCKS | WIDTH, filter_kernels.NUM_WARPS),
+        *(Launch(kernel, SUMMING, constants, filter_kernels.NUM_WARPS) for kernel, constants in in_words),
+        *(
+            Launch(filter_kernels.settle_cuts, SUMMING, WIDTH | each | {"NUM_BYTES": num_bytes})
+            for each, num_bytes in ((top_k, 4), (top_p, 7), (eta, 0))
+        ),
+    ]
+
+
+def candidate_launches() -> list[Launch]:
+    top, likeliest, ranked = ({"TOP": number} for number in (TOP_K, MAX_TOP_LOGPROBS, 16))
+    of_rows = WIDTH | likeliest | {"NO_TOKEN": NO_TOKEN, "NUM_RANKS": 4096}
+    of_blocks = BLOCKS | WIDTH
+    return [
+        Launch(top_candidates.candidates_of_blocks, TYPES, BLOCKS | top, top_candidates.BLOCK_WARPS),
+        *(
+            Launch(top_candidates.candidates_of_rows, TYPES, WIDTH | each | UNLIKELY_LOGPROB, top_candidates.ROW_WARPS)
+            for each in (top, ranked)
+        ),
+        Launch(top_candidates.rank_blocks, TYPES, of_blocks | ranked | {"SPREAD": 0.4}, top_candidates.NUM_WARPS),
+        Launch(logprob_kernels.logprobs_of_blocks, IN_FLOAT64, of_blocks | likeliest, logprob_kernels.NUM_WARPS),
+        Launch(logprob_kernels.logprobs_of_rows, IN_FLOAT64, of_rows, logprob_kernels.ROW_WARPS),
+    ]
+
+
+def moving_launches() -> list[Launch]:
+    """Heads have 128 numbers."""
+    moved = WIDTH | {"HEAD_DIM": 128}
     gathered = moved | {"NUM_ROWS": kv_kernels.NUM_ROWS, "IS_CODED": False, "PAGE": GPU_PAGE}
+    chosen, in_order = gathered | {"IS_CHOSEN": True}, gathered | {"IS_CHOSEN": False, "entries_ptr": None, "PAGE": 0}
     averaged = moved | {"CHUNK_WIDTH": CHUNK_SIZE, "PAGE": GPU_PAGE}
     return [
-        Launch(scores.penalise_blocks, TYPES, block, cuda_sampler.NUM_WARPS),
-        Launch(choice.bounds_of_blocks, TYPES, block | width | {"cuts_ptr": None}, cuda_sampler.NUM_WARPS),
-        Launch(choice.bounds_of_blocks, TYPES, block | width, cuda_sampler.NUM_WARPS),
-        Launch(choice.best_of_rows, TYPES, block | width | {"cuts_ptr": None}, choice.ROW_WARPS),
-        Launch(choice.best_of_rows, TYPES, block | width, choice.ROW_WARPS),
-        Launch(filter_kernels.temper_blocks, TYPES, block | width, filter_kernels.NUM_WARPS),
         *(
-            Launch(filter_kernels.sum_weights, SUMMING, searched | each, filter_kernels.NUM_WARPS)
-            for each in (top_p, eta)
+            Launch(kv_kernels.move_slot_rows, types, moved, kv_kernels.MOVE_WARPS)
+            for types in (MOVING_TYPES, MOVING_TYPES | WIDE)
         ),
-        Launch(filter_kernels.sum_bytes, SUMMING, searched | top_k | {"NUMBER": 3}, filter_kernels.NUM_WARPS),
         *(
-            Launch(filter_kernels.sum_bytes, SUMMING, searched | top_p | {"NUMBER": number}, filter_kernels.NUM_WARPS)
-            for number in (0, 6)
+            Launch(kv_kernels.copy_rows, types, constants, kv_kernels.COPY_WARPS)
+            for types, constants in ((MOVING_TYPES, chosen), (MOVING_TYPES, in_order), (MOVING_TYPES | WIDE, chosen))
         ),
-        Launch(filter_kernels.find_lowest, SUMMING, searched, filter_kernels.NUM_WARPS),
         *(
-            Launch(filter_kernels.settle_cuts, SUMMING, width | {"FILTER": number, "NUM_BYTES": num_bytes})
-            for number, num_bytes in enumerate((4, 7, 0))
-        ),
-        Launch(top_candidates.candidates_of_blocks, TYPES, block | top, top_candidates.BLOCK_WARPS),
-        Launch(top_candidates.candidates_of_rows, TYPES, width | top | UNLIKELY_LOGPROB, top_candidates.ROW_WARPS),
-        Launch(logprob_kernels.logprobs_of_blocks, IN_FLOAT64, block | width | likeliest, logprob_kernels.NUM_WARPS),
-        Launch(
-            logprob_kernels.logprobs_of_rows,
-            IN_FLOAT64,
-            width | likeliest | {"NO_TOKEN": NO_TOKEN, "NUM_RANKS": 4096},
-            logprob_kernels.ROW_WARPS,
-        ),
-        Launch(ranking.rank_blocks, TYPES, block | width | ranked | {"SPREAD": 0.4}, ranking.NUM_WARPS),
-        Launch(top_candidates.candidates_of_rows, TYPES, width | ranked | UNLIKELY_LOGPROB, ranking.ROW_WARPS),
-        Launch(logits_kernels.count_tokens, TYPES, {"BLOCK": logits_kernels.BLOCK}, logits_kernels.NUM_WARPS),
-        Launch(kv_kernels.move_slot_rows, MOVING_TYPES, moved, kv_kernels.MOVE_WARPS),
-        Launch(kv_kernels.move_slot_rows, MOVING_TYPES | WIDE, moved, kv_kernels.MOVE_WARPS),
-        Launch(kv_kernels.copy_rows, MOVING_TYPES, gathered | {"IS_CHOSEN": True}, kv_kernels.COPY_WARPS),
-        Launch(
-            kv_kernels.copy_rows,
-            MOVING_TYPES,
-            gathered | {"IS_CHOSEN": False, "entries_ptr": None, "PAGE": 0},
-            kv_kernels.COPY_WARPS,
-        ),
-        Launch(kv_kernels.copy_rows, MOVING_TYPES | WIDE, gathered | {"IS_CHOSEN": True}, kv_kernels.COPY_WARPS),
-        Launch(
-            row_means.average_chunk, MOVING_TYPES | {"source_ptr": BF16, "out_ptr": BF16}, averaged, row_means.NUM_WARPS
-        ),
-        Launch(
-            row_means.average_chunk,
-            MOVING_TYPES | {"source_ptr": FLOATS, "out_ptr": FLOATS},
-            averaged,
-            row_means.NUM_WARPS,
+            Launch(
+                kv_kernels.average_chunk,
+                MOVING_TYPES | {"source_ptr": kind, "out_ptr": kind},
+                averaged,
+                kv_kernels.NUM_WARPS,
+            )
+            for kind in (BF16, FLOATS)
         ),
     ]
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,16 +9,11 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.training import target_evaluation
 from swiftbatch.worker.training.target_evaluation import logits_of_last, measure_long_context
+from tests.tiny_targets import target as target
 
 FIRST = 0
-
-
-@pytest.fixture
-def target(tiny_model: Path) -> TargetModel:
-    return TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu")
 
 
 def whole(target: TargetModel) -> Any:
