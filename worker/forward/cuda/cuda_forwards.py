@@ -67,20 +67,23 @@ class CudaRounds:
         self._captured = CapturedForward([decoder.over(arena.buffer, arena.bias)], capture)
 
     def check(self, groups: list[SparseRows]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return hidden states `[num_rows, hidden]` and float32 logits `[num_rows, vocab]` of all rows."""
-        num_rows, start, decoder = sum(map(len, groups)), 0, self._captured.decoder
-        hidden, logits = (each.new_empty(num_rows, each.shape[1]) for each in (decoder.hidden, decoder.logits))
-        for tile in _tiles(groups, self._captured.num_rows):
-            buffer = self._captured.table()
-            decoder.layout.fill(buffer[: decoder.layout.size], [(rows, entries_of(rows).slot) for rows in tile])
-            decoder.fill_adapters(buffer, ((len(rows), rows.cache.adapter) for rows in tile))
-            self._captured.send()
-            self._captured.graph.replay()
-            part = slice(start, start + sum(map(len, tile)))
-            hidden[part] = decoder.hidden[: part.stop - start]
-            logits[part] = decoder.logits[: part.stop - start]
-            start = part.stop
-        return hidden, logits
+        """Return hidden states `[num_rows, hidden]` and float32 logits `[num_rows, vocab]`, valid as those of `run`."""
+        tiles = [*_tiles(groups, self._captured.num_rows)]
+        if len(tiles) == 1:
+            hidden, logits = self._forward(tiles[0])
+            return hidden.clone(), logits
+        found = [[each.clone() for each in self._forward(tile)] for tile in tiles]
+        return torch.cat([hidden for hidden, _ in found]), torch.cat([logits for _, logits in found])
+
+    def _forward(self, tile: list[SparseRows]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run one tile's rows. The results are valid until the next forward."""
+        buffer, decoder = self._captured.table(), self._captured.decoder
+        decoder.layout.fill(buffer[: decoder.layout.size], [(rows, entries_of(rows).slot) for rows in tile])
+        decoder.fill_adapters(buffer, ((len(rows), rows.cache.adapter) for rows in tile))
+        self._captured.send()
+        self._captured.graph.replay()
+        num_rows = sum(map(len, tile))
+        return decoder.hidden[:num_rows], decoder.logits[:num_rows]
 
 
 def entries_of(rows: SparseRows) -> SlotEntries:
@@ -119,7 +122,7 @@ class Surroundings:
 class CudaForwards:
     """`Forwards` with exact rows, because all forwards have the same shape and order of sums.
 
-    Logits of `run` are valid until the next forward, or the next draw from other rows.
+    Logits of `run` and `check` are valid until the next forward, or the next draw from other rows.
     """
 
     team = None

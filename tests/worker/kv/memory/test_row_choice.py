@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS, ROW_CHOICES, most_slots
+from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS, NUM_ROWS, ROW_CHOICES, most_slots
 from swiftbatch.worker.kv.gpu_memory_plan import (
     ROWS,
     SUMS,
@@ -55,9 +55,9 @@ def test_no_run_has_more_rows_than_its_gpu_takes_for_nothing() -> None:
 def test_a_plan_counts_the_buffers_of_all_rows_and_what_draws_keep_of_more_jobs(sizes: ModelSizes) -> None:
     plans = [one_slot(sizes, replace(GPU, num_rows=num_rows), 1000) for num_rows in ROW_CHOICES]
     taken = [plan.needs[ROWS].once for plan in plans]
-    assert [each - taken[0] * num // 64 for each, num in zip(taken, ROW_CHOICES, strict=True)] == [
-        (most_slots(num) - MOST_SLOTS) * sizes.vocab * 12 for num in ROW_CHOICES
-    ]
+    of_jobs = [(most_slots(number) + 1) * (sizes.vocab * 12 + 1024) for number in ROW_CHOICES]
+    of_rows = [each - jobs - 1152 * 128 * 4 for each, jobs in zip(taken, of_jobs, strict=True)]
+    assert of_rows == [of_rows[0] * number // NUM_ROWS for number in ROW_CHOICES]
     assert [plan.needs[SUMS].once // plans[0].needs[SUMS].once for plan in plans] == [1, 2, 4]
 
 
