@@ -15,6 +15,7 @@ from swiftbatch.worker.kernels.kernel_sizes import (
     NUM_ROWS,
     ROW_CHOICES,
     most_slots,
+    narrower_rows,
     num_splits,
 )
 from swiftbatch.worker.kv.kv_capacity import (
@@ -42,6 +43,7 @@ ROW_INTEGERS = 9  # of a row's chosen keys, beside their list
 SLOT_LOGIT_BYTES = 12  # bytes per token of a job: its counts in the penalty's window and in the output, and its bias
 SLOT_WORD_BYTES = 1024  # of a job's tokens that enter and leave its counts
 GRAPH_RESERVE = 400_000_000  # an estimate of graphs, cuBLAS workspaces and rounding
+GRAPH_BYTES = 16_000_000  # of the graph of each smaller number of rows, with its table: an estimate
 SLACK = 0.015  # share of the free memory for what no plan counts, such as copies of pages
 
 
@@ -175,13 +177,14 @@ class MemoryPlan:
 
 def one_slot(sizes: ModelSizes, gpu: GPUMemory, longest_job: int, drafts: DraftMemory = NO_DRAFTS) -> MemoryPlan:
     """Return the plan for one slot, which may not fit."""
+    num_graphs = len(narrower_rows(gpu.num_rows, bool(sizes.packed)))  # with products in Triton
     needs = {
         WEIGHTS: Need(sizes.weight_bytes),
         KEPT: Need(0, sizes.kept_bytes(slot_capacity(longest_job)) + sizes.state_bytes),
         DRAFTS: Need(drafts.part_bytes, drafts.slot_bytes),
         SUMS: gpu.attention_bytes(sizes, slot_capacity(longest_job)),
         ROWS: Need(_row_bytes(sizes, gpu.num_rows, longest_job) + sampling_bytes(sizes.vocab, gpu.num_rows)),
-        GRAPHS: Need(GRAPH_RESERVE + int(SLACK * gpu.free_bytes)),
+        GRAPHS: Need(GRAPH_RESERVE + num_graphs * GRAPH_BYTES + int(SLACK * gpu.free_bytes)),
     }
     return MemoryPlan(longest_job, 1, gpu.free_bytes, needs, drafts.has_engine)
 

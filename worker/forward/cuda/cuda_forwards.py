@@ -24,7 +24,7 @@ from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import NAME as STATES_
 from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, LinearKernel, packed_gemm
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
 from swiftbatch.worker.kernels.gpu_kernel_choice import CUBLAS_WORKSPACES, CudaKernels, triton_version, with_kv
-from swiftbatch.worker.kernels.kernel_sizes import BLOCK, ROW_CHOICES
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, narrower_rows
 from swiftbatch.worker.kernels.quantized_weights import AnyLinear, PackedLinear
 from swiftbatch.worker.kernels.rope_scaling import Rotary
 from swiftbatch.worker.kv.full_cache import FullKVCache
@@ -166,8 +166,8 @@ class CudaForwards:
             for each in (own, own.windowed):
                 if each is not None:
                     each.move_rows = RowMover(each.buffer, capture)
-        narrower = [each for each in ROW_CHOICES if each < kernels.num_rows]
-        self.narrow_rows = tuple(narrower if self._decoder.can_be_narrowed else ())
+        narrower = narrower_rows(kernels.num_rows, weights.gains_by_few_rows)
+        self.narrow_rows = narrower if self._decoder.can_be_narrowed else ()
         self._captured = self._capture_all()
 
     def _capture_all(self) -> list[CapturedForward]:
