@@ -340,9 +340,9 @@ class CudaBatchSampler:
     def drawn_ahead(self, number: int, num_rounds: int) -> list[tuple[list[int], bool]]:
         """Wait for draws of `number` sequences. Return the tokens of each until one lacks one, and whether it does."""
         drawn = self._download_ahead.wait().reshape(MOST_AHEAD, -1)[:num_rounds, :number]
-        failed = drawn < 0
-        end = int(failed.any(axis=1).argmax()) if failed.any() else num_rounds
-        return [*zip(drawn[:end].T.tolist(), failed[: end + 1].any(axis=0).tolist(), strict=True)]
+        end = next((step for step, tokens in enumerate(drawn) if tokens.min() < 0), num_rounds)
+        have_failed = (drawn[: end + 1].min(axis=0) < 0).tolist()
+        return [*zip(drawn[:end].T.tolist(), have_failed, strict=True)]
 
     def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         anyone = Sequence("candidates", [0], GREEDY, self._vocab_size)
