@@ -183,7 +183,11 @@ def one_slot(sizes: ModelSizes, gpu: GPUMemory, longest_job: int, drafts: DraftM
         KEPT: Need(0, sizes.kept_bytes(slot_capacity(longest_job)) + sizes.state_bytes),
         DRAFTS: Need(drafts.part_bytes, drafts.slot_bytes),
         SUMS: gpu.attention_bytes(sizes, slot_capacity(longest_job)),
-        ROWS: Need(_row_bytes(sizes, gpu.num_rows, longest_job) + sampling_bytes(sizes.vocab, gpu.num_rows)),
+        ROWS: Need(
+            _row_bytes(sizes, gpu.num_rows)
+            + angle_bytes(sizes, longest_job)
+            + sampling_bytes(sizes.vocab, gpu.num_rows)
+        ),
         GRAPHS: Need(GRAPH_RESERVE + num_graphs * GRAPH_BYTES + int(SLACK * gpu.free_bytes)),
     }
     return MemoryPlan(longest_job, 1, gpu.free_bytes, needs, drafts.has_engine)
@@ -192,17 +196,22 @@ def one_slot(sizes: ModelSizes, gpu: GPUMemory, longest_job: int, drafts: DraftM
 def draft_model_memory(sizes: ModelSizes, length: int, num_rows: int = NUM_ROWS) -> DraftMemory:
     """Return the bytes of a draft model, which has one slot more than the target."""
     model = decoder_memory(sizes, GPUMemory(0, num_rows=num_rows), length)
-    return DraftMemory(model.part_bytes + model.slot_bytes, model.slot_bytes)
+    return DraftMemory(model.part_bytes + angle_bytes(sizes, length) + model.slot_bytes, model.slot_bytes)
 
 
 def decoder_memory(sizes: ModelSizes, gpu: GPUMemory, length: int) -> DraftMemory:
-    """Return the bytes of a decoder with the target's slots."""
-    plan, row_bytes = one_slot(sizes, gpu, length), _row_bytes(sizes, gpu.num_rows, length)
+    """Return the bytes of a decoder with the target's slots, without rotary angles."""
+    plan, row_bytes = one_slot(sizes, gpu, length), _row_bytes(sizes, gpu.num_rows)
     return DraftMemory(plan.needs[WEIGHTS].once + plan.needs[SUMS].once + row_bytes, plan.needs[KEPT].per_slot)
 
 
-def _row_bytes(sizes: ModelSizes, num_rows: int, length: int) -> int:
-    """Return the bytes of a forward's static buffers, with its logits and the rotary angles of all positions."""
+def angle_bytes(sizes: ModelSizes, length: int) -> int:
+    """Return the bytes of the rotary angles of all positions, in float32."""
+    return slot_capacity(length) * (sizes.head_dim if sizes.latent is None else sizes.latent.rope_dim) * FLOAT_BYTES
+
+
+def _row_bytes(sizes: ModelSizes, num_rows: int) -> int:
+    """Return the bytes of a forward's static buffers, its logits included."""
     query, key = sizes.num_heads * sizes.widest_dim, sizes.num_kv_heads * sizes.head_dim
     if sizes.own_heads is not None:
         key = max(key, sizes.own_heads.num_kv_heads * sizes.own_heads.head_dim)
@@ -217,8 +226,7 @@ def _row_bytes(sizes: ModelSizes, num_rows: int, length: int) -> int:
     if sizes.experts is not None:
         widths += sizes.experts.num_chosen * (sizes.experts.width + sizes.hidden)
     numbers = MOST_PARTS * sizes.hidden + (0 if sizes.recurrent is None else _mixed_numbers(sizes.recurrent))
-    angles = slot_capacity(length) * (sizes.head_dim if latent is None else latent.rope_dim)
-    return num_rows * (widths * sizes.item_size + FLOAT_BYTES * (numbers + sizes.vocab)) + FLOAT_BYTES * angles
+    return num_rows * (widths * sizes.item_size + FLOAT_BYTES * (numbers + sizes.vocab))
 
 
 def _mixed_numbers(shape: RecurrentShape) -> int:
