@@ -222,7 +222,8 @@ class SelfSpeculationDrafter(Drafter):
         self._proposer = proposer
         self._new_cache, self.budget_of = new_cache, budget_of or (lambda num_prompt_tokens: budget)
         self._new_entries = target.forwards.room_for(new_cache, budget)
-        self._draw_chains = None if self.needs_hidden else target.forwards.draw_chains
+        is_drawn_step_by_step = self.needs_hidden or target.forwards.arena is not None  # a GPU's chains are of slots
+        self._draw_chains = None if is_drawn_step_by_step else target.forwards.draw_chains
         self._tracked: dict[str, _Tracked] = {}
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:

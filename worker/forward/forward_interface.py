@@ -132,7 +132,10 @@ class Forwards(Protocol):
 
     @property
     def draw_chains(self) -> DrawChains | None:
-        """Return the function that draws several rounds of one row each, or None if it is not supported."""
+        """Return the function that draws several rounds of one row each, or None if it is not supported.
+
+        With an `arena`, rows are of its caches.
+        """
 
     @property
     def arena(self) -> KVArena | None:

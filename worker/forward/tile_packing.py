@@ -70,9 +70,11 @@ def tree_rows(cache: FullKVCache, root_id: int, tree: DraftTree) -> SequenceRows
     return rows_of_trees([cache], [root_id], [tree])[0]
 
 
-def rows_of_trees(caches: Many[FullKVCache], root_ids: Many[int], trees: Many[DraftTree]) -> list[SequenceRows]:
-    """Return rows as `tree_rows` does, for several sequences."""
-    roots = [cache.length for cache in caches]
+def rows_of_trees(
+    caches: Many[FullKVCache], root_ids: Many[int], trees: Many[DraftTree], num_ahead: int = 0
+) -> list[SequenceRows]:
+    """Return rows as `tree_rows` does, for several sequences, `num_ahead` positions after each."""
+    roots = [cache.length + num_ahead for cache in caches]
     starts = [root // BLOCK * BLOCK for root in roots]
     entries, lengths = tails(starts, roots, trees)
     made, row = list[SequenceRows](), 0

@@ -11,6 +11,7 @@ MIN_ROWS = 2  # a single row may take another kernel (matrix times vector), with
 FEWEST_COLUMNS = 64  # with fewer columns, bits of torch's bf16 products depend on the batch (measured)
 NUM_ROWS = 64  # rows to which a forward on a GPU is padded by default
 ROW_CHOICES = (NUM_ROWS, 128, 256)  # whole tiles of every kernel
+FEW_ROWS = 32  # cost less only where packed weights, of which little is read, would wait for products
 HEAD_BLOCKS = 8  # the fewest of a split of a GPU's attention: a split of one block costs more than it saves
 LATENT_BLOCKS = 4  # the same for latent vectors, whose blocks have twice the bytes of a head's
 MOST_SPLITS = 64  # of a prefix; longer ones have longer splits
@@ -185,6 +186,11 @@ class StreamSizes:
 def most_slots(num_rows: int) -> int:
     """Return the largest number of jobs that a GPU runs at the same time."""
     return MOST_SLOTS if num_rows == NUM_ROWS else num_rows
+
+
+def narrower_rows(num_rows: int, has_few: bool) -> tuple[int, ...]:
+    """Return the smaller numbers of rows of a run's forwards, ascending; `has_few` lets `FEW_ROWS` be among them."""
+    return tuple(each for each in (*([FEW_ROWS] if has_few else []), *ROW_CHOICES) if each < num_rows)
 
 
 def num_splits(capacity: int, least_blocks: int) -> int:

@@ -12,10 +12,10 @@ from swiftbatch.worker.kernels.kernel_sizes import (
     HEAD_BLOCKS,
     LATENT_BLOCKS,
     MOST_PARTS,
-    MOST_SLOTS,
     NUM_ROWS,
     ROW_CHOICES,
     most_slots,
+    narrower_rows,
     num_splits,
 )
 from swiftbatch.worker.kv.kv_capacity import (
@@ -36,14 +36,15 @@ if TYPE_CHECKING:
 
 
 CAPACITY_BLOCK = 64  # attention kernels read whole blocks of a slot
-# bytes per logit: decoded (4), scores (8), tempered, sorted (8), order (8), sorting (28)
-LOGIT_BYTES = 56
 FLOAT_BYTES = 4
+LOGIT_BYTES = 3 * FLOAT_BYTES + 1  # a row's logits, scores and tempered scores; the bests of blocks, and a mask
+CUT_BYTES = 48_000  # of a row's sums by bytes, which find the cuts of filters, and of its words and results
 ROW_INTEGERS = 9  # of a row's chosen keys, beside their list
-DECODED_BYTES = 4  # for logits from which nothing is drawn in place
-SAMPLING_SLOT_BYTES = 12  # two counts and a bias per token and job
-GRAPH_RESERVE = 400_000_000  # an estimate of graphs, cuBLAS workspaces, sampling state and rounding
-SLACK = 0.015  # share of the free memory for what no plan counts, such as float64 log-probabilities and copies of pages
+SLOT_LOGIT_BYTES = 12  # bytes per token of a job: its counts in the penalty's window and in the output, and its bias
+SLOT_WORD_BYTES = 1024  # of a job's tokens that enter and leave its counts
+GRAPH_RESERVE = 400_000_000  # an estimate of graphs, cuBLAS workspaces and rounding
+GRAPH_BYTES = 16_000_000  # of the graph of each smaller number of rows, with its table: an estimate
+SLACK = 0.015  # share of the free memory for what no plan counts, such as copies of pages
 
 
 def slot_capacity(max_length: int) -> int:
@@ -176,13 +177,18 @@ class MemoryPlan:
 
 def one_slot(sizes: ModelSizes, gpu: GPUMemory, longest_job: int, drafts: DraftMemory = NO_DRAFTS) -> MemoryPlan:
     """Return the plan for one slot, which may not fit."""
+    num_graphs = len(narrower_rows(gpu.num_rows, bool(sizes.packed)))  # with products in Triton
     needs = {
         WEIGHTS: Need(sizes.weight_bytes),
         KEPT: Need(0, sizes.kept_bytes(slot_capacity(longest_job)) + sizes.state_bytes),
         DRAFTS: Need(drafts.part_bytes, drafts.slot_bytes),
         SUMS: gpu.attention_bytes(sizes, slot_capacity(longest_job)),
-        ROWS: Need(_row_bytes(sizes, gpu.num_rows) + _sampling_bytes(sizes, gpu.num_rows)),
-        GRAPHS: Need(GRAPH_RESERVE + int(SLACK * gpu.free_bytes)),
+        ROWS: Need(
+            _row_bytes(sizes, gpu.num_rows)
+            + angle_bytes(sizes, longest_job)
+            + sampling_bytes(sizes.vocab, gpu.num_rows)
+        ),
+        GRAPHS: Need(GRAPH_RESERVE + num_graphs * GRAPH_BYTES + int(SLACK * gpu.free_bytes)),
     }
     return MemoryPlan(longest_job, 1, gpu.free_bytes, needs, drafts.has_engine)
 
@@ -190,17 +196,22 @@ def one_slot(sizes: ModelSizes, gpu: GPUMemory, longest_job: int, drafts: DraftM
 def draft_model_memory(sizes: ModelSizes, length: int, num_rows: int = NUM_ROWS) -> DraftMemory:
     """Return the bytes of a draft model, which has one slot more than the target."""
     model = decoder_memory(sizes, GPUMemory(0, num_rows=num_rows), length)
-    return DraftMemory(model.part_bytes + model.slot_bytes, model.slot_bytes)
+    return DraftMemory(model.part_bytes + angle_bytes(sizes, length) + model.slot_bytes, model.slot_bytes)
 
 
 def decoder_memory(sizes: ModelSizes, gpu: GPUMemory, length: int) -> DraftMemory:
-    """Return the bytes of a decoder with the target's slots."""
-    plan, row_bytes = one_slot(sizes, gpu, length), _row_bytes(sizes, gpu.num_rows, DECODED_BYTES)
+    """Return the bytes of a decoder with the target's slots, without rotary angles."""
+    plan, row_bytes = one_slot(sizes, gpu, length), _row_bytes(sizes, gpu.num_rows)
     return DraftMemory(plan.needs[WEIGHTS].once + plan.needs[SUMS].once + row_bytes, plan.needs[KEPT].per_slot)
 
 
-def _row_bytes(sizes: ModelSizes, num_rows: int, logit_bytes: int = LOGIT_BYTES) -> int:
-    """Return the bytes of a forward's static buffers."""
+def angle_bytes(sizes: ModelSizes, length: int) -> int:
+    """Return the bytes of the rotary angles of all positions, in float32."""
+    return slot_capacity(length) * (sizes.head_dim if sizes.latent is None else sizes.latent.rope_dim) * FLOAT_BYTES
+
+
+def _row_bytes(sizes: ModelSizes, num_rows: int) -> int:
+    """Return the bytes of a forward's static buffers, its logits included."""
     query, key = sizes.num_heads * sizes.widest_dim, sizes.num_kv_heads * sizes.head_dim
     if sizes.own_heads is not None:
         key = max(key, sizes.own_heads.num_kv_heads * sizes.own_heads.head_dim)
@@ -215,7 +226,7 @@ def _row_bytes(sizes: ModelSizes, num_rows: int, logit_bytes: int = LOGIT_BYTES)
     if sizes.experts is not None:
         widths += sizes.experts.num_chosen * (sizes.experts.width + sizes.hidden)
     numbers = MOST_PARTS * sizes.hidden + (0 if sizes.recurrent is None else _mixed_numbers(sizes.recurrent))
-    return num_rows * (widths * sizes.item_size + FLOAT_BYTES * numbers + sizes.vocab * logit_bytes)
+    return num_rows * (widths * sizes.item_size + FLOAT_BYTES * (numbers + sizes.vocab))
 
 
 def _mixed_numbers(shape: RecurrentShape) -> int:
@@ -224,9 +235,14 @@ def _mixed_numbers(shape: RecurrentShape) -> int:
     return 3 * shape.num_channels + 6 * values + 2 * shape.num_heads * (CAPACITY_BLOCK + 2)
 
 
-def _sampling_bytes(sizes: ModelSizes, num_rows: int) -> int:
-    """Return the bytes of sampling for slots beyond those in `GRAPH_RESERVE`."""
-    return (most_slots(num_rows) - MOST_SLOTS) * sizes.vocab * SAMPLING_SLOT_BYTES
+def sampling_bytes(vocab: int, num_rows: int) -> int:
+    """Return the bytes of draws from a forward's logits: of rows, and of the jobs that they may belong to."""
+    of_row = vocab * (LOGIT_BYTES - FLOAT_BYTES) + CUT_BYTES
+    return num_rows * of_row + (most_slots(num_rows) + 1) * slot_sampling_bytes(vocab)
+
+
+def slot_sampling_bytes(vocab: int) -> int:
+    return vocab * SLOT_LOGIT_BYTES + SLOT_WORD_BYTES
 
 
 def too_many_slots(plan: MemoryPlan, what: str) -> KVRoomError:

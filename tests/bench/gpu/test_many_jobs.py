@@ -5,6 +5,8 @@ import pytest
 
 from bench.many_jobs import (
     DRAFTS_HOST,
+    GPU,
+    GPUS,
     H100,
     HEADERS,
     NOTHING,
@@ -14,22 +16,26 @@ from bench.many_jobs import (
     JobMix,
     Options,
     Simulation,
+    Way,
     run,
     speed,
-    way_before,
     way_now,
 )
 from bench.tables import tables
 from swiftbatch.worker.drafters.choice.tree_sizes import PRIOR_ACCEPTANCE
 from tests import ROOT
 
-PAGE = (ROOT / "docs" / "gpu_lab_book.md").read_text(encoding="utf-8")
-SHORT_JOBS, MIXED = RUNS[2:]
+PAGE = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+SHORT_JOBS, MIXED, PROMPTS = RUNS
 OF_VLLM = 5030  # tokens/s of 150 jobs at a time, computed from published measurements
 
 
 def rows_of_page() -> dict[tuple[str, str], list[str]]:
-    lines = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| H100") and " / " in line]
+    lines = [
+        line.strip("| ").split(" | ")
+        for line in PAGE.splitlines()
+        if line.startswith(("| H100", "| A100")) and " / " in line
+    ]
     return {(cells[0], cells[1]): cells[2:] for cells in lines}
 
 
@@ -41,13 +47,30 @@ def test_many_short_jobs_come_to_three_quarters_of_what_needs_no_exactness_and_b
     assert float(shown[-1].split(" / ")[0].replace(",", "")) >= OF_VLLM
 
 
-def test_one_long_job_makes_many_short_ones_no_slower() -> None:
-    """Speeds count while jobs wait: at its end the long one is alone."""
-    before, now = (
-        Simulation(H100, MIXED, way).speeds()[0]
-        for way in (way_before(H100, MIXED), way_now(H100, MIXED, NOTHING, PLAIN_HOST))
-    )
-    assert now >= 6 * before
+def test_prompts_are_read_as_fast_as_was_measured_and_faster_in_wider_forwards() -> None:
+    """An H100 read 7,895 tokens/s at the start of a text, in forwards of 64 rows; four thousand are behind that."""
+
+    def speed_of_reading(gpu: GPU, num_rows: int) -> float:
+        run = JobMix("prompts", (4001,) * 100, prompt=4000)
+        simulation = Simulation(gpu, run, Way(num_rows, num_rows, 10**6, NOTHING, PLAIN_HOST))
+        simulation.speeds()
+        return 4000 * 100 / simulation.seconds
+
+    h100, a100 = ([speed_of_reading(gpu, rows) for rows in (64, 128, 256)] for gpu in GPUS[:2])
+    assert 0.9 * 7895 < h100[0] < 7895
+    assert h100[1] > 1.7 * h100[0]
+    assert h100[2] > 1.6 * h100[1]
+    assert a100[2] < 1.1 * a100[1]  # whose tensor cores are busy with 128 rows
+
+
+def test_an_a100_waits_for_weights_and_keys_by_its_bandwidth() -> None:
+    """Both A100s have the tensor cores of one data sheet, which 128 rows occupy."""
+    large, small = GPUS[1:]
+    assert large.bandwidth / small.bandwidth == pytest.approx(2039 / 1555)
+    assert large.products / small.products == pytest.approx(1555 / 2039)
+    assert [speed(gpu, PROMPTS, way_now(gpu, PROMPTS, NOTHING, PLAIN_HOST)) for gpu in (large, small)] == [
+        rows_of_page()[gpu.name, PROMPTS.name][1] for gpu in (large, small)
+    ]
 
 
 def test_a_step_of_the_model_is_the_measured_one() -> None:

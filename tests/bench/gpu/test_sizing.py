@@ -42,11 +42,11 @@ def test_the_jobs_that_fit_are_those_that_follow_by_hand() -> None:
     weights = layers * 4.5 / 8 / 1e9 + (70_553_706_496 - layers) * 2 / 1e9
     row = rows["Llama 3.1 70B", "int4, groups of 128"]
     assert float(row[2]) == round(weights, 1)
-    by_hand = [*jobs_by_hand(weights, 1.1, 327_680), *jobs_by_hand(weights, 1.1, 2 * 80 * 8 * 144)]
+    by_hand = [*jobs_by_hand(weights, 0.8, 327_680), *jobs_by_hand(weights, 0.8, 2 * 80 * 8 * 144)]
     assert [int(each) for each in row[3:]] == by_hand
     row = rows["Llama 3.1 8B", "bfloat16"]
     assert float(row[2]) == round(8.030 * 2, 1)
-    assert [int(each) for each in row[4:6]] == jobs_by_hand(8.030 * 2, 1.0, 131_072)[1:]
+    assert [int(each) for each in row[4:6]] == jobs_by_hand(8.030 * 2, 0.7, 131_072)[1:]
 
 
 def test_the_words_around_it_are_those_of_the_code() -> None:

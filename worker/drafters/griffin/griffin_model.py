@@ -38,7 +38,7 @@ from swiftbatch.worker.kernels.kernel_sizes import HEAD_BLOCKS, NUM_ROWS, num_sp
 from swiftbatch.worker.kernels.quantized_weights import Linear
 from swiftbatch.worker.kernels.rope_scaling import Rotary, default_frequencies
 from swiftbatch.worker.kernels.transformers_weights import layer_weights, linear_of
-from swiftbatch.worker.kv.gpu_memory_plan import NO_DRAFTS, DraftMemory, slot_capacity
+from swiftbatch.worker.kv.gpu_memory_plan import NO_DRAFTS, DraftMemory, slot_capacity, slot_sampling_bytes
 from swiftbatch.worker.kv.model_sizes import ModelSizes, num_parameters
 from swiftbatch.worker.model.model_files import ModelFiles, let_others_read
 from swiftbatch.worker.sampling.cuda.sampling_rows import BLOCK, NUM_MASKED
@@ -303,7 +303,6 @@ def packed_weights(model: GriffinModel, vocab_size: int) -> GriffinWeights:
 
 
 MOST_CANDIDATES = 16  # candidates kept per row, 8 bytes each in every block of tokens
-SLOT_LOGIT_BYTES = 12  # bytes per token: its counts in the penalty's window and in the output, and its bias
 CAPACITY = slot_capacity(NUM_ENTRIES)
 
 
@@ -345,4 +344,4 @@ def _scratch_bytes(config: GriffinConfig) -> int:
 def _slot_bytes(config: GriffinConfig, sizes: ModelSizes) -> int:
     """Count a slot's bytes: keys and values, features, token counts with their tables, bias."""
     numbers = 2 * CAPACITY * config.num_kv_heads * config.head_dim + NUM_PLACES * config.hidden_size
-    return numbers * sizes.item_size + sizes.vocab * SLOT_LOGIT_BYTES + 1024
+    return numbers * sizes.item_size + slot_sampling_bytes(sizes.vocab)

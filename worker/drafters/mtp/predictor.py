@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.drafters.catalogue import MTP
 from swiftbatch.worker.drafters.griffin.draft_input import RING, Candidates, DraftRows, Room, regressed_place
-from swiftbatch.worker.drafters.griffin.griffin_model import SLOT_LOGIT_BYTES, ranking_bytes
+from swiftbatch.worker.drafters.griffin.griffin_model import ranking_bytes
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import known_rows
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, LayerWeights
@@ -26,7 +26,13 @@ from swiftbatch.worker.kernels.layer_specs import NormForm
 from swiftbatch.worker.kernels.quantized_weights import Weight, plain
 from swiftbatch.worker.kernels.rope_scaling import Rotary
 from swiftbatch.worker.kv.cache_rows import CacheShape
-from swiftbatch.worker.kv.gpu_memory_plan import NO_DRAFTS, DraftMemory, GPUMemory, decoder_memory
+from swiftbatch.worker.kv.gpu_memory_plan import (
+    NO_DRAFTS,
+    DraftMemory,
+    GPUMemory,
+    decoder_memory,
+    slot_sampling_bytes,
+)
 from swiftbatch.worker.kv.kv_capacity import ITEM_SIZES
 from swiftbatch.worker.kv.model_sizes import ModelSizes, sizes_of_stored
 from swiftbatch.worker.model.causal_lm import decoder_of
@@ -274,7 +280,7 @@ def predictor_memory(part: Path, files: ModelFiles, sizes: ModelSizes) -> DraftM
     numbers = NUM_ROWS * 2 * layer.hidden + _stacked_numbers(layer)  # joined rows
     part_bytes = decoder.part_bytes + numbers * layer.item_size + _join_bytes(predictor, layer)
     features = NUM_PLACES * layer.hidden * layer.item_size
-    slot_bytes = decoder.slot_bytes + features + sizes.vocab * SLOT_LOGIT_BYTES + 1024
+    slot_bytes = decoder.slot_bytes + features + slot_sampling_bytes(sizes.vocab)
     return DraftMemory(part_bytes + ranking_bytes(sizes.vocab), slot_bytes)
 
 

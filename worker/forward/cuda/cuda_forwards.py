@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftbatch.worker.forward.expert_counts import CudaExpertCounts
-from swiftbatch.worker.forward.forward_interface import SparseRows
+from swiftbatch.worker.forward.forward_interface import DecodedChain, DrawChains, SparseRows
 from swiftbatch.worker.forward.hardware import hardware_of
-from swiftbatch.worker.forward.tile_packing import SequenceRows, known_rows, pack_tiles, tree_rows
+from swiftbatch.worker.forward.tile_packing import SequenceRows, known_rows, pack_tiles, rows_of_trees, tree_rows
 from swiftbatch.worker.kernels.cuda.cuda_decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.cuda_graph import Capture, Upload, capture, capture_ranks
 from swiftbatch.worker.kernels.cuda.cuda_recurrence import StateRows
@@ -24,7 +25,7 @@ from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import NAME as STATES_
 from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, LinearKernel, packed_gemm
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
 from swiftbatch.worker.kernels.gpu_kernel_choice import CUBLAS_WORKSPACES, CudaKernels, triton_version, with_kv
-from swiftbatch.worker.kernels.kernel_sizes import BLOCK, ROW_CHOICES
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, narrower_rows
 from swiftbatch.worker.kernels.quantized_weights import AnyLinear, PackedLinear
 from swiftbatch.worker.kernels.rope_scaling import Rotary
 from swiftbatch.worker.kv.full_cache import FullKVCache
@@ -33,7 +34,7 @@ from swiftbatch.worker.kv.recurrent_arena import SlotStates
 from swiftbatch.worker.kv.slot_arena import KVArena
 from swiftbatch.worker.kv.sparse_arena import RowMover, SlotEntries, SparseArena, arena_for
 from swiftbatch.worker.kv.sparse_cache import NewEntries, SparseCacheFactory
-from swiftbatch.worker.sampling.cuda.cuda_sampler import CudaBatchSampler
+from swiftbatch.worker.sampling.cuda.cuda_sampler import MOST_AHEAD, CudaBatchSampler, CudaSampler
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 
 
@@ -67,20 +68,23 @@ class CudaRounds:
         self._captured = CapturedForward([decoder.over(arena.buffer, arena.bias)], capture)
 
     def check(self, groups: list[SparseRows]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return hidden states `[num_rows, hidden]` and float32 logits `[num_rows, vocab]` of all rows."""
-        num_rows, start, decoder = sum(map(len, groups)), 0, self._captured.decoder
-        hidden, logits = (each.new_empty(num_rows, each.shape[1]) for each in (decoder.hidden, decoder.logits))
-        for tile in _tiles(groups, self._captured.num_rows):
-            buffer = self._captured.table()
-            decoder.layout.fill(buffer[: decoder.layout.size], [(rows, entries_of(rows).slot) for rows in tile])
-            decoder.fill_adapters(buffer, ((len(rows), rows.cache.adapter) for rows in tile))
-            self._captured.send()
-            self._captured.graph.replay()
-            part = slice(start, start + sum(map(len, tile)))
-            hidden[part] = decoder.hidden[: part.stop - start]
-            logits[part] = decoder.logits[: part.stop - start]
-            start = part.stop
-        return hidden, logits
+        """Return hidden states `[num_rows, hidden]` and float32 logits `[num_rows, vocab]`, valid as those of `run`."""
+        tiles = [*_tiles(groups, self._captured.num_rows)]
+        if len(tiles) == 1:
+            hidden, logits = self._forward(tiles[0])
+            return hidden.clone(), logits
+        found = [[each.clone() for each in self._forward(tile)] for tile in tiles]
+        return torch.cat([hidden for hidden, _ in found]), torch.cat([logits for _, logits in found])
+
+    def _forward(self, tile: list[SparseRows]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run one tile's rows. The results are valid until the next forward."""
+        buffer, decoder = self._captured.table(), self._captured.decoder
+        decoder.layout.fill(buffer[: decoder.layout.size], [(rows, entries_of(rows).slot) for rows in tile])
+        decoder.fill_adapters(buffer, ((len(rows), rows.cache.adapter) for rows in tile))
+        self._captured.send()
+        self._captured.graph.replay()
+        num_rows = sum(map(len, tile))
+        return decoder.hidden[:num_rows], decoder.logits[:num_rows]
 
 
 def entries_of(rows: SparseRows) -> SlotEntries:
@@ -119,11 +123,10 @@ class Surroundings:
 class CudaForwards:
     """`Forwards` with exact rows, because all forwards have the same shape and order of sums.
 
-    Logits of `run` are valid until the next forward, or the next draw from other rows.
+    Logits of `run` and `check` are valid until the next forward, or the next draw from other rows.
     """
 
     team = None
-    draw_chains = None
     can_scan = False
     never_sampled_ids: torch.Tensor | None = None
 
@@ -163,8 +166,8 @@ class CudaForwards:
             for each in (own, own.windowed):
                 if each is not None:
                     each.move_rows = RowMover(each.buffer, capture)
-        narrower = [each for each in ROW_CHOICES if each < kernels.num_rows]
-        self.narrow_rows = tuple(narrower if self._decoder.can_be_narrowed else ())
+        narrower = narrower_rows(kernels.num_rows, weights.gains_by_few_rows)
+        self.narrow_rows = narrower if self._decoder.can_be_narrowed else ()
         self._captured = self._capture_all()
 
     def _capture_all(self) -> list[CapturedForward]:
@@ -196,6 +199,34 @@ class CudaForwards:
             hidden.append(self._forward(tile.parts, feature_layers).clone())
             logits.append(self._decoder.logits[: tile.num_rows].clone())
         return torch.cat(hidden), torch.cat(logits)
+
+    @property
+    def draw_chains(self) -> DrawChains | None:
+        return self._draw_chains if len(self._ranks) == 1 else None
+
+    def _draw_chains(
+        self, rows: Sequence[SequenceRows], samplers: Sequence[CudaSampler], num_rounds: int, ends: object = None
+    ) -> list[DecodedChain]:
+        """Queue plain steps, whose drawn tokens go on the GPU into the next step's table; the host waits once for all.
+
+        Chains end where one sequence cannot draw, not at their `ends`: what lies behind is overwritten later. They are
+        empty if draws need earlier tokens on the host.
+        """
+        caches, number, num_rounds = [each.cache for each in rows], len(rows), min(num_rounds, MOST_AHEAD)
+        if number > self.rows_per_forward or not all(each.draws_by_position for each in samplers):
+            return [DecodedChain([], has_failed=False)] * number
+        for cache in caches:
+            cache.reserve(cache.length + num_rounds)
+        captured, given = self._captured_for(number), ([each.token_ids[0] for each in rows], [DraftTree()] * number)
+        for num_ahead in range(num_rounds):
+            self._send(rows_of_trees(caches, *given, num_ahead), captured)
+            if num_ahead:
+                self._batch_sampler.put_tokens(captured.decoder.token_ids[:number])
+            captured.graph.replay()
+            if self.never_sampled_ids is not None:
+                self._decoder.logits[:number].index_fill_(1, self.never_sampled_ids, -math.inf)
+            self._batch_sampler.draw_ahead(samplers, num_ahead)
+        return [DecodedChain(*each) for each in self._batch_sampler.drawn_ahead(number, num_rounds)]
 
     def read(self, cache: FullKVCache, token_ids: list[int], feature_layers: tuple[int, ...] = ()) -> torch.Tensor:
         rows = known_rows(cache, token_ids[:BLOCK])[0]  # a call ends at the next boundary
@@ -242,13 +273,16 @@ class CudaForwards:
             self._decoder.hand_out(feature_layers)
             self._captured = self._capture_all()
         num_rows = sum(len(group) for group in groups)
-        captured = next(each for each in self._captured if num_rows <= each.num_rows)
+        captured = self._captured_for(num_rows)
         self._send(groups, captured)
         captured.graph.replay()
         self._note_states(groups)
         if self.expert_counts is not None:
             self.expert_counts.look(num_rows)
         return (self._decoder.buffers.features if feature_layers else self._decoder.hidden)[:num_rows]
+
+    def _captured_for(self, num_rows: int) -> CapturedForward:
+        return next(each for each in self._captured if num_rows <= each.num_rows)
 
     def _send(self, groups: list[SequenceRows], captured: CapturedForward) -> None:
         computing_stream(self.device).join()

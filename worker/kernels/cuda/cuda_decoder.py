@@ -174,6 +174,11 @@ class CudaDecoder:
         return self.buffers.logits
 
     @property
+    def token_ids(self) -> Tensor:
+        """Return the tokens of the next forward's rows in its table, `[num_rows] int32`."""
+        return self._table.token_ids
+
+    @property
     def turns(self) -> tuple[Rotary, Tensor]:
         return self._weights.rotary, self._layers.angles.usual
 

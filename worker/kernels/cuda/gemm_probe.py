@@ -12,7 +12,7 @@ from swiftbatch.jobs.run.run_records import LinearName
 from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, LinearKernel
 from swiftbatch.worker.kernels.cuda.repacked_weights import RepackedMatrix
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
-from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES, parts_of_depth
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS, narrower_rows, parts_of_depth
 from swiftbatch.worker.kernels.quantized_weights import AnyLinear
 
 
@@ -24,7 +24,7 @@ def refuse_uneven_products(weights: StackedWeights, name: LinearName, num_rows: 
     """
     dtype, widths, found = weights.sizes.dtype, [num_rows], {}
     if name == "triton":
-        widths += [each for each in ROW_CHOICES if each < num_rows]
+        widths += narrower_rows(num_rows, weights.gains_by_few_rows)
     for product in weights.products[:-1]:
         columns, depth = product.weight.shape
         has_parts = name == "triton" and columns == weights.sizes.hidden
@@ -34,11 +34,12 @@ def refuse_uneven_products(weights: StackedWeights, name: LinearName, num_rows: 
     for product, num_parts, out_dtype in found.values():
         for width, place in uneven_places(LINEAR_KERNELS[name], product, widths, dtype, out_dtype, num_parts=num_parts):
             columns, depth = product.weight.shape
-            instead = "--device cpu" if name == "triton" else "--linear triton"
+            others = "--device cpu" if name == "triton" else "--linear triton"
+            instead = f"--rows {width}" if NUM_ROWS <= width < num_rows else others
             raise ModelError(
                 f"--linear {name}: with weights [{columns} x {depth}]{'' if product.bias is None else ' and a bias'}, "
                 f"row {place} of {width} has other bits than row 0 of {num_rows} on this GPU, so tokens would depend "
-                f"on the batch; use {instead if width == num_rows else f'--rows {width}'} in a new run"
+                f"on the batch; use {instead} in a new run"
             )
 
 

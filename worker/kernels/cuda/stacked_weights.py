@@ -331,6 +331,12 @@ class StackedWeights:
         """Return whether a projection outside experts has packed weights."""
         return any(isinstance(product.weight, PackedMatrix) for product in self.products)
 
+    @property
+    def gains_by_few_rows(self) -> bool:
+        """Return whether forwards of few rows cost less: packed weights, and kernels without tiles of 64 rows."""
+        is_dense = all(layer.experts is None and layer.mixer is None for layer in self.layers)
+        return self.is_packed and is_dense and self.sizes.latent is None
+
 
 def handed_over(weights: DecoderWeights) -> Iterator[LayerWeights]:
     """Yield the layers and remove them from `weights`, so that only a few layers are in memory twice."""

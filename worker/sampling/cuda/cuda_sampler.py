@@ -47,6 +47,7 @@ from swiftbatch.worker.sampling.logits_processors import Context, bias_row, mask
 from swiftbatch.worker.sampling.sequence import Sequence
 
 NUM_WARPS = 4
+MOST_AHEAD = 4  # draws without the host; behind a job's end they are lost, and its place waits for them
 
 
 @dataclass(frozen=True)
@@ -159,11 +160,19 @@ class SamplingGraphs:
         found = RowLogprobs(self.logits, rows, draw.scores, draw.peaks, draw.cuts.ranks)
         self._logprobs = capture(in_a_row(functools.partial(found.launch, tokens[:, 0], logprobs)), device)
 
+    @property
+    def tokens(self) -> torch.Tensor:
+        return self._buffers.tokens
+
+    def draw(self, is_filtered: bool, with_candidates: bool = False) -> None:
+        """Queue a draw."""
+        unfiltered = self._plain_with_candidates if with_candidates else self._plain
+        (self._filtered if is_filtered else unfiltered).replay()
+
     def replay(self, draws: bool, is_filtered: bool, with_candidates: bool, with_logprobs: bool) -> SampledRows:
         """Run what is asked for and wait for the results."""
         if draws:
-            unfiltered = self._plain_with_candidates if with_candidates else self._plain
-            (self._filtered if is_filtered else unfiltered).replay()
+            self.draw(is_filtered, with_candidates)
         if with_logprobs:
             self._logprobs.replay()
         out = self._download.wait().copy()
@@ -219,6 +228,12 @@ class CudaSampler:
     def fork(self, sequence: Sequence) -> CudaSampler:
         return CudaSampler(self._batch_sampler, sequence, self.counts)
 
+    @property
+    def draws_by_position(self) -> bool:
+        """Return whether only the position and the logits decide on a draw, and no earlier token."""
+        sequence = self.sequence
+        return self.counts.slot == NO_SLOT and not (sequence.bad_word_ids or sequence.sampling.min_tokens)
+
     def context(self) -> Context:
         sequence, device = self.sequence, self._batch_sampler.device
         return Context(
@@ -261,6 +276,8 @@ class CudaBatchSampler:
         self._free = list(range(self._most_slots, NO_SLOT, -1))
         self._graphs = SamplingGraphs(logits, self._layout, capture)
         self._table = Upload(self._graphs.table)
+        self._ahead = torch.zeros(MOST_AHEAD * num_rows, dtype=torch.int32, device=self.device)  # tokens of draws
+        self._download_ahead = Download(self._ahead)
         # counts keep their sequences alive, and so the ids valid
         self._counts = weakref.WeakValueDictionary[int, TokenCounts]()
 
@@ -307,6 +324,25 @@ class CudaBatchSampler:
             walks.append(_walk(tree, drawn, start, candidates, found, num_top))
             start = end
         return walks
+
+    def draw_ahead(self, samplers: Many[CudaSampler], num_ahead: int) -> None:
+        """Queue a draw from a forward's first rows, `num_ahead` positions after the tokens that the host knows."""
+        rows = [SamplingRow(each.sequence, NO_SLOT, [0] * num_ahead) for each in samplers]
+        self._layout.fill(self._table.buffer(), rows, {})
+        self._table.send()
+        self._graphs.draw(any(needs_filters(each.sequence.sampling) for each in samplers))
+        self._ahead.view(MOST_AHEAD, -1)[num_ahead] = self._graphs.tokens
+
+    def put_tokens(self, token_ids: torch.Tensor) -> None:
+        """Write the newest draw's tokens, or some token in place of none."""
+        torch.clamp(self._graphs.tokens[: len(token_ids)], min=0, out=token_ids)
+
+    def drawn_ahead(self, number: int, num_rounds: int) -> list[tuple[list[int], bool]]:
+        """Wait for draws of `number` sequences. Return the tokens of each until one lacks one, and whether it does."""
+        drawn = self._download_ahead.wait().reshape(MOST_AHEAD, -1)[:num_rounds, :number]
+        end = next((step for step, tokens in enumerate(drawn) if tokens.min() < 0), num_rounds)
+        have_failed = (drawn[: end + 1].min(axis=0) < 0).tolist()
+        return [*zip(drawn[:end].T.tolist(), have_failed, strict=True)]
 
     def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         anyone = Sequence("candidates", [0], GREEDY, self._vocab_size)

@@ -13,6 +13,7 @@ from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights, stacked_weights
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
+from swiftbatch.worker.kernels.kernel_sizes import FEW_ROWS
 from swiftbatch.worker.kernels.quantized_weights import Code, Linear, PackedLinear, PackedMatrix
 from swiftbatch.worker.kv.slot_arena import KVArena
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
@@ -52,6 +53,7 @@ def test_a_packed_decoder_has_the_bits_and_the_numerics_of_the_dequantized_one_b
     packed = forwards_of(weights, shape, "cublas")  # the default, which reads no codes
     twin = forwards_of(twin_of(weights), shape, "triton")
     assert (packed._weights.is_packed, twin._weights.is_packed) == (True, False)
+    assert (packed.narrow_rows, twin.narrow_rows) == ((FEW_ROWS,), ())
     assert packed.numerics == twin.numerics
     *found, alone = outputs(packed)
     *expected, _ = outputs(twin)

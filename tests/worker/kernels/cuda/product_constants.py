@@ -10,7 +10,7 @@ import torch
 from swiftbatch.worker.kernels.cuda import gemm, moe_gemm, moe_router
 from swiftbatch.worker.kernels.cuda.repacked_weights import RepackedMatrix, repacked
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedExperts
-from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import FEW_ROWS, NUM_ROWS
 from swiftbatch.worker.kernels.layer_specs import Activation, Routing, Score
 from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, TABLES, Code, PackedMatrix, Weight, linear_from
 
@@ -25,7 +25,7 @@ def without(constants: dict[str, int], has: str, *pointers: str) -> dict[str, An
 
 WIDE = 1 + 2.0**-12  # a scale that bfloat16 rounds
 MANY_COLUMNS = 28672  # of Llama 3.1 8B's gate and up projections
-ROWS_OF_PACKED = (16, NUM_ROWS, 128)
+ROWS_OF_PACKED = (FEW_ROWS, NUM_ROWS, 128)
 
 
 def packed_forms() -> dict[str, PackedMatrix]:
@@ -52,7 +52,7 @@ def linear_kernels(dtype: str) -> dict[str, Made]:
     weight = plain_zeros(dtype)
     return {
         "linear": product(weight),
-        "linear of 16 rows": product(weight, num_tile_rows=16),
+        f"linear of {FEW_ROWS} rows": product(weight, num_tile_rows=FEW_ROWS),
         "linear of few columns": product(plain_zeros(dtype, HIDDEN)),
         "linear in parts": product(plain_zeros(dtype, HIDDEN), num_parts=8),
         "linear in parts of 2 GPUs": product(plain_zeros(dtype, HIDDEN), num_parts=4, num_ranks=2),

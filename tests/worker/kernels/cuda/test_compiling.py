@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from swiftbatch.worker.kernels.kernel_sizes import FEW_ROWS
 from tests import ROOT
 from tests.worker.kernels.cuda.kernel_constants import (
     OTHER_WIDTHS,
@@ -44,10 +45,10 @@ ATTENTION = (
     *("prefix", "prefix in pages", "prefix with biases", "prefix with a window"),
     *("tail", "packed tail", "tail with a window"),
 )
-# Instructions per weight and thread in the loop over the depth, with 16 and 64 rows; before, int4 took 9.1, FP8 9.9.
+# Instructions per weight and thread in the loop over the depth, with 32 and 64 rows; before, int4 took 9.1, FP8 9.9.
 LIMITS = {"packed uint4": 3.2, "packed uint4 with offsets": 6.5, "packed e4m3": 6.5, "packed e2m1": 3.8}
 LIMITS |= {"packed uint4 in parts": 3.2, "packed e4m3 in parts": 6.5}
-LIMITS |= {f"{name} of 16 rows": limit for name, limit in LIMITS.items()}
+LIMITS |= {f"{name} of {FEW_ROWS} rows": limit for name, limit in LIMITS.items()}
 # Of the other forms, as reached: with fewer columns or more rows a product has more to do per weight.
 REACHED = {
     "packed uint4 without offsets": 3.2,
@@ -59,12 +60,12 @@ REACHED = {
     "packed uint4 of few columns": 4.2,
     "packed e4m3 of few columns": 7.1,
 }
-REACHED |= {f"{name} of 16 rows": limit for name, limit in REACHED.items()}
+REACHED |= {f"{name} of {FEW_ROWS} rows": limit for name, limit in REACHED.items()}
 IN_OTHER_FORMS = (  # their own form is compiled daily
     *("tail", "rope with norms", "rope, then norms", "embed, scaled", "norm", "add, scaled, and norm"),
     *("norm of one more", "norm of distances from the mean", "gelu", "relu2", "linear with bias", "head"),
     *(name for name in packed_kernels() if name not in LIMITS),
-    *("linear of 16 rows", "linear of few columns"),
+    *(f"linear of {FEW_ROWS} rows", "linear of few columns"),
     *("prefix in int8", "tail in int8", "rope in e4m3"),
     "prefix with biases",
     *("joined rows, 1,024 wide", "joined rows, 4,096 wide", "norm and add", "xielu", "values of heads"),
@@ -281,7 +282,7 @@ def test_packed_products_multiply_as_the_plain_one_with_as_many_rows(
     compiled: Callable[..., list[Report]], capabilities: tuple[int, ...]
 ) -> None:
     """An A100's instructions must have the same parts of the depth, though one operand is in registers."""
-    twins = {"packed uint4": "linear", "packed uint4 of 16 rows": "linear of 16 rows"}
+    twins = {"packed uint4": "linear", f"packed uint4 of {FEW_ROWS} rows": f"linear of {FEW_ROWS} rows"}
     plain = {(each["kernel"], each["capability"]): each for each in compiled("bf16", capabilities, *twins.values())}
     for report in compiled("bf16", capabilities, *twins):
         its = plain.get((twins[report["kernel"]], report["capability"]))

@@ -11,9 +11,11 @@ from torch import Tensor
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, triton_linear
 from swiftbatch.worker.kernels.cuda.gemm_probe import refuse_uneven_products
-from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES
+from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
+from swiftbatch.worker.kernels.kernel_sizes import FEW_ROWS, ROW_CHOICES
 from tests.worker.exactness.gpu_doctor.small_parts import by_place, one_layer, row_by_row
 from tests.worker.kernels.kernel_parts import FLOAT32, Shape
+from tests.worker.kernels.packed_parts import packed_weights
 
 NUM_ROWS = 8
 WRONG = 5
@@ -57,6 +59,19 @@ def test_a_narrower_forward_with_other_bits_is_refused_with_the_rows_to_use(monk
     refuse_uneven_products(WEIGHTS, "triton", ROW_CHOICES[0])
     with pytest.raises(ModelError, match=r"row 0 of 64 has other bits than row 0 of 128 .*; use --rows 64"):
         refuse_uneven_products(WEIGHTS, "triton", ROW_CHOICES[1])
+
+
+def test_few_rows_of_packed_weights_with_other_bits_leave_no_other_number_of_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stacked = stacked_weights(packed_weights(Shape(), "uint4", 16, has_offsets=True), torch.device("cpu"))
+
+    def by_width(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        out[:] = float(len(rows) == FEW_ROWS)
+
+    monkeypatch.setitem(LINEAR_KERNELS, "triton", by_width)
+    with pytest.raises(ModelError, match=r"row 0 of 32 has other bits than row 0 of 64 .*; use --device cpu"):
+        refuse_uneven_products(stacked, "triton", ROW_CHOICES[0])
 
 
 def test_parts_that_a_norm_sums_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:

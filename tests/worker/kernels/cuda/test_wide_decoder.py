@@ -1,4 +1,4 @@
-"""In forwards of 64, 128 or 256 rows each row's bits are its own."""
+"""In forwards of 32 to 256 rows each row's bits are its own."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from swiftbatch.worker.kernels.cuda.cuda_decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.device_caches import DeviceCaches
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
-from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES
+from swiftbatch.worker.kernels.kernel_sizes import FEW_ROWS, ROW_CHOICES, narrower_rows
 from tests.worker.kernels.cuda.arenas import Arena, Placed, random_arena, random_rows
 from tests.worker.kernels.cuda.test_decoder import CPU, NUM_POSITIONS, run
 from tests.worker.kernels.kernel_parts import FLOAT32, INDEXED, LATENTS, WITH_EXPERTS, Shape, random_weights
+from tests.worker.kernels.packed_parts import packed_weights
 
 pytestmark = pytest.mark.long
 
@@ -94,3 +95,23 @@ def test_a_wide_forward_has_the_bits_of_a_narrow_one_and_of_its_own_narrow_forwa
     narrowed = decoder_of(others[1], 128).narrowed(64)
     for mine, its in zip((*run(wide, placed), *run(narrowed, placed)), 2 * expected, strict=True):
         assert torch.equal(mine, its)
+
+
+@pytest.mark.parametrize("is_packed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_forwards_of_every_number_of_rows_have_the_same_bits(is_packed: bool) -> None:
+    """All forwards of one run, in its buffers; and of a run of 64 rows."""
+    shape, most = SHAPES["bfloat16"], ROW_CHOICES[-1]
+    arena, placed = company(shape, FEW_ROWS)
+    weights = packed_weights(shape, "uint4", 16, has_offsets=True) if is_packed else random_weights(shape)
+    stacked = stacked_weights(weights, CPU)
+    assert stacked.gains_by_few_rows == is_packed
+
+    def made(num_rows: int) -> CudaDecoder:
+        caches = DeviceCaches(arena.copy().buffer, NUM_POSITIONS)
+        return CudaDecoder(stacked, caches, CudaKernels(linear="triton", num_rows=num_rows))
+
+    widest, expected = made(most), run(made(ROW_CHOICES[0]), placed)
+    numbers = narrower_rows(most, has_few=True)
+    assert numbers == (32, 64, 128)
+    for decoder in (*map(widest.narrowed, numbers), widest):
+        assert all(torch.equal(*pair) for pair in zip(run(decoder, placed), expected, strict=True))

@@ -4,9 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS, ROW_CHOICES, most_slots
+from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS, NUM_ROWS, ROW_CHOICES, most_slots
 from swiftbatch.worker.kv.gpu_memory_plan import (
+    GRAPH_BYTES,
+    GRAPH_RESERVE,
+    GRAPHS,
     ROWS,
+    SLACK,
     SUMS,
     RunLoad,
     most_rows,
@@ -15,7 +19,7 @@ from swiftbatch.worker.kv.gpu_memory_plan import (
     plan_pages,
     rows_that_pay,
 )
-from swiftbatch.worker.kv.model_sizes import ModelSizes
+from swiftbatch.worker.kv.model_sizes import ModelSizes, PackedPart
 from tests.worker.kv.memory.test_plan import GPU, LLAMA
 
 HOPPER, AMPERE = 9, 8
@@ -55,9 +59,9 @@ def test_no_run_has_more_rows_than_its_gpu_takes_for_nothing() -> None:
 def test_a_plan_counts_the_buffers_of_all_rows_and_what_draws_keep_of_more_jobs(sizes: ModelSizes) -> None:
     plans = [one_slot(sizes, replace(GPU, num_rows=num_rows), 1000) for num_rows in ROW_CHOICES]
     taken = [plan.needs[ROWS].once for plan in plans]
-    assert [each - taken[0] * num // 64 for each, num in zip(taken, ROW_CHOICES, strict=True)] == [
-        (most_slots(num) - MOST_SLOTS) * sizes.vocab * 12 for num in ROW_CHOICES
-    ]
+    of_jobs = [(most_slots(number) + 1) * (sizes.vocab * 12 + 1024) for number in ROW_CHOICES]
+    of_rows = [each - jobs - 1152 * 128 * 4 for each, jobs in zip(taken, of_jobs, strict=True)]
+    assert of_rows == [of_rows[0] * number // NUM_ROWS for number in ROW_CHOICES]
     assert [plan.needs[SUMS].once // plans[0].needs[SUMS].once for plan in plans] == [1, 2, 4]
 
 
@@ -69,3 +73,12 @@ def test_more_rows_have_pages_for_more_jobs_at_a_time() -> None:
         min(most_slots(num_rows), one_slot(LLAMA, replace(GPU, num_rows=num_rows), 8192).num_fitting)
         for num_rows in ROW_CHOICES
     )
+
+
+def test_a_plan_counts_a_graph_for_each_smaller_number_of_rows() -> None:
+    packed = replace(LLAMA, packed=(PackedPart(10**9, 4, 128),))
+    for sizes, numbers in ((LLAMA, (0, 1, 2)), (packed, (1, 2, 3))):
+        taken = [one_slot(sizes, replace(GPU, num_rows=number), 1000).needs[GRAPHS].once for number in ROW_CHOICES]
+        assert [each - int(SLACK * GPU.free_bytes) - GRAPH_RESERVE for each in taken] == [
+            number * GRAPH_BYTES for number in numbers
+        ]
