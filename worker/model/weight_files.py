@@ -85,8 +85,9 @@ def read_tensors(
             whole = (stored, tensor) if is_gguf else assembly.take(stored, cast(Tensor, tensor))
             if whole is not None:
                 _refuse_blank(*whole)
-                weights[whole[0]] = whole[1] if whole[0] in kept else place(whole[1])
-                _refuse_endless(whole[0], weights[whole[0]])
+                _refuse_endless(*whole)
+        if whole is not None:
+            weights[whole[0]] = whole[1] if whole[0] in kept else place(whole[1])
     if config.get("tie_word_embeddings") and EMBEDDING in weights:
         _drop_head_of(weights, files)
     return weights
