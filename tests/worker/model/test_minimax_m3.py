@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
 from pathlib import Path
@@ -24,6 +25,8 @@ from swiftbatch.worker.kv.kv_capacity import bytes_per_position
 from swiftbatch.worker.model.model_files import locate_model, read_config
 from swiftbatch.worker.model.text_config import text_view
 from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.text.tokenizer_loading import loaded_tokenizer
+from swiftbatch.worker.training.train_target import train_tokenizer
 from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.model.formats.examples import EXAMPLES
 from tests.worker.model.formats.twins import logits_of, make_twins
@@ -216,3 +219,14 @@ def test_the_whole_model_and_the_config_of_its_class_are_read_as_well(folder: Pa
     (nested / "config.json").write_text(json.dumps({"model_type": "minimax_m3_vl", "text_config": PUBLISHED}))
     expected = logits_of(loaded(folder, "float32"))
     assert all(torch.equal(logits_of(loaded(each, "float32")), expected) for each in (nested, written))
+
+
+def test_its_tokenizer_loads_without_a_warning(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """AutoTokenizer knows no class of its config."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    train_tokenizer(["the quick brown fox " * 20], 270).save_pretrained(tmp_path)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    assert loaded_tokenizer(locate_model(str(tmp_path))).encode("the fox")
+    assert not caplog.records
