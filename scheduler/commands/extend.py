@@ -59,11 +59,10 @@ def extend(
     for custom_id in custom_ids:
         find_jobs(run, custom_id)
     refuse_changed_model(run)
-    refuse_launch(run, settings)
     files = locate_model(run.manifest.stored_model, is_whole=False)
     room = kv_room(run.manifest, files, settings)
     with showing as display, RunLease(run, may_take_over, forgets_cancel=True) as hold:
-        extension = extend_jobs(hold, max_tokens, custom_ids, files, room)
+        extension = extend_jobs(hold, max_tokens, custom_ids, files, room, lambda: refuse_launch(run, settings))
         _tell(display, extension, max_tokens)
         outcome = launch_shown(hold, len(run.job_ids()), settings, display)
     end(run, outcome, len(extension.refused), display)

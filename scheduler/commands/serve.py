@@ -155,7 +155,8 @@ def _driver_options(context: click.Context) -> Any:
         if option.name not in OF_THE_SERVER and isinstance(option, click.Option):
             words[option.name in of_start] += _words(context, option)
     params, model = context.params, context.params["model"] or Computation.model
-    return DriverOptions(tuple(words[False]), tuple(words[True]), params["grace_seconds"], model)
+    adapters = tuple(said.partition("=")[0] for said in params["lora"] or ())
+    return DriverOptions(tuple(words[False]), tuple(words[True]), params["grace_seconds"], model, adapters)
 
 
 def _words(context: click.Context, option: click.Option) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -95,12 +95,17 @@ class Extension:
 
 
 def extend_jobs(
-    hold: RunLease, max_tokens: int, custom_ids: Collection[str], files: ModelFiles, room: KVRoom | None
+    hold: RunLease,
+    max_tokens: int,
+    custom_ids: Collection[str],
+    files: ModelFiles,
+    room: KVRoom | None,
+    refuse_launch: Callable[[], None],
 ) -> Extension:
     """Extend jobs to `max_tokens`: the named jobs, or all jobs that ended at a limit.
 
     Checkpoints are written first, then all jobs at once, so that a kill leaves either state. Raises StoreError,
-    RunTakenError.
+    RunTakenError, and the errors of `refuse_launch`, which is asked before the first job is extended.
     """
     run, found = hold.epoch.run, Extension()
     kept, bound = KeptLogs.of(run), short_length(read_config(files.name, files.path))
@@ -122,6 +127,8 @@ def extend_jobs(
         except (NotExtendedError, KVRoomError) as error:
             found.refused.append((record.job.name, str(error)))
             continue
+        if not found.records:
+            refuse_launch()
         identity = Identity(job_id=longer.job_id, fingerprint=run.manifest.fingerprint)
         inherit(run.store, identity, record.job_id, _history(line), log, logprobs)
         found.records.append(longer)

@@ -81,20 +81,23 @@ class Polls:
         return None if status.ended else progress_object(self._service, batch, status, status.progress)
 
 
-def _model_object(service: Service) -> Object:
-    return {"id": service.model, "object": "model", "created": int(service.started), "owned_by": "swiftbatch"}
+def _model_objects(service: Service) -> dict[str, Object]:
+    """Return the model and its adapters by id, as vLLM tells of them."""
+    same = {"object": "model", "created": int(service.started), "owned_by": "swiftbatch"}
+    found = {name: {"id": name, **same, "parent": service.model} for name in service.adapters}
+    return {service.model: {"id": service.model, **same, "parent": None}} | found
 
 
 @models_router.get("")
 async def models(service: Served) -> Object:
-    return {"object": "list", "data": [_model_object(service)]}
+    return {"object": "list", "data": [*_model_objects(service).values()]}
 
 
 @models_router.get("/{model_id:path}")
 async def model(service: Served, model_id: str) -> Object:
-    if model_id != service.model:
+    if (found := _model_objects(service).get(model_id)) is None:
         raise RefusedError(f"The model {model_id[:80]!a} does not exist", 404, "model", "model_not_found")
-    return _model_object(service)
+    return found
 
 
 @server_router.get("/healthz")

@@ -173,12 +173,6 @@ class DecoderConfig:
         heads = self.heads(number)
         return heads is not None and heads.blocks is not None
 
-    def index_tensors(self, number: int) -> list[str]:
-        """Return the names of a layer's indexer tensors."""
-        if self.chooses_blocks(number):
-            return [f"{part}.weight" for part in (*BLOCK_LINEARS.values(), *BLOCK_NORMS.values())]
-        return [] if self.latent is None else self.latent.index_tensors(number)
-
     def widths(self, number: int) -> dict[str, int]:
         """Return the number of rows of each role in linear layers that some architectures store as one."""
         heads = self.heads(number) or LayerHeads(self.num_kv_heads, self.head_dim)

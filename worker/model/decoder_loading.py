@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -160,13 +160,6 @@ def _rows_of(weight: Weight, bias: Tensor | None, rows: slice) -> AnyLinear:
     return linear_from(chosen, None if bias is None else bias[rows])
 
 
-def _refuse_endless(tensors: Mapping[str, Weight], names: Iterable[str]) -> None:
-    """Raise ValueError for parts of an indexer that are not finite: they only choose keys, so logits stay finite."""
-    for name in names:
-        if not plain(tensors[name]).isfinite().all():
-            raise ValueError(f"found numbers in {name} that are not finite")
-
-
 # Dense decoders straight from their files, without `transformers`, whose import takes seconds: see `decoder_config`.
 
 CPU = torch.device("cpu")
@@ -310,7 +303,6 @@ def _layer(tensors: Mapping[str, Weight], number: int, dense: DecoderConfig, dty
     if dense.keys_are_values and number in dense.own_layers:
         linears["value"] = linears["key"]
     norms: dict[str, Any] = {role: _norm(tensors, prefix + part, dense) for role, part in dense.norms(number).items()}
-    _refuse_endless(tensors, [prefix + part for part in dense.index_tensors(number)])
     view: dict[str, Any] = {"is_nope": number in dense.nope_layers, "window": dense.windows[number]}
     view |= {"heads": dense.heads(number), "shared_keys": dense.shared_keys.get(number)}
     if number in dense.attending:

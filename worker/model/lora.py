@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -44,6 +47,13 @@ ONE_MEANING: dict[str, tuple[Any, ...]] = {  # the values at which these keys ch
     "bias": ("none",),
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # others change the base model
 }
+PATTERNS = ("rank_pattern", "alpha_pattern")
+MATCHER = """import json, re, resource, sys
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+resource.setrlimit(resource.RLIMIT_CPU, (3, 3))
+patterns, modules = json.load(sys.stdin)
+json.dump({each: [module for module in modules if re.fullmatch(each, module)] for each in patterns}, sys.stdout)
+"""  # a process of its own, since an expression may take years and Python cannot interrupt it
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {})  # of keys that are not known
 
 
@@ -163,7 +173,7 @@ def _config_fault(config: Mapping[str, Any]) -> str | None:
         return f"{shown(said[0])} is {config[said[0]]!r:.80}, not supported; expected plain LoRA of linear layers"
     if not _is_count(config.get("r")):
         return f"r is {config.get('r')!r:.80}, expected a rank from 1 to {MOST_RANK}"
-    patterns = [config.get(key) or {} for key in ("rank_pattern", "alpha_pattern")]
+    patterns = [config.get(key) or {} for key in PATTERNS]
     if not all(isinstance(each, dict) for each in patterns):
         return "rank_pattern or alpha_pattern is no object, expected one with a number for each name"
     if not all(map(_is_number, [config.get("lora_alpha"), *patterns[1].values()])):
@@ -192,21 +202,21 @@ def _adapted(
         modules.setdefault(named["module"], {})[named["part"]] = key
     if not modules:
         raise ValueError("found no weights, expected some")
-    places = dict[tuple[int, str], str]()
+    places, matched = dict[tuple[int, str], str](), _matched(config, modules)
     for module, parts in modules.items():
         if lacking := {"A", "B"} - {*parts}:
             raise ValueError(f"found {module!a:.120} without its lora_{lacking.pop()}.weight, expected both")
         layer, name, roles = _place(module, dense, model_config)
         if (other := places.setdefault((layer, name), module)) != module:
             raise ValueError(f"found {other!a:.120} and {module!a:.120}, expected one pair for each linear layer")
-        if not _is_target(module, layer, config):
+        if not _is_target(module, layer, config, matched):
             raise ValueError(f"found weights of {module!a:.120}, expected targets of {ADAPTER_FILE} alone")
-        rank = _of_module(module, config, "r", "rank_pattern")
+        rank = _of_module(module, config, "r", PATTERNS[0], matched)
         if not _is_count(rank):
             raise ValueError(f"found the rank {rank!r:.80} of {module!a:.120}, expected one from 1 to {MOST_RANK}")
         _refuse_shape(parts["A"], stored, (rank, _depth(dense, layer, roles[0])))
         _refuse_shape(parts["B"], stored, (_num_columns(dense, layer, roles), rank))
-        alpha = _of_module(module, config, "lora_alpha", "alpha_pattern")
+        alpha = _of_module(module, config, "lora_alpha", PATTERNS[1], matched)
         scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
         yield AdaptedLinear(layer, name, roles, parts["A"], parts["B"], rank, scale)
 
@@ -242,28 +252,47 @@ def _place(module: str, dense: DecoderConfig, model_config: Config) -> tuple[int
     return layer, name, roles
 
 
-def _is_target(module: str, layer: int, config: Mapping[str, Any]) -> bool:
+def _is_target(module: str, layer: int, config: Mapping[str, Any], matched: Mapping[str, Collection[str]]) -> bool:
     said, layers = config.get("target_modules"), config.get("layers_to_transform")
     if layers not in (None, []) and layer not in (layers if isinstance(layers, list) else [layers]):
         return False
     if isinstance(said, str):
-        return said == "all-linear" or _matches(said, module)
+        return said == "all-linear" or module in matched[said]
     return isinstance(said, list) and any(module == each or module.endswith(f".{each}") for each in said)
 
 
-def _matches(pattern: str, module: str) -> bool:
-    try:
-        return re.fullmatch(pattern, module) is not None
-    except (re.error, OverflowError, RecursionError):
-        raise ValueError(
-            f"found the pattern {pattern!a:.120} in {ADAPTER_FILE}, expected a regular expression"
-        ) from None
+def _matched(config: Mapping[str, Any], modules: Collection[str]) -> dict[str, list[str]]:
+    """Return the modules that each pattern of a config matches. Raises ValueError for patterns without an answer."""
+    said = config.get("target_modules")
+    patterns = [said] if isinstance(said, str) and said != "all-linear" else []
+    patterns += [_behind_dots(each) for key in PATTERNS for each in config.get(key) or {}]
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except (re.error, OverflowError, RecursionError):
+            raise ValueError(
+                f"found the pattern {pattern!a:.120} in {ADAPTER_FILE}, expected a regular expression"
+            ) from None
+    if not patterns:
+        return {}
+    asked = json.dumps([patterns, [*modules]])
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", MATCHER], input=asked, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"found patterns in {ADAPTER_FILE} that take too long, expected simpler regular expressions")
+    found: dict[str, list[str]] = json.loads(done.stdout)
+    return found
 
 
-def _of_module(module: str, config: Mapping[str, Any], key: str, pattern_key: str) -> Any:
+def _behind_dots(pattern: str) -> str:
+    return rf"(.*\.)?({pattern})"
+
+
+def _of_module(
+    module: str, config: Mapping[str, Any], key: str, pattern_key: str, matched: Mapping[str, Collection[str]]
+) -> Any:
     """Return a module's value of a key, by PEFT's rule: that of the first pattern that its name ends with."""
     patterns = config.get(pattern_key) or {}
-    own = (value for pattern, value in patterns.items() if _matches(rf"(.*\.)?({pattern})", module))
+    own = (value for pattern, value in patterns.items() if module in matched[_behind_dots(pattern)])
     return next(own, config[key])
 
 

@@ -85,6 +85,7 @@ def read_tensors(
             whole = (stored, tensor) if is_gguf else assembly.take(stored, cast(Tensor, tensor))
             if whole is not None:
                 _refuse_blank(*whole)
+                _refuse_endless(*whole)
         if whole is not None:
             weights[whole[0]] = whole[1] if whole[0] in kept else place(whole[1])
     if config.get("tie_word_embeddings") and EMBEDDING in weights:
@@ -168,6 +169,15 @@ def _refuse_blank(name: str, weight: Weight) -> None:
         is_blank = _has_blank(weight)
     if is_blank:
         raise _blank(name)
+
+
+def _refuse_endless(name: str, weight: Weight) -> None:
+    """Raise FormatError for numbers that are not finite, which limits of activations or a choice of keys may hide."""
+    if isinstance(weight, PackedMatrix) or not weight.numel():  # formats refuse scales and codes that are no numbers
+        return
+    numbers = weight.float() if weight.itemsize == 1 else weight  # `aminmax` takes no float8
+    if not all(map(math.isfinite, numbers.aminmax())):  # one pass, much faster than `isfinite`
+        raise FormatError(f"numbers in {name} that are not finite: it is damaged; copy it again")
 
 
 def _blank(name: str) -> FormatError:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,6 +17,7 @@ from swiftbatch.worker.text.tekken import TekkenTokenizer
 
 PIECES_FILE = "tokenizer.model"  # models of 2023 may have only this tokenizer
 GENERIC = "TokenizersBackend"  # adds no rules to `tokenizer.json`
+ABOUT_CONFIGS = ("transformers.configuration_utils", "transformers.modeling_rope_utils")  # loggers
 OLD_GENERIC = "PreTrainedTokenizerFast"  # its name before transformers 5; AutoTokenizer asks a model's class about it
 
 
@@ -40,9 +44,24 @@ def _loaded(files: ModelFiles) -> Any:
         return TekkenTokenizer(files.path)
     # with mistral-common, AutoTokenizer would prefer Mistral's file
     said = {"mistral_format": False} if (files.path / TEKKEN_FILE).is_file() else {}
-    return _loader(files).from_pretrained(
-        files.path, trust_remote_code=False, local_files_only=True, clean_up_tokenization_spaces=False, **said
-    )
+    loader = _loader(files)
+    with _silent_about_configs():
+        return loader.from_pretrained(
+            files.path, trust_remote_code=False, local_files_only=True, clean_up_tokenization_spaces=False, **said
+        )
+
+
+@contextmanager
+def _silent_about_configs() -> Iterator[None]:
+    """Hide warnings about a model's config: AutoTokenizer reads it as one of an unknown class."""
+    levels = {logger: logger.level for logger in map(logging.getLogger, ABOUT_CONFIGS)}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def _loader(files: ModelFiles) -> Any:

@@ -42,6 +42,7 @@ class DriverOptions:
     of_start: tuple[str, ...] = ()
     grace_seconds: float = GRACE_SECONDS
     model: str = Computation.model  # of new batches; also among the words of `of_run`
+    adapters: tuple[str, ...] = ()  # their names, likewise
 
 
 def driver_arguments(batch: Batch, files: StoredFiles, options: DriverOptions) -> list[str]:

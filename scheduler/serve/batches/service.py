@@ -70,6 +70,7 @@ class Service:
         self.places = PathRedactor(runs, (*driver_options.of_run, *driver_options.of_start))
         self.max_file_bytes = options.max_file_bytes
         self.model, self.started = model_id(driver_options.model), time.time()
+        self.adapters = driver_options.adapters
         self.keyring = None if options.api_keys is None else Keyring(options.api_keys, Lines(sys.stderr).write)
         self.audit = AuditLog(runs, has_keys=self.keyring is not None)
         self.counters = ServerCounters()

@@ -114,6 +114,15 @@ def test_what_workers_cannot_have_is_refused_before_a_job_is_noted(finished: Run
     assert finished.jobs() == before
 
 
+def test_a_run_with_nothing_to_do_needs_no_gpus(finished: Run) -> None:
+    assert "3 jobs to go on" in extend(finished, "--max-tokens", "25")
+    assert "nothing new to extend" in extend(finished, "--max-tokens", "25", "--gpus-per-worker", "2")
+    manifest = finished.store.uri + "/run.json"
+    Path(manifest).write_text(Path(manifest).read_text().replace('"device": "cpu"', '"device": "cuda"'))
+    assert "nothing new to extend" in extend(finished, "--max-tokens", "25")
+    assert "the run was made for cuda" in refusal("extend", finished.store.uri, "--max-tokens", "30")
+
+
 def test_more_tokens_than_the_model_has_positions_are_refused_for_that_job_alone(
     tmp_path: Path, tiny_model: Path
 ) -> None:

@@ -19,7 +19,7 @@ from tests.worker.session.session_parts import claimed, session, to_the_end
 
 def extend(run: Run, model: Path, max_tokens: int, custom_ids: Collection[str] = ()) -> Extension:
     with RunLease(run) as hold:
-        return extend_jobs(hold, max_tokens, custom_ids, locate_model(str(model)), None)
+        return extend_jobs(hold, max_tokens, custom_ids, locate_model(str(model)), None, lambda: None)
 
 
 def run_all(run: Run, model: Path, **changes: object) -> None:

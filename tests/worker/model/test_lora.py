@@ -108,6 +108,8 @@ REFUSED = {
     "has the target '', and": said(target_modules=[*ALL, ""]),
     "in adapter_config.json, expected a regular expression": said(target_modules="a{99999999999}"),
     "(((( in adapter_config.json, expected a regular expression": said(rank_pattern={"(" * 3000: 8}),
+    "that take too long, expected simpler regular expressions": said(target_modules="(model|m.*)*(.*.*)*x"),
+    "in adapter_config.json that take too long": said(alpha_pattern={"(.*.*)*(.*.*)*x": 8}),
     r"a\nkey is 3, not supported": said(**{"a\nkey": 3}),
     "use_rslora is 'false', expected true or false": said(use_rslora="false"),
     "times its scale, 124999, exceeds float32": lambda folder: (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
 from pathlib import Path
@@ -18,6 +19,8 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.model.text_config import text_view
 from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.text.tokenizer_loading import loaded_tokenizer
+from swiftbatch.worker.training.train_target import train_tokenizer
 from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.model.formats.twins import logits_of
 from tests.worker.model.kind_promises import check_config_is_refused, check_texts_are_those_of_transformers, loaded
@@ -91,7 +94,7 @@ def test_a_damaged_indexer_is_refused_though_logits_are_finite(part: str, folder
     tensors, name = load_file(tmp_path / "model.safetensors"), f"model.layers.3.self_attn.{part}.weight"
     tensors[name].view(-1)[-1] = math.nan
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=f"found numbers in {name} that are not finite"):
+    with pytest.raises(ModelError, match=f"numbers in {name} that are not finite"):
         loaded(tmp_path, "bfloat16")
 
 
@@ -145,3 +148,14 @@ def test_the_whole_model_and_the_config_of_its_class_are_read_as_well(folder: Pa
     (nested / "config.json").write_text(json.dumps({"model_type": "minimax_m3_vl", "text_config": PUBLISHED}))
     expected = logits_of(loaded(folder, "float32"))
     assert all(torch.equal(logits_of(loaded(each, "float32")), expected) for each in (nested, written))
+
+
+def test_its_tokenizer_loads_without_a_warning(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """AutoTokenizer knows no class of its config."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    train_tokenizer(["the quick brown fox " * 20], 270).save_pretrained(tmp_path)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    assert loaded_tokenizer(locate_model(str(tmp_path))).encode("the fox")
+    assert not caplog.records
