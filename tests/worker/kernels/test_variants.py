@@ -32,7 +32,9 @@ def test_the_fastest_is_chosen_and_the_environment_overrides_downwards(monkeypat
 
 @needs_kernels
 def test_a_processor_runs_what_it_has_and_all_below(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(variants, "cpu_flags", lambda: frozenset({"avx2", "fma", "f16c", "avx512f", "amx_bf16", "amx_tile"}))
+    monkeypatch.setattr(
+        variants, "cpu_flags", lambda: frozenset({"avx2", "fma", "f16c", "avx512f", "amx_bf16", "amx_tile"})
+    )
     assert [name for name in runnable_variants() if name != "portable"] in ([], ["avx2"])
     monkeypatch.setenv(OVERRIDE, "avx512")
     with pytest.raises(KernelError, match="avx512: this machine runs"):

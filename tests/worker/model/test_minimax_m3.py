@@ -17,6 +17,7 @@ from transformers import AutoConfig
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.model.text_config import text_view
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.text.tokenizer_loading import loaded_tokenizer
