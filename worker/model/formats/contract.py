@@ -121,7 +121,7 @@ def form_of_integers(bits: int, depth: int, group: int | None, scales: str, is_c
     if scales not in EXACT_SCALES:
         return None
     code, width = ("uint4", 4) if bits <= 4 else ("uint8", 8)
-    return form_of(code, width, depth, group, has_offsets=True)
+    return form_of(code, width, depth, group, has_offsets=not is_centred)
 
 
 NOTHING: tuple[Any, ...] = (None, False, {}, [], "")

@@ -16,7 +16,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class PackedKind:
-    """A packed form: a code, its bits, the size of groups that share a scale, and whether there are offsets."""
+    """A packed form: a code, its bits, the size of groups that share a scale, and whether offsets are stored.
+
+    Offsets of centred codes follow from the scales.
+    """
 
     code: str
     bits: int
@@ -34,12 +37,13 @@ class TensorType:
     packed: PackedKind | None = None  # the form in which `gguf_weights` returns its matrices
 
 
-_INT4, _IQ4 = PackedKind("uint4", 4, 32, True), PackedKind("iq4_nl", 4, 32, False)
+_INT4, _CENTRED = PackedKind("uint4", 4, 32, True), PackedKind("uint4", 4, 32, False)
+_IQ4 = PackedKind("iq4_nl", 4, 32, False)
 _INT8, _UINT8 = PackedKind("int8", 8, 32, False), PackedKind("uint8", 8, 32, True)
 READABLE = {  # type numbers in files
     0: TensorType("F32", 1, 4),
     1: TensorType("F16", 1, 2),
-    2: TensorType("Q4_0", 32, 18, _INT4),
+    2: TensorType("Q4_0", 32, 18, _CENTRED),
     3: TensorType("Q4_1", 32, 20, _INT4),
     6: TensorType("Q5_0", 32, 22, _INT8),
     7: TensorType("Q5_1", 32, 24, _UINT8),
