@@ -56,7 +56,7 @@ from swiftbatch.worker.kernels.gpu_kernel_choice import refuse_several_gpus
 from swiftbatch.worker.kv.kv_capacity import GB, KVRoomError, bytes_per_position, check_folder, refuse_other_caches
 from swiftbatch.worker.model.compute_path import path_on, refuse_on_gpu
 from swiftbatch.worker.model.decoder_config import read_decoder_config
-from swiftbatch.worker.model.lora import locate_loras
+from swiftbatch.worker.model.lora import locate_loras, with_absolute_places
 from swiftbatch.worker.model.model_files import CONFIG_FILES, locate_model, model_folder, read_config
 from swiftbatch.worker.model.rank_faults import ranks_fault
 
@@ -115,7 +115,7 @@ def refuse_runs(settings: Settings) -> None:
     """Raise ClusterError or ModelError if no run with these settings could start: its model, adapters or GPUs lack."""
     refuse_without_gpus(settings.said.get("device", Computation.device), settings)
     locate_model(settings.said.get("model", Computation.model), is_whole=False)
-    locate_loras(settings.said.get("lora", ()), {})
+    locate_loras(with_absolute_places(settings.said.get("lora", ())), {})
 
 
 def refuse_launch(run: Run, settings: Settings) -> None:

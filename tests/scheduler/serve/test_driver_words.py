@@ -38,6 +38,7 @@ def test_adapters_are_listed_as_models_with_a_parent(tmp_path: Path) -> None:
     [
         (("--model", "/nowhere"), "model /nowhere: neither"),
         (("--lora", "a=/nowhere"), "adapter a: /nowhere is no folder here"),
+        (("--lora", "a=/here", "--lora", "a=/there"), "--lora: found a twice"),
         (("--device", "cpu", "--gpus-per-worker", "2"), "--gpus-per-worker 2: "),
     ],
     ids=lambda said: said[0] if isinstance(said, tuple) else "",
