@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from typing import cast
 
 import numpy as np
 import pytest
@@ -86,14 +87,20 @@ def by_the_law(matrix: PackedMatrix, rows: Tensor) -> Tensor:
     return sums
 
 
+def in_6_bits(matrix: PackedMatrix) -> PackedMatrix:
+    codes = (matrix.codes.view(torch.int8) >> 2).view(torch.uint8) if matrix.code == "int8" else matrix.codes & 63
+    return dataclasses.replace(matrix, codes=codes)
+
+
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("code", [*CODES, "int8 in 6 bits", "uint8 in 6 bits"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_product_follows_its_law_for_every_number_of_rows(variant: str, code: Code) -> None:
-    team = Team(load_library(variant), 2)
+def test_a_product_follows_its_law_for_every_number_of_rows(variant: str, code: str) -> None:
+    team, stored = Team(load_library(variant), 2), cast(Code, code.partition(" ")[0])
     for group_size, depth in DEPTHS.items():
         for offsets in (False, True):
-            matrix = random_packed(code, (COLUMNS, depth), group_size, offsets=offsets)
+            matrix = random_packed(stored, (COLUMNS, depth), group_size, offsets=offsets)
+            matrix = matrix if code == stored else in_6_bits(matrix)
             product = IntegerProduct(team, matrix)
             rows = torch.randn(33, depth, generator=torch.Generator().manual_seed(depth))
             want = by_the_law(matrix, rows)
@@ -107,7 +114,7 @@ def test_scales_of_two_levels_follow_the_law(variant: str) -> None:
     for matrix in (
         two_level_packed("uint4", (COLUMNS, 2048), 32, offsets=True),  # as Q4_K, deeper than a slice
         wide := two_level_packed("int8", (COLUMNS, 384), 16, offsets=False),
-        dataclasses.replace(wide, codes=(wide.codes.view(torch.int8) >> 2).view(torch.uint8)),  # as Q6_K
+        in_6_bits(wide),  # as Q6_K
     ):
         rows = torch.randn(9, matrix.shape[1], generator=torch.Generator().manual_seed(3))
         assert torch.equal(IntegerProduct(team, matrix).times(rows), by_the_law(matrix, rows))
@@ -127,7 +134,7 @@ def test_extreme_rows_give_zeros_or_no_numbers_and_disturb_no_other_row(variant:
     assert torch.equal(after[[0, 5]], before[[0, 5]])
 
 
-@pytest.mark.parametrize("extreme", [0, 31, 128, 224, 255])
+@pytest.mark.parametrize("extreme", [0, 31, 63, 128, 224, 255])
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_largest_numbers_do_not_overflow(variant: str, code: Code, extreme: int) -> None:

@@ -41,18 +41,19 @@ void integer_row(const float *row, int depth, row_piece *pieces) {
             piece.scale = largest < INFINITY ? largest / 127.0f : NAN;
             if (largest < INFINITY) round_piece(row + k, 127.0f / largest, piece.numbers);
         }
-        for (int i = 0; i < ROW_PIECE; i++) piece.sums[i / HALF_OF_PIECE] += piece.numbers[i];
-        for (int i = 0; i < 2; i++) piece.scaled[i] = piece.scale * (float)piece.sums[i];
-        piece.scaled[2] = piece.scale * (float)(piece.sums[0] + piece.sums[1]);
+        for (int i = 0; i < ROW_PIECE; i++) piece.below[i / HALF_OF_PIECE] -= 32 * piece.numbers[i];
+        piece.below[2] = piece.below[0] + piece.below[1];
+        for (int i = 0; i < 3; i++) piece.scaled[i] = piece.scale * (float)(piece.below[i] / -32);
         pieces[k / ROW_PIECE] = piece;
     }
 }
 
-// Forms of weights: numbers from 0 to 15; of 4 bits in a table; from -32 to 31; of 8 bits with and without sign.
-typedef enum { FROM_0_TO_15, IN_TABLE, NARROW_SIGNED, SIGNED, UNSIGNED } weight_form;
+// Forms of weights: numbers from 0 to 15; of 4 bits in a table; of 6 bits; of 8 bits with and without sign.
+typedef enum { FROM_0_TO_15, IN_TABLE, NARROW, SIGNED, UNSIGNED } weight_form;
 
 static weight_form weight_form_of(const quantized_part *part) {
-    if (part->code == CODE_INT8) return part->is_narrow ? NARROW_SIGNED : SIGNED;
+    if (part->is_narrow) return NARROW;
+    if (part->code == CODE_INT8) return SIGNED;
     if (part->code == CODE_UINT8) return UNSIGNED;
     for (int i = 0; i < LANES; i++)
         if (part->whole_table[i] != i) return IN_TABLE;
@@ -70,13 +71,13 @@ INLINE void unpack_two(const weight_form form, quads both, const int8_t *table, 
     for (int i = 0; form == IN_TABLE && i < 2; i++) out[i] = quads_lookup(out[i], table);
 }
 
-// Adds a quad of weights, or two of NARROW_SIGNED, times the numbers of some rows at a place of their piece.
+// Adds a quad of weights, or two of NARROW, times the numbers of some rows at a place of their piece.
 INLINE void add_quads(const int rows, const weight_form form, const quads *weights, const row_piece *const pieces[],
                       int place, sums_of_eight_bits sums[]) {
-    const quads given = form == FROM_0_TO_15 || form == NARROW_SIGNED ? weights[0] : signed_weights(weights[0]);
+    const quads given = form == FROM_0_TO_15 || form == NARROW ? weights[0] : signed_weights(weights[0]);
     for (int r = 0; r < rows; r++) {
         const int8_t *numbers = pieces[r]->numbers + place;
-        if (form == NARROW_SIGNED) sums[r] = add_narrow(sums[r], given, weights[1], numbers);
+        if (form == NARROW) sums[r] = add_narrow(sums[r], given, weights[1], numbers);
         else if (form == FROM_0_TO_15) sums[r] = add_small(sums[r], given, numbers);
         else sums[r] = add_signed(sums[r], given, numbers);
     }
@@ -86,7 +87,7 @@ INLINE void add_quads(const int rows, const weight_form form, const quads *weigh
 INLINE void add_weights(const int rows, const weight_form form, const int deep, const bool is_few, const int8_t *table,
                         const uint8_t *codes, const row_piece *const pieces[], int place, sums_of_eight_bits sums[]) {
     const bool is_packed = is_few && is_half(form);
-    const int step = is_packed || form == NARROW_SIGNED ? 2 : 1;
+    const int step = is_packed || form == NARROW ? 2 : 1;
 #pragma GCC unroll 8
     for (int i = 0; i < deep / QUAD; i += step) {
         quads weights[2];
@@ -123,15 +124,13 @@ typedef struct {
 INLINE void add_piece(const int rows, const weight_form form, const int deep, const bool is_few,
                       const weights_of_piece *piece, const char *from, long row_bytes, vec out[]) {
     const int which = deep == ROW_PIECE ? 2 : piece->place / HALF_OF_PIECE, place = deep == ROW_PIECE ? 0 : piece->place;
+    const int shift = form == FROM_0_TO_15 ? 0 : form == NARROW ? 1 : form == UNSIGNED ? SIGNED_SHIFT - 4 : SIGNED_SHIFT;
+    const int below = form == NARROW && piece->part->code == CODE_UINT8 ? 3 : which;
     const row_piece *pieces[MOST_INTEGER_ROWS];
     sums_of_eight_bits sums[MOST_INTEGER_ROWS];
     for (int r = 0; r < rows; r++) {
         pieces[r] = (const row_piece *)(from + r * row_bytes);
-        const int32_t *halves = pieces[r]->sums;
-        int32_t of_row = deep == ROW_PIECE ? halves[0] + halves[1] : halves[which];
-        sums[r] = form == FROM_0_TO_15 || form == NARROW_SIGNED ? small_begin() : signed_begin(of_row);
-        if (form == UNSIGNED) sums[r] = add_everywhere(sums[r], 128 * of_row);
-        if (form == NARROW_SIGNED) sums[r] = add_everywhere(sums[r], -32 * of_row);
+        sums[r] = everywhere(shift * pieces[r]->below[below]);
     }
     add_weights(rows, form, deep, is_few, piece->part->whole_table, piece->codes, pieces, place, sums);
     for (int r = 0; r < rows; r++) {
@@ -231,7 +230,7 @@ static void multiply_block(weight_form form, quantized_block block, int k, int e
     switch (form) {
         MULTIPLY_FORM(FROM_0_TO_15);
         MULTIPLY_FORM(IN_TABLE);
-        MULTIPLY_FORM(NARROW_SIGNED);
+        MULTIPLY_FORM(NARROW);
         MULTIPLY_FORM(SIGNED);
         MULTIPLY_FORM(UNSIGNED);
     }

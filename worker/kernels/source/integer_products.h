@@ -11,9 +11,8 @@ enum { ROW_PIECE = 32, HALF_OF_PIECE = ROW_PIECE / 2 };
 typedef struct {
     int8_t numbers[ROW_PIECE];
     float scale;
-    int32_t sums[2];           // of the numbers' halves
-    float scaled[3];           // sums of halves, and of all, times the scale
-    int32_t unused[2];
+    int32_t below[4];          // sums of the numbers' halves, and of all, times -32; then a 0
+    float scaled[3];           // these sums times the scale
 } row_piece;
 
 // Rounds a row to pieces; NaN or infinity make their piece's scale NaN.

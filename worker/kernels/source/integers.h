@@ -5,8 +5,8 @@
 enum { QUAD = 4, QUADS_BYTES = QUAD * LANES };  // neighbours along the depth in a lane; bytes of all lanes
 
 // Of `quads`, each lane has four weights. `add_small` takes weights from 0 to 15, up to 32 times; `add_narrow` two quads
-// from 0 to 63; `add_signed` any of 8 bits. Sums begin with `small_begin` or `signed_begin`, which knows the sum of the
-// row's numbers, and end as floats.
+// from 0 to 63; `add_signed` any of 8 bits, each of them SIGNED_SHIFT * 32 larger. Sums begin with `everywhere`, and end as
+// floats.
 #if defined(__AVX512VNNI__)
 enum { MOST_INTEGER_ROWS = 8 };
 typedef __m512i quads;
@@ -22,7 +22,7 @@ INLINE __m512i quad_of_row(const int8_t *row) {
     memcpy(&four, row, sizeof four);
     return _mm512_set1_epi32(four);
 }
-INLINE sums_of_eight_bits small_begin(void) { return _mm512_setzero_si512(); }
+INLINE sums_of_eight_bits everywhere(int32_t number) { return _mm512_set1_epi32(number); }
 INLINE sums_of_eight_bits add_small(sums_of_eight_bits sums, quads weights, const int8_t *row) {
     return _mm512_dpbusd_epi32(sums, weights, quad_of_row(row));
 }
@@ -30,16 +30,12 @@ INLINE vec small_end(sums_of_eight_bits sums) { return _mm512_cvtepi32_ps(sums);
 INLINE sums_of_eight_bits add_narrow(sums_of_eight_bits sums, quads first, quads second, const int8_t *row) {
     return add_small(add_small(sums, first, row), second, row + QUAD);
 }
-// The instruction takes weights without sign: they are 128 larger.
-INLINE sums_of_eight_bits signed_begin(int32_t sum_of_row) { return _mm512_set1_epi32(-128 * sum_of_row); }
+enum { SIGNED_SHIFT = 4 };  // the instruction takes weights without sign
 INLINE quads signed_weights(quads weights) { return _mm512_xor_si512(weights, _mm512_set1_epi8((char)0x80)); }
 INLINE sums_of_eight_bits add_signed(sums_of_eight_bits sums, quads weights, const int8_t *row) {
     return add_small(sums, weights, row);
 }
 INLINE vec signed_end(sums_of_eight_bits sums) { return small_end(sums); }
-INLINE sums_of_eight_bits add_everywhere(sums_of_eight_bits sums, int32_t number) {
-    return _mm512_add_epi32(sums, _mm512_set1_epi32(number));
-}
 
 #elif defined(__AVX2__)
 enum { MOST_INTEGER_ROWS = 4 };
@@ -64,7 +60,9 @@ INLINE __m256i quad_of_row(const int8_t *row) {
     memcpy(&four, row, sizeof four);
     return _mm256_set1_epi32(four);
 }
-INLINE sums_of_eight_bits small_begin(void) { return (quads){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+INLINE sums_of_eight_bits everywhere(int32_t number) {
+    return (quads){_mm256_set1_epi32(number), _mm256_set1_epi32(number)};
+}
 // In 16 bits: 8 additions of at most 2 * 15 * 127.
 INLINE sums_of_eight_bits add_small(sums_of_eight_bits sums, quads weights, const int8_t *row) {
     __m256i four = quad_of_row(row);
@@ -92,10 +90,7 @@ INLINE sums_of_eight_bits add_narrow(sums_of_eight_bits sums, quads first, quads
     return (quads){half_narrow(sums.low, first.low, second.low, four, next),
                    half_narrow(sums.high, first.high, second.high, four, next)};
 }
-INLINE sums_of_eight_bits signed_begin(int32_t sum_of_row) {
-    (void)sum_of_row;
-    return small_begin();
-}
+enum { SIGNED_SHIFT = 0 };
 INLINE quads signed_weights(quads weights) { return weights; }
 // Two products of at most 128 * 127 fit in 16 bits.
 INLINE __m256i half_signed(__m256i sums, __m256i weights, __m256i four) {
@@ -107,10 +102,6 @@ INLINE sums_of_eight_bits add_signed(sums_of_eight_bits sums, quads weights, con
     return (quads){half_signed(sums.low, weights.low, four), half_signed(sums.high, weights.high, four)};
 }
 INLINE vec signed_end(sums_of_eight_bits sums) { return floats_of(sums); }
-INLINE sums_of_eight_bits add_everywhere(sums_of_eight_bits sums, int32_t number) {
-    __m256i all = _mm256_set1_epi32(number);
-    return (quads){_mm256_add_epi32(sums.low, all), _mm256_add_epi32(sums.high, all)};
-}
 
 #else
 enum { MOST_INTEGER_ROWS = 4 };
@@ -129,7 +120,11 @@ INLINE quads quads_lookup(quads a, const int8_t *table) {
     for (int i = 0; i < QUADS_BYTES; i++) a.number[i] = table[a.number[i]];
     return a;
 }
-INLINE sums_of_eight_bits small_begin(void) { return (sums_of_eight_bits){{0}}; }
+INLINE sums_of_eight_bits everywhere(int32_t number) {
+    sums_of_eight_bits sums;
+    for (int i = 0; i < LANES; i++) sums.lane[i] = number;
+    return sums;
+}
 INLINE sums_of_eight_bits add_small(sums_of_eight_bits sums, quads weights, const int8_t *row) {
     for (int i = 0; i < LANES; i++)
         for (int j = 0; j < QUAD; j++) sums.lane[i] += weights.number[QUAD * i + j] * row[j];
@@ -143,17 +138,10 @@ INLINE vec small_end(sums_of_eight_bits sums) {
 INLINE sums_of_eight_bits add_narrow(sums_of_eight_bits sums, quads first, quads second, const int8_t *row) {
     return add_small(add_small(sums, first, row), second, row + QUAD);
 }
-INLINE sums_of_eight_bits signed_begin(int32_t sum_of_row) {
-    (void)sum_of_row;
-    return small_begin();
-}
+enum { SIGNED_SHIFT = 0 };
 INLINE quads signed_weights(quads weights) { return weights; }
 INLINE sums_of_eight_bits add_signed(sums_of_eight_bits sums, quads weights, const int8_t *row) {
     return add_small(sums, weights, row);
 }
 INLINE vec signed_end(sums_of_eight_bits sums) { return small_end(sums); }
-INLINE sums_of_eight_bits add_everywhere(sums_of_eight_bits sums, int32_t number) {
-    for (int i = 0; i < LANES; i++) sums.lane[i] += number;
-    return sums;
-}
 #endif

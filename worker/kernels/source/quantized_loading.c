@@ -115,8 +115,9 @@ static void pack_quads(const quantized_part *part, const uint8_t *const columns[
         for (int i = 0; i < QUAD; i++) {
             const uint8_t *from = columns[lane];
             int low = from[i / 2] >> 4 * (i % 2) & 15, high = from[2 + i / 2] >> 4 * (i % 2) & 15;
-            // numbers without sign are stored 128 smaller
-            uint8_t byte = part->code == CODE_UINT8 ? from[i] ^ 0x80 : (uint8_t)(from[i] + 32 * part->is_narrow);
+            // wide numbers without sign are stored 128 smaller
+            int shift = part->code == CODE_INT8 ? 32 * part->is_narrow : part->is_narrow ? 0 : 128;
+            uint8_t byte = (uint8_t)(from[i] + shift);
             out[QUAD * lane + i] = code_bits(part->code) == 4 ? (uint8_t)(low | high << 4) : byte;
         }
 }
@@ -199,9 +200,11 @@ static const quantized_part *first_like(const quantized_part *part) {
     return part;
 }
 
-static bool are_narrow(const uint8_t *codes, long count) {
+static bool are_narrow(int code, const uint8_t *codes, long count) {
     bool are = true;
-    for (long i = 0; i < count; i++) are &= (uint8_t)(codes[i] + 32) < 64;
+    int shift = code == CODE_INT8 ? 32 : 0;
+    if (code != CODE_INT8 && code != CODE_UINT8) return false;
+    for (long i = 0; i < count; i++) are &= (uint8_t)(codes[i] + shift) < 64;
     return are;
 }
 
@@ -239,7 +242,7 @@ quantized_part *quantized_new(const quantized_rows *rows, int depth, int count, 
     memcpy(part->table, rows->table, sizeof(float) << bits);
     if (bits == 4) find_wholes(part);
     if (bits == 4 && part->fate != AS_INTEGERS && HAS_LINEAR && is_linear(part->table)) part->code = CODE_LINEAR;
-    part->is_narrow = part->fate == AS_INTEGERS && part->code == CODE_INT8 && are_narrow(rows->codes, (long)count * depth);
+    part->is_narrow = part->fate == AS_INTEGERS && are_narrow(rows->code, rows->codes, (long)count * depth);
     part->like = first_like(part);
     int most_abreast = part->fate == AS_INTEGERS ? 1 : MOST_ABREAST;  // integers are read block by block
     for (int first = 0; first < num_blocks; first += most_abreast) {

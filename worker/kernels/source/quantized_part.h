@@ -27,7 +27,7 @@ struct quantized_part {
     int depth, group_size, code, scale_type;
     int groups_together;  // per stretch: 1, or TOGETHER if these share a float unit
     bool has_offsets;
-    bool is_narrow;  // AS_INTEGERS: codes from -32 to 31 (Q5_0, Q6_K), stored 32 larger
+    bool is_narrow;  // AS_INTEGERS: codes from -32 to 31 (Q5_0, Q6_K), stored 32 larger, or from 0 to 63 (Q5_K)
     fate fate;
     float table[256];
     int8_t whole_table[LANES];  // `table` of 4 bits in multiples of `unit`
