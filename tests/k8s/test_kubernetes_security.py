@@ -126,5 +126,4 @@ def test_a_gpu_worker_has_the_memory_that_its_process_takes(overlay: str) -> Non
         (container,) = spec["containers"]
         for kind in ("requests", "limits"):  # equal, so that nobody else's memory is counted on
             gibibytes = re.fullmatch(r"(\d+)Gi", container["resources"][kind]["memory"])
-            assert gibibytes is not None
             assert int(gibibytes[1]) * 2**30 >= 24 * 10**9

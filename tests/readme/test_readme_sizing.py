@@ -172,7 +172,6 @@ def test_the_example_follows_from_the_table() -> None:
         assert number(row[4]) == round(rate)
     dear_price, cheap_price = (float(price) for price in re.findall(r"\$([\d.]+) per 1,000", PROSE))
     told = re.search(r"\$([\d.]+) an hour for the run, \$([\d.]+) for each worker and \$([\d.]+) for each job", PROSE)
-    assert told is not None
     assert (
         f"{states_until(3600 * 30)} in the first hour, {states_until(7200 * 30) - rates['state']} in the second"
         in PROSE

@@ -83,7 +83,6 @@ def assert_same(run: Path, undisturbed: dict[str, Any], num_jobs: int = 2) -> No
 
 def num_preemptions(driver: Driver, reason: str) -> float:
     address = re.search(r"metrics of the driver at (\S+)", driver.output())
-    assert address is not None
     with urllib.request.urlopen(address[1], timeout=60) as page:
         metrics = page.read().decode()
     found = re.search(rf'^swiftbatch_preemptions_total{{.*reason="{reason}".*}} (\S+)', metrics, re.MULTILINE)
@@ -118,7 +117,6 @@ def test_a_drained_node_hands_its_jobs_back_whole(
     with submit(cluster, jobs_file, tmp_path / "run", "--metrics-port", "0", "--max-attempts", "1") as driver:
         worker = wait_for_a_checkpoint(driver)
         node = cluster.node_of(worker.pid)
-        assert node is not None
         node.process.terminate()
         driver.wait_for(lambda: num_preemptions(driver, "node_drained") > 0)
         cluster.kill_raylet(node)
@@ -172,7 +170,6 @@ def test_a_killed_node_and_then_a_head_that_is_lost_and_started_anew_lose_nothin
         driver.wait_for(lambda: num_preemptions(driver, "worker_died") + num_preemptions(driver, "node_lost") > 0)
         driver.wait_for(lambda: goes_on_elsewhere(driver, worker))
         assert f"worker {worker.id} is lost" in driver.output()
-        assert cluster.head is not None
         cluster.head.kill()
         cluster.start_head()
         assert driver.process.wait(DEADLINE_SECONDS) == 2

@@ -189,7 +189,6 @@ def test_limits_and_a_killed_driver_between_them_change_no_token(
     assert first.returncode == 3, first.stdout + first.stderr
     assert f"to go on, with larger limits or none: swiftbatch resume {run}" in first.stdout
     before = Run.open(str(run)).progress()
-    assert before is not None
     assert before.num_total_tokens == before.num_generated_tokens >= 100
     with started("resume", str(run), "--max-total-tokens", "100000", "--deadline", "1h", *OFTEN) as process:
         wait_until(lambda: workers(run) and status(run)["num_total_tokens"] > before.num_total_tokens)

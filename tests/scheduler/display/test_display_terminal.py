@@ -71,9 +71,7 @@ def _watch_a_worker_die(run: Path, terminal: Terminal, watcher: Terminal, json_w
     terminal.resize(140, NUM_LINES)
     wide = terminal.wait_for(lambda text: ", process " in text)
     is_hidden = terminal.screen.cursor.hidden
-    progress = Run.open(str(run)).progress()
-    assert progress is not None
-    os.kill(progress.workers[0].pid, signal.SIGKILL)
+    os.kill(Run.open(str(run)).progress().workers[0].pid, signal.SIGKILL)
     exit_code = terminal.wait()
     watch_code = watcher.wait()
     watch_json, _ = json_watch.communicate(timeout=DEADLINE_SECONDS)

@@ -143,7 +143,6 @@ def test_a_held_run_is_seen_at_work_from_the_claim_on(tmp_path: Path) -> None:
             RunLease(run, may_take_over=True)
         hold.epoch.check()
     last = run.progress()
-    assert last is not None
     assert (last.state, last.jobs["pending"]) == ("interrupted", 1)
     RunLease(run).end("finished")
 

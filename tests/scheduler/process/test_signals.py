@@ -100,7 +100,6 @@ def test_commands_that_wait_or_compute_end_in_a_line(tmp_path: Path) -> None:
     with ExitStack() as stack:
         stack.enter_context(held_elsewhere(tmp_path / "runs"))
         started = [stack.enter_context(heard(swiftbatch(*command))) for command in commands]
-        assert started[0].stdout is not None
         assert started[0].stdout.readline().startswith(run.store.uri)
         for process in started:
             wait_for_handler(process, signal.SIGHUP)
@@ -152,7 +151,6 @@ def test_under_nohup_a_run_outlives_its_terminal_and_is_drained_without_one(tmp_
         os.killpg(pid, signal.SIGTERM)  # only the driver tells workers
         assert terminal.process.wait(DEADLINE_SECONDS) == 130
     beat = newest_beat(run, pid)
-    assert beat is not None
     assert (beat.state, beat.running) == ("interrupted", {})  # nothing lacks a checkpoint
     opened = Run.open(str(run))
     checkpoints = CheckpointStore.of(opened)

@@ -132,7 +132,6 @@ def remembered(make: Callable[..., Any]) -> Callable[..., Any]:
 def submit_killed(path: str, uri: str, patch: pytest.MonkeyPatch) -> None:
     """Submit a file, as a process that is no more will have done."""
     key = own_key()
-    assert key is not None
     patch.setattr(run_lease, "own_key", lambda: key.model_copy(update={"start_ticks": key.start_ticks - 1}))
     with submission.submission(path, uri, Settings()):
         pass

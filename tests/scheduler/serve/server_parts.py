@@ -76,7 +76,6 @@ def serving(runs: Path | str, model: Path, *options: str) -> Iterator[Server]:
     command = [sys.executable, "-m", "scheduler", "serve", "--runs", str(runs), "--port", "0"]
     command += ["--model", str(model), "--dtype", "float32", "--threads", "1", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         line = process.stdout.readline()
         assert line.startswith("serving on http://"), line
         try:

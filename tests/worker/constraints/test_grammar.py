@@ -246,7 +246,6 @@ def test_choices_are_texts_whatever_letters_they_have(codec: TextCodec) -> None:
             assert allows(mask, token_id)
             state.push(token_id)
         end = state.mask()
-        assert end is not None
         assert np.flatnonzero(np.unpackbits(end.view(np.uint8), bitorder="little")).tolist() == [0]  # end of text
 
 

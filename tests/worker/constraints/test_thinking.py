@@ -186,7 +186,6 @@ def test_a_tree_is_masked_from_where_the_budget_is_used_up_and_the_marker_is_dra
             assert (given.tree, given.masks) == (DraftTree([0], [ROOT]), None)
             continue
         assert given.tree == DraftTree.chain(expected)
-        assert given.masks is not None
         anything = np.full(1, 0xFFFFFFFF, dtype=np.uint32)
         forced = [mask_of((token_id,), VOCAB) for token_id in expected if token_id]
         rows = ([anything] if 0 in expected else []) + forced
@@ -197,7 +196,6 @@ def test_half_a_marker_that_the_model_wrote_is_gone_on_with() -> None:
     """The budget ends inside the marker, which must not begin again."""
     rule = ThinkingRule(Thinking(Markers((1,), (3, 4, 5)), True), 3)
     given = Constraints(running(rule, 0, 3, 4)).of_tree(DraftTree())
-    assert given.masks is not None
     assert np.array_equal(given.masks.words, [mask_of((5,), VOCAB)])
     assert rule.thinking.in_output([0, 3, 4, 5]).num_tokens == 1
 

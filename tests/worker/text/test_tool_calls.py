@@ -115,13 +115,10 @@ class TestEveryForm:
         template, _ = FAMILIES[family]
         for templates in (template, {"default": "{{ messages }}", "tool_use": template}):
             monkeypatch.setattr(tokenizer, "chat_template", templates)
-            found = form_of(tokenizer)
-            assert found is not None
-            assert found.family == family
+            assert form_of(tokenizer).family == family
 
     def test_has_its_calls_and_no_other_text(self, family: str) -> None:
         found = calls_in(form(family), FAMILIES[family][1], TOOLS, "job")
-        assert found is not None
         assert (called(found), found.content, found.thought) == (CALLED, None, None)
         assert all(each["type"] == "function" for each in found.tool_calls)
 
@@ -146,7 +143,6 @@ class TestEveryForm:
         else:
             text = f"{said}\n{text}"
         found = calls_in(form(family), text, TOOLS, "job")
-        assert found is not None
         assert (called(found), found.thought) == (CALLED, "Hm." if family == "gpt-oss" else None)
         assert said in (found.content or "")
 
@@ -272,7 +268,6 @@ def test_a_form_that_no_template_shows_is_unknown(
 
 def test_a_call_that_follows_a_broken_one_at_once_is_found() -> None:
     found = calls_in(form("Hermes, Qwen"), '<tool_call><tool_call>{"name": "now", "arguments": {}}', TOOLS, "job")
-    assert found is not None
     assert (called(found), found.content) == ([("now", {})], "<tool_call>")
 
 
@@ -350,5 +345,4 @@ def test_json_in_a_tag_may_contain_tags(family: str) -> None:
     text = FAMILIES[family][1].replace("weather", "f").replace("city", "more").replace("days", "words")
     text = text.replace("\n3\n", f"\n{json.dumps(words)}\n").replace(">3<", f">{json.dumps(words)}<")
     found = calls_in(form(family), f"\n{text}\n", tools, "job")
-    assert found is not None
     assert (called(found), found.content) == ([("f", {"more": "Oslo {\n", "words": words}), ("now", {})], None)

@@ -63,9 +63,7 @@ def service_of(client: TestClient) -> Service:
 
 
 def token_of(client: TestClient, path: str = "/") -> str:
-    found = TOKEN.search(client.get(path).text)
-    assert found is not None
-    return found[1]
+    return TOKEN.search(client.get(path).text)[1]
 
 
 def new_batch(
