@@ -185,7 +185,6 @@ def test_an_idle_worker_has_no_checkpoint_age_and_no_cached_tokens(tmp_path: Pat
     assert counters.last_checkpoint is None
     started_at = time.time()
     until(worker, fox, 5, claimed(run, fox), claimed(run, dog))
-    assert counters.last_checkpoint is not None
     assert counters.last_checkpoint >= started_at  # the age counts from the start before the first write
     assert counters.kv_cache_tokens > 0
     to_the_end(worker)

@@ -85,7 +85,7 @@ def test_a_damaged_timeline_is_named_and_costs_nothing_else(tmp_path: Path, capl
         assert claim(checkpoints, JOB, "w1") == number
         checkpoints.write_timeline(JOB, number, kept)
     path = f"checkpoints/{JOB}/0001/timeline.json"
-    store.write(path, (store.read(path) or b"").replace(b"9.0", b"8.0"))
+    store.write(path, store.read(path).replace(b"9.0", b"8.0"))
     first, second = checkpoints.history(JOB)
     assert (first.worker_id, first.timeline) == ("w1", None)
     assert second.timeline == kept

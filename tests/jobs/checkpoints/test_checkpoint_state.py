@@ -92,7 +92,6 @@ def test_older_drafter_states_go_once_the_manifest_is_in_place_and_segments_stay
 ) -> None:
     first = write_state(checkpoints, 1, [5])
     second = checkpoints.write_drafter(JOB, 1, 8, "suffix", {})
-    assert first.drafter is not None
     assert checkpoints.read_drafter(JOB, first.drafter)
     write_state(checkpoints, 2, [4])
     write_state(checkpoints, 1, [9], first.segments, replaced=[first.drafter.file, second.file])

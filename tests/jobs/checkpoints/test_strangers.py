@@ -72,7 +72,6 @@ def write_attempt(store: Store, identity: Identity, attempt: int, num_tokens: in
 def put_stranger_s(store: Store, identity: Identity, name: str, elsewhere: Store) -> None:
     write_attempt(elsewhere, identity, 1, 9)
     data = elsewhere.read(f"checkpoints/{identity.job_id}/0001/{name}")
-    assert data is not None
     store.write(f"checkpoints/{JOB}/0002/{name}", data)
 
 

@@ -43,7 +43,7 @@ def test_keywords_become_arguments() -> None:
 
 def test_an_unknown_keyword_names_the_known_ones() -> None:
     with pytest.raises(swiftbatch.UserError, match=r"no option 'worker'; expected one of .*workers"):
-        swiftbatch.submit("jobs.jsonl", worker=2)  # type: ignore[call-arg]
+        swiftbatch.submit("jobs.jsonl", worker=2)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def run_command(*args: str) -> subprocess.CompletedProcess[str]:
 def started(*args: str) -> Iterator[subprocess.Popen[str]]:
     """Start a command in its own process group, and kill leftovers."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process: subprocess.Popen[str] = subprocess.Popen(swiftbatch(*args), start_new_session=True, **pipes)  # type: ignore[call-overload]
+    process: subprocess.Popen[str] = subprocess.Popen(swiftbatch(*args), start_new_session=True, **pipes)
     try:
         yield process
     finally:
@@ -245,7 +245,6 @@ def test_jobs_run_on_a_running_cluster(submit_args: list[str], tmp_path: Path, m
     # in its own process, because Ray reads its access mode once per process
     command = [sys.executable, "-c", CLUSTER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as cluster:
-        assert cluster.stdout is not None
         address = next(line.split()[1] for line in cluster.stdout if line.startswith("address"))
         args = [str(jobs_file), *submit_args[2:], "--run", str(tmp_path / "run"), "--address", address]
         process = run_command("submit", *args)

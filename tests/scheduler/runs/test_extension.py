@@ -215,7 +215,7 @@ def test_choices_are_extended_and_their_line_is_written_anew(tmp_path: Path, tin
 
     def line(run: Run) -> list[tuple[int, str]]:
         run.write_output()
-        [found] = [json.loads(line) for line in (run.store.read("output.jsonl") or b"").splitlines()]
+        [found] = [json.loads(line) for line in run.store.read("output.jsonl").splitlines()]
         choices = found["response"]["body"]["choices"]
         return [(each["usage"]["completion_tokens"], each["token_ids_sha256"]) for each in choices]
 

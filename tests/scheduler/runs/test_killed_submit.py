@@ -202,7 +202,7 @@ def check_commands(uri: str, path: str, known: set[str], command: str) -> None:
     run = Run.open(uri)
     assert run.priorities() == {name: PRIORITIES[name] for name in expected if PRIORITIES[name]}
     assert len(run.ended()[0]) == sum(NUM_CHOICES[name] for name in expected)
-    lines = [json.loads(line) for line in (run.store.read("output.jsonl") or b"").splitlines()]
+    lines = [json.loads(line) for line in run.store.read("output.jsonl").splitlines()]
     found = {line["custom_id"]: len(line["response"]["body"]["choices"]) for line in lines}
     assert (found, len(lines)) == ({name: NUM_CHOICES[name] for name in expected}, len(expected))
 

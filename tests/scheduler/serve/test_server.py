@@ -74,7 +74,7 @@ def test_a_batch_from_upload_to_its_two_files_also_over_a_killed_server(
     assert (ended.status, ended.id, ended.errors) == ("completed", batch.id, None)
     assert ended.request_counts.to_dict() == {"total": 5, "completed": 3, "failed": 2}
     moments = [ended.created_at, ended.in_progress_at, ended.finalizing_at, ended.completed_at]
-    assert moments == sorted(moments)  # type: ignore[type-var]
+    assert moments == sorted(moments)
     output = server.lines(ended.output_file_id)
     assert [(line["custom_id"], len(line["response"]["body"]["choices"])) for line in output] == [
         ("short", 1),
@@ -197,7 +197,7 @@ def are_listed_over_pages(server: Server) -> None:
     assert len(newest) == len(set(newest))
     first = client.files.list(limit=2, order="asc", after=ids[1])
     assert [file.id for file in first.data] == ids[2:4]
-    made = [client.batches.create(input_file_id=i, endpoint="/v1/completions", completion_window="1d").id for i in ids]  # type: ignore[arg-type]
+    made = [client.batches.create(input_file_id=i, endpoint="/v1/completions", completion_window="1d").id for i in ids]
     assert [batch.id for batch in client.batches.list(limit=2)][:5] == made[::-1]
     for batch_id in made:
         client.batches.cancel(batch_id)

@@ -93,7 +93,6 @@ def test_no_thought_is_longer_than_its_budget_and_nothing_else_is_forced(
             assert (mask is not None) == is_forced
             token_id = chance.choice([0, 0, 0, 0, 1, 2])
             if is_forced:
-                assert mask is not None
                 [token_id] = tokens_of(mask)
                 num_forced += 1
                 with pytest.raises(ConstraintError):
@@ -124,12 +123,10 @@ def test_a_structure_begins_behind_the_thought_or_with_the_text_that_has_none(
                 is_used_up = budget is not None and len(output) - opened >= budget
                 assert (mask is not None) == is_used_up
             elif output and opened is None and output[0] == start[0]:
-                assert mask is not None
                 assert tokens_of(mask).tolist() == [start[1]]
             else:
                 text = "".join(WORDS[each] for each in output[closed or 0 :])
                 may_come = allowed_behind(TEXTS, text) + [start[0]] * (opening == "first" and not output)
-                assert mask is not None
                 assert tokens_of(mask).tolist() == sorted({*may_come})
             token_id = chance.choice([0, 2, 2, 3] if mask is None else tokens_of(mask).tolist())
             constraint.push(token_id)
@@ -209,7 +206,5 @@ def test_tokens_that_a_structure_can_t_have_are_none_behind_a_thought() -> None:
     with pytest.raises(ConstraintError):
         constraint.push(3)
     after = constraint.mask()
-    assert before is not None
-    assert after is not None
     assert np.array_equal(before, after)
     assert np.array_equal(after, mask_behind(TEXTS, [0]))

@@ -19,7 +19,7 @@ CHOICE = {"choice": sorted(TEXTS)}
 
 def sequence(rules: tuple[Rule, ...], *output_ids: int, bad_words: tuple[tuple[int, ...], ...] = ()) -> Sequence:
     words = ("any",) if bad_words else ()
-    params = SamplingParams(max_tokens=50, seed=1, structured_outputs=CHOICE, bad_words=words)  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=50, seed=1, structured_outputs=CHOICE, bad_words=words)
     made = Sequence("s", [1, 2], params, VOCAB, bad_word_ids=bad_words, rules=rules)
     made.extend(list(output_ids))
     return made
@@ -49,7 +49,6 @@ def test_a_tree_keeps_what_may_come_and_its_rows_have_their_masks(seed: int) -> 
         while END not in running.output_ids:
             tree, committed = tree_of_few_tokens(chance, 60, VOCAB), running.output_ids.tolist()
             kept = constraints.of_tree(tree)
-            assert kept.numbers is not None
             proposed = paths(tree)
             assert kept.numbers == [i - 1 for i, path in enumerate(proposed) if path and may_come(committed + path)]
             assert [proposed[number + 1] for number in kept.numbers] == paths(kept.tree)[1:]

@@ -171,7 +171,6 @@ class TestEveryForm:
 
     def test_marks_are_read_where_they_are_special_tokens(self, tokenizer: Any, family: str) -> None:
         steps = steps_of(tokenizer)
-        assert steps is not None
         ids = tokenizer.encode(FAMILIES[family][1], add_special_tokens=False)
         marked = ByteText(TokenBytes(tokenizer, steps, form(family).marks), steps).decode(ids)
         assert marked == FAMILIES[family][1]
@@ -204,7 +203,7 @@ class TestEveryForm:
         tools = ({"type": "function", "function": {"name": "f", "parameters": MANY}}, TOOLS[1])
         options = TemplateOptions(tools=tools, must_call=True)
         grammars = GrammarTokenizer(own, len(own), frozenset({own.eos_token_id}))
-        matcher = rule_of_calls(form(family), options, own, grammars).matcher()  # type: ignore[attr-defined]
+        matcher = rule_of_calls(form(family), options, own, grammars).matcher()
         for seed in range(20):
             text = drawn(own, matcher.deep_copy(), random.Random(seed))
             found = calls_in(form(family), text, tools, "job")
@@ -243,7 +242,6 @@ def drawn(tokenizer: Any, matcher: LLMatcher, chance: random.Random) -> str:
         token_ids.append(chance.choice(closing if closing and chance.random() < 0.3 else allowed))
         assert matcher.consume_token(token_ids[-1])
     steps = steps_of(tokenizer)
-    assert steps is not None
     return ByteText(TokenBytes(tokenizer, steps, tuple(marked)), steps).decode(token_ids)
 
 
@@ -291,7 +289,6 @@ def test_a_tagged_argument_is_what_its_schema_says() -> None:
     said = {"zip": "123", "days": "4", "more": "[1, 2]", "words": "not JSON"}
     pairs = "".join(f"<arg_key>{k}</arg_key><arg_value>{v}</arg_value>" for k, v in said.items())
     found = calls_in(form("GLM"), f"<tool_call>f{pairs}</tool_call>", tools, "job")
-    assert found is not None
     assert called(found) == [("f", {"zip": "123", "days": 4, "more": [1, 2], "words": "not JSON"})]
 
 

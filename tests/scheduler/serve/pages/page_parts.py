@@ -58,7 +58,7 @@ def client_of(app: FastAPI) -> TestClient:
 
 
 def service_of(client: TestClient) -> Service:
-    service: Service = client.app.state.service  # type: ignore[attr-defined]
+    service: Service = client.app.state.service
     return service
 
 
