@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import subprocess
 import urllib.request
 from collections.abc import Iterator
@@ -106,39 +104,6 @@ def test_a_submitted_job_sends_its_code_to_the_workers(cluster: LocalCluster, tm
     )
     assert process.returncode == 0, process.stderr
     assert len(Run.open(str(tmp_path / "runs" / "a.jsonl")).ended()[0]) == 1
-
-
-@pytest.mark.slow  # test_preemption.py drains nodes of an embedded Ray
-def test_a_drained_node_hands_its_jobs_back_whole(
-    cluster: LocalCluster, jobs_file: str, undisturbed: dict[str, Any], tmp_path: Path
-) -> None:
-    cluster.add_raylet()
-    # with one attempt a strike would end the job
-    with submit(cluster, jobs_file, tmp_path / "run", "--metrics-port", "0", "--max-attempts", "1") as driver:
-        worker = wait_for_a_checkpoint(driver)
-        node = cluster.node_of(worker.pid)
-        node.process.terminate()
-        driver.wait_for(lambda: num_preemptions(driver, "node_drained") > 0)
-        cluster.kill_raylet(node)
-        assert driver.process.wait(DEADLINE_SECONDS) == 0
-    assert_same(driver.run, undisturbed)
-    metrics = bodies(driver.run)[worker.jobs[0]]["metrics"]
-    assert metrics["num_attempts"] == 2
-    assert metrics["num_recomputed_tokens"] == 0
-
-
-@pytest.mark.slow  # test_preemption.py drains one of an embedded Ray
-def test_a_worker_that_is_asked_to_end_hands_its_jobs_back_whole(
-    cluster: LocalCluster, jobs_file: str, undisturbed: dict[str, Any], tmp_path: Path
-) -> None:
-    with submit(cluster, jobs_file, tmp_path / "run", "--max-attempts", "1") as driver:
-        worker = wait_for_a_checkpoint(driver)
-        os.kill(worker.pid, signal.SIGTERM)
-        assert driver.process.wait(DEADLINE_SECONDS) == 0
-    assert_same(driver.run, undisturbed)
-    metrics = bodies(driver.run)[worker.jobs[0]]["metrics"]
-    assert metrics["num_attempts"] == 2
-    assert metrics["num_recomputed_tokens"] == 0
 
 
 @pytest.mark.slow

@@ -47,17 +47,6 @@ def test_a_group_that_is_told_to_end_while_ray_starts_is_gone_soon(tmp_path: Pat
         assert f"nothing is lost, go on with: swiftbatch resume {command.run}" in command.output()
 
 
-@pytest.mark.slow  # between the moments of the test above and of the one under nohup
-def test_a_group_that_is_told_to_end_while_workers_start_is_gone_soon(tmp_path: Path, tiny_model: Path) -> None:
-    with submission(tmp_path, tiny_model) as command:
-        command.wait_for(lambda: "starting workers" in command.output())
-        started = time.monotonic()
-        check_end(command, command.end(signal.SIGHUP, to_group=True))
-        assert time.monotonic() - started < SOON_SECONDS
-        assert "nothing is lost" in command.output()
-        assert "is lost:" not in command.output()  # only the driver tells workers
-
-
 def newest_beat(run: Path, pid: int) -> Progress | None:
     try:
         progress = Run.open(str(run)).progress()
@@ -158,25 +147,6 @@ def test_under_nohup_a_run_outlives_its_terminal_and_is_drained_without_one(tmp_
     unfinished = [record.job_id for record in opened.jobs() if record.job_id not in finished]
     kept = sum(len(checkpoints.read_log(job_id).token_ids) for job_id in unfinished)
     assert kept + JOB["max_tokens"] * (len(NAMES) - len(unfinished)) == beat.num_generated_tokens > 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_driver_that_was_stopped_for_a_while_goes_on(tmp_path: Path, tiny_model: Path) -> None:
-    with submission(tmp_path, tiny_model) as command:
-        command.wait_for(lambda: num_tokens(command.run, command.process.pid))
-        command.process.send_signal(signal.SIGSTOP)
-        time.sleep(45)
-        told = subprocess.run(
-            swiftbatch("status", str(command.run)), capture_output=True, text=True, timeout=60, check=True
-        )
-        command.process.send_signal(signal.SIGCONT)
-        assert command.process.wait(DEADLINE_SECONDS) == 0
-        assert "no driver runs it" not in told.stdout
-        assert f"no word from the driver, process {command.process.pid} on " in told.stdout
-        assert "lost" not in command.output()
-        assert "run finished; jobs: 2 finished" in command.output()
-        assert command.left_behind() == []
 
 
 @pytest.mark.slow
