@@ -6,15 +6,10 @@ import re
 
 import pytest
 
-from tests.k8s.chart import OVERLAYS, values_file
+from tests.k8s.chart import values_file
 from tests.k8s.kubernetes_parts import ROOT, Object, one, pods, render
 
 WRITABLE = {"/tmp", "/home/swiftbatch"}
-
-
-@pytest.fixture(params=OVERLAYS)
-def objects(request: pytest.FixtureRequest) -> list[Object]:
-    return render(request.param)
 
 
 def is_selected(selector: dict[str, dict[str, str]], pod: Object) -> bool:

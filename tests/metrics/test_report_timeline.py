@@ -16,6 +16,7 @@ from swiftbatch.worker.session.work_messages import Orders
 from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, JOB, Cache, claim, output_ids, tokens_at
 from tests.jobs.storage.slow_store import GatedStore
 from tests.metrics.report_parts import facts_of, timeline
+from tests.scheduler.driving import wait_until
 from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end, until
 
 
@@ -131,10 +132,8 @@ def test_a_killed_attempt_leaves_its_marks(tmp_path: Path, tiny_model: Path) -> 
     run.add_jobs([job])
     worker = session(run, tiny_model, checkpoint_seconds=0.01)
     until(worker, job, 100, claimed(run, job))
-    deadline = time.monotonic() + 120
     checkpoints = CheckpointStore.of(run)
-    while not run.store.list("checkpoints/workers") and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: run.store.list("checkpoints/workers"))
     [attempt] = facts_of(run).jobs[0].attempts  # as in a report while its worker continues
     assert (attempt.worker_id, attempt.marks is None) == ("w0", False)
     put_logs_in_place(run)

@@ -17,37 +17,6 @@ from tests.scheduler.commands.command_parts import COMMANDS, LEAVES, finish, inv
 pytestmark = pytest.mark.ray
 
 
-def test_all_commands_are_there() -> None:
-    runs = {
-        "submit",
-        "nightly",
-        "serve",
-        "serve usage",
-        "status",
-        "tail",
-        "results",
-        "report",
-        "resume",
-        "extend",
-        "fork",
-        "cancel",
-        "prune",
-    }
-    trainings = {
-        *("train all", "train draft", "train griffin", "train import", "train mtp", "train target"),
-        "train tokenswift",
-    }
-    assert LEAVES.keys() == runs | trainings | {
-        "bench decode",
-        "inspect",
-        "quantize",
-        "doctor",
-        "chaos",
-        "verify",
-        "score",
-    }
-
-
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
 def test_every_command_has_help_with_an_example(path: tuple[str, ...]) -> None:
     result = invoke(*path[1:], "--help")

@@ -21,7 +21,7 @@ from swiftbatch.scheduler.driver.run_lease import current_progress
 from tests.scheduler.commands.nightly_parts import held_elsewhere
 from tests.scheduler.display.terminal_parts import Terminal
 from tests.scheduler.driver.driver_parts import make_run
-from tests.scheduler.driving import DEADLINE_SECONDS, swiftbatch
+from tests.scheduler.driving import DEADLINE_SECONDS, swiftbatch, wait_until
 from tests.scheduler.process.signal_parts import JOB, NO_HANDLER_YET, Submission, heard, submission
 
 pytestmark = pytest.mark.ray
@@ -69,13 +69,6 @@ def is_in(mask: str, pid: int, number: signal.Signals) -> bool:
     return bool(bits >> (number - 1) & 1)
 
 
-def wait_for_handler(process: subprocess.Popen[str], number: signal.Signals) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not is_in("SigCgt", process.pid, number):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_commands_that_wait_or_compute_end_in_a_line(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", {"a": 300})
     alive = {"state": "running", "updated": time.time(), "driver_host": "elsewhere", "driver_pid": 1}
@@ -91,7 +84,7 @@ def test_commands_that_wait_or_compute_end_in_a_line(tmp_path: Path) -> None:
         started = [stack.enter_context(heard(swiftbatch(*command))) for command in commands]
         assert started[0].stdout.readline().startswith(run.store.uri)
         for process in started:
-            wait_for_handler(process, signal.SIGHUP)
+            wait_until(lambda pid=process.pid: is_in("SigCgt", pid, signal.SIGHUP))
             process.send_signal(signal.SIGHUP)
         for process in started:
             _, errors = process.communicate(timeout=DEADLINE_SECONDS)
