@@ -7,7 +7,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.k8s.chart import CHART, OVERLAYS, rendered
+from tests.k8s.chart import CHART, rendered
 from tests.k8s.kubernetes_parts import (
     RAY,
     ROOT,
@@ -25,11 +25,6 @@ from tests.k8s.kubernetes_parts import (
 GIVEN_MAPS = {"swiftbatch-demo-jobs"}  # which the user makes
 GIVEN_SECRETS = {"swiftbatch", "swiftbatch-s3"}  # the one that KubeRay makes, and the one that the user makes
 REFUSALS = (jsonschema.ValidationError, kubernetes_validate.ValidationError)
-
-
-@pytest.fixture(params=OVERLAYS)
-def objects(request: pytest.FixtureRequest) -> list[Object]:
-    return render(request.param)
 
 
 @pytest.mark.sample(2)

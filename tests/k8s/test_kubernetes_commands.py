@@ -16,16 +16,6 @@ from tests.k8s.kubernetes_parts import RAY, ROOT, Object, commands, one, pods, r
 from tests.readme.command_lines import options
 
 
-@pytest.fixture(params=OVERLAYS)
-def objects(request: pytest.FixtureRequest) -> list[Object]:
-    return render(request.param)
-
-
-@pytest.fixture(params=OVERLAYS)
-def overlay(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 def test_every_command_is_one_that_the_command_line_takes(objects: list[Object]) -> None:
     found = commands(objects)
     assert {where.rpartition("/")[0] for where in found} >= {"RayJob/swiftbatch-once/spec"}
@@ -115,6 +105,7 @@ def test_a_night_that_stops_at_a_limit_is_not_tried_again_and_others_are(code: i
     assert subprocess.run(command, env=environment | settings, timeout=60).returncode == told
 
 
+@pytest.mark.parametrize("overlay", OVERLAYS)
 def test_the_metrics_are_where_prometheus_looks_for_them(overlay: str) -> None:
     objects = render(overlay)
     head = ray_containers(objects)[0]

@@ -6,15 +6,10 @@ import re
 
 import pytest
 
-from tests.k8s.chart import OVERLAYS, values_file
+from tests.k8s.chart import values_file
 from tests.k8s.kubernetes_parts import ROOT, Object, one, pods, render
 
 WRITABLE = {"/tmp", "/home/swiftbatch"}
-
-
-@pytest.fixture(params=OVERLAYS)
-def objects(request: pytest.FixtureRequest) -> list[Object]:
-    return render(request.param)
 
 
 def is_selected(selector: dict[str, dict[str, str]], pod: Object) -> bool:
@@ -126,5 +121,4 @@ def test_a_gpu_worker_has_the_memory_that_its_process_takes(overlay: str) -> Non
         (container,) = spec["containers"]
         for kind in ("requests", "limits"):  # equal, so that nobody else's memory is counted on
             gibibytes = re.fullmatch(r"(\d+)Gi", container["resources"][kind]["memory"])
-            assert gibibytes is not None
             assert int(gibibytes[1]) * 2**30 >= 24 * 10**9

@@ -67,7 +67,7 @@ def test_the_server_listens_where_service_ingress_and_probes_look_and_asks_for_k
     assert ingress["tls"] == [{"hosts": ["batches.example.org"], "secretName": "batches-tls"}]
     service = ingress["rules"][0]["http"]["paths"][0]["backend"]["service"]
     assert service == {"name": "swiftbatch-serve", "port": {"name": "http"}}
-    paths = {route.path for route in server_router.routes}  # type: ignore[attr-defined]
+    paths = {route.path for route in server_router.routes}
     probes = {name: container()[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness", "readiness")}
     assert {probe["path"] for probe in probes.values()} == {"/healthz", "/readyz"} <= paths
     assert probes["readiness"]["path"] == "/readyz"

@@ -118,7 +118,6 @@ def test_a_run_that_hangs_and_one_whose_driver_is_killed_raise_an_alert_until_a_
             until(lambda: GONE in raised(prometheus), GONE)
             assert (raised(prometheus)[GONE]["run"], raised(prometheus)[GONE]["team"]) == (str(run), "red")
         progress = Run.open(str(run)).progress()
-        assert progress is not None
         limit = ["--max-total-tokens", str(progress.num_total_tokens + 100)]
         with Driver(swiftbatch("resume", str(run), *where, *limit), os.environ, run) as driver:
             until(lambda: GONE not in raised(prometheus), "the end of the alert")

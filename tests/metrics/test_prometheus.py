@@ -28,30 +28,13 @@ pytestmark = pytest.mark.ray
 JOBS = [
     {"custom_id": f"job-{n}", "prompt": f"the quick {n}", "max_tokens": 3500, "ignore_eos": True} for n in range(200)
 ]
-# as in DESIGN.md, section 6
 NAMES = {
-    "prompt_tokens_total",
-    "generation_tokens_total",
-    "generation_tokens_by_draft_total",
-    "spec_decode_num_drafts_total",
-    "spec_decode_num_draft_tokens_total",
-    "spec_decode_num_accepted_tokens_total",
-    "spec_decode_num_accepted_tokens_per_pos_total",
-    "jobs",
-    "jobs_finished_total",
-    "job_seconds_bucket",
-    "job_generation_tokens_bucket",
-    "preemptions_total",
-    "resumes_total",
-    "tokens_recovered_total",
-    "tokens_recomputed_total",
-    "checkpoint_bytes_total",
-    "checkpoint_seconds_bucket",
-    "checkpoint_age_seconds",
-    "stale_attempt_rejections_total",
-    "kv_cache_tokens",
-    "step_seconds_sum",
-    "step_seconds_count",
+    *("prompt_tokens_total", "generation_tokens_total", "generation_tokens_by_draft_total"),
+    *("spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total"),
+    *("spec_decode_num_accepted_tokens_per_pos_total", "jobs", "jobs_finished_total", "job_seconds_bucket"),
+    *("job_generation_tokens_bucket", "preemptions_total", "resumes_total", "tokens_recovered_total"),
+    *("tokens_recomputed_total", "checkpoint_bytes_total", "checkpoint_seconds_bucket", "checkpoint_age_seconds"),
+    *("stale_attempt_rejections_total", "kv_cache_tokens", "step_seconds_sum", "step_seconds_count"),
 }
 LABELS = {"__name__", "instance", "job", "run", "model_name", "drafter", "worker"}
 OWN_LABELS = {"le", "state", "reason", "kind", "phase", "position", "device", "draft", "stage", "status"}

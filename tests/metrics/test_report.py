@@ -47,11 +47,9 @@ def test_the_curves_say_what_the_timelines_say(tmp_path: Path) -> None:
     assert middle == pytest.approx(10 + 500 / 49, rel=0.01)
     assert speed.tokens_per_second[(speed.edges[:-1] > 51) & (speed.edges[1:] < 52)].sum() == 0
     acceptance = acceptance_by_length(found)
-    assert acceptance is not None
     assert acceptance.mean == pytest.approx(3.0)
     assert 100 < acceptance.length.min() < acceptance.length.max() < 1100
     pace = ms_per_token_by_length(found)
-    assert pace is not None
     assert 50 < pace.mean.min() < pace.mean.max() < 110
 
 
@@ -62,7 +60,6 @@ def test_a_long_jobs_pace_is_told_length_by_length(tmp_path: Path) -> None:
     slower = kept.model_copy(update={"seconds": tuple(300 * (i / 60) ** 2 for i in range(61))})
     finish(run, job, [attempt(1, "w1", BEGIN, slower)], BEGIN + 300)
     pace = ms_per_token_by_length(facts_of(run).tally.stretches())
-    assert pace is not None
     assert (np.diff(pace.mean) > 0).all()
     assert pace.mean[-1] > 5 * pace.mean[0]
     assert (pace.low <= pace.mean).all()

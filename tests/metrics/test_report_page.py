@@ -184,7 +184,6 @@ def test_a_job_says_which_line_of_the_file_is_its_result(tmp_path: Path) -> None
     page = page_of(run)
     for job in run.jobs():
         told = re.search(rf"with the id <code>(\S*{job.job_id})</code> in <code>(\S+)</code>", page)
-        assert told is not None
         lines = (tmp_path / "run" / told[2]).read_text().splitlines()
         [line] = [line for line in lines if line.startswith(json.dumps({"id": told[1]})[:-1])]
         assert json.loads(line)["custom_id"] == job.job.custom_id

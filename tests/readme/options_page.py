@@ -25,7 +25,6 @@ def commands(group: click.Group, path: str = "") -> Iterator[tuple[str, click.Co
     context = click.Context(group)
     for name in group.list_commands(context):
         command = group.get_command(context, name)
-        assert command is not None
         if isinstance(command, click.Group):
             yield from commands(command, f"{path}{name} ")
         if not isinstance(command, click.Group) or command.invoke_without_command:
@@ -40,7 +39,7 @@ def shown_default(option: click.Option) -> str:
 
 def page() -> str:
     found: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, command in commands(main):  # type: ignore[arg-type]
+    for name, command in commands(main):
         for each in command.params:
             if isinstance(each, click.Option) and not each.hidden and (default := shown_default(each)):
                 found[each.opts[0], default].append(name)

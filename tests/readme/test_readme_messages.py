@@ -18,7 +18,7 @@ def _texts(node: ast.AST) -> Iterator[str]:
     """Yield a syntax tree's texts, with gaps for an f-string's values."""
     for each in ast.walk(node):
         if isinstance(each, ast.JoinedStr):
-            yield "".join(part.value if isinstance(part, ast.Constant) else GAP for part in each.values)  # type: ignore[misc]
+            yield "".join(part.value if isinstance(part, ast.Constant) else GAP for part in each.values)
         elif isinstance(each, ast.Constant) and isinstance(each.value, str):
             yield each.value
 

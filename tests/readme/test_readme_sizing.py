@@ -53,7 +53,6 @@ def test_the_caches_take_what_the_table_says(row: list[str]) -> None:
     name, layers, kv_heads, head_dim, position, all_positions = row
     config = model_config(layers, kv_heads, head_dim)
     expected = bytes_per_position(config, "bfloat16")
-    assert expected is not None
     assert expected == number(position)
     assert f"{expected * LENGTH / 1e9:.{1 if expected > 10_000 else 2}f}" == f"{number(all_positions):g}"
     if name == "embedded":
@@ -62,16 +61,14 @@ def test_the_caches_take_what_the_table_says(row: list[str]) -> None:
 
 def test_checkpoints_take_what_the_text_says() -> None:
     found = re.search(r"up to (\d+) bytes and (\d+) a token", PROSE)
-    assert found is not None
     identity = Identity(job_id=f"{'s' * MAX_SLUG}-127-{'0' * 16}", fingerprint=FINGERPRINT)
     for num_tokens in (0, 1000):
         log = TokenLog(np.zeros(num_tokens, dtype=np.uint32))
         most = int(found[1]) + int(found[2]) * num_tokens
         assert most - 10 < len(encode_log(log, identity)) <= most
     found = re.search(r"(\d+) bytes for every entry of the vocabulary and ([\d.]+) MB", PROSE)
-    assert found is not None
     for vocab_size in (300, 4096):
-        state = TokenRecyclingDrafter(SimpleNamespace(vocab_size=vocab_size)).state(None)  # type: ignore[arg-type]
+        state = TokenRecyclingDrafter(SimpleNamespace(vocab_size=vocab_size)).state(None)
         expected = int(found[1]) * vocab_size + float(found[2]) * 1e6
         assert len(encode_state(state, IDENTITY)) == pytest.approx(expected, abs=50_000)
 
@@ -155,7 +152,7 @@ def states_until(num_positions: int) -> int:
     job = SimpleNamespace(cache=SimpleNamespace(shape=SimpleNamespace(windows=()), length=0))
     num_written = num_states = 0
     for job.cache.length in range(num_positions):
-        if job.cache.length - num_written >= state_interval(job, CheckpointSettings.checkpoint_tokens):  # type: ignore[arg-type]
+        if job.cache.length - num_written >= state_interval(job, CheckpointSettings.checkpoint_tokens):
             num_written, num_states = job.cache.length, num_states + 1
     return num_states
 
@@ -172,7 +169,6 @@ def test_the_example_follows_from_the_table() -> None:
         assert number(row[4]) == round(rate)
     dear_price, cheap_price = (float(price) for price in re.findall(r"\$([\d.]+) per 1,000", PROSE))
     told = re.search(r"\$([\d.]+) an hour for the run, \$([\d.]+) for each worker and \$([\d.]+) for each job", PROSE)
-    assert told is not None
     assert (
         f"{states_until(3600 * 30)} in the first hour, {states_until(7200 * 30) - rates['state']} in the second"
         in PROSE

@@ -16,9 +16,7 @@ def test_each_limit_is_reached_at_its_number_and_told_with_what_was_taken(monkey
     assert limits.reached(spent) is None
     assert Limits().reached(Spending(10**12, 1e12)) is None
     monkeypatch.setattr(time, "time", lambda: 1000.0)
-    reached = limits.reached(spent)
-    assert reached is not None
-    assert reached.startswith("--deadline 19")
+    assert limits.reached(spent).startswith("--deadline 19")
     assert Limits(max_total_tokens=5000).reached(Spending(5012, 0)) == "--max-total-tokens 5,000 (5,012 were generated)"
     assert Limits(max_worker_hours=0.5).reached(Spending(0, 1800)) == "--max-worker-hours 0.5 (0.5 were used)"
 

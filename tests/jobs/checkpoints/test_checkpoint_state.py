@@ -64,11 +64,9 @@ def test_a_manifest_names_what_was_written_and_it_is_read_back(store: Store, che
     for entry, expected in zip(manifest.segments, (segment_of(0, 5), segment_of(5, 8)), strict=True):
         assert entry.size == len(store.read(f"{ATTEMPTS}/{entry.file}") or b"")
         found = checkpoints.read_segment(JOB, entry)
-        assert found is not None
         assert found.start == expected.start
         assert np.array_equal(found.token_ids, expected.token_ids)
         assert np.array_equal(found.kv, expected.kv)
-    assert manifest.drafter is not None
     assert manifest.drafter.file == "0001/drafter-8.arrow"
     assert manifest.drafter.engine == "suffix"
     assert (checkpoints.read_drafter(JOB, manifest.drafter) or {})["table"].tolist() == list(range(8))
@@ -94,7 +92,6 @@ def test_older_drafter_states_go_once_the_manifest_is_in_place_and_segments_stay
 ) -> None:
     first = write_state(checkpoints, 1, [5])
     second = checkpoints.write_drafter(JOB, 1, 8, "suffix", {})
-    assert first.drafter is not None
     assert checkpoints.read_drafter(JOB, first.drafter)
     write_state(checkpoints, 2, [4])
     write_state(checkpoints, 1, [9], first.segments, replaced=[first.drafter.file, second.file])

@@ -50,7 +50,6 @@ def test_newer_states_take_the_place_of_older_ones(
         put(writer, num_positions + 3, states_at(num_positions))
     put(writer, 30)
     found = named(checkpoints)
-    assert found is not None
     assert (found.num_positions, found.arrays["state.0"].tolist()) == (16, states_at(16).arrays["state.0"].tolist())
     assert [name for name in store.list(FOLDER) if name.startswith("states")] == ["states-16.arrow"]
     assert writer.num_positions_of_states(JOB) == 16
@@ -83,9 +82,7 @@ def test_a_job_that_goes_on_from_another_has_its_states(
     put(writer, 20, states_at(16))
     later = Identity(job_id="job-later", fingerprint=FINGERPRINT)
     inherit(store, later, JOB, checkpoints.history(JOB), TokenLog(output_ids(16)))
-    found = named(checkpoints, later.job_id)
-    assert found is not None
-    assert found.num_positions == 16
+    assert named(checkpoints, later.job_id).num_positions == 16
 
 
 def test_damaged_states_are_named_and_not_used(
@@ -93,8 +90,6 @@ def test_damaged_states_are_named_and_not_used(
 ) -> None:
     put(writer, 20, states_at(16))
     path = f"{FOLDER}/states-16.arrow"
-    data = store.read(path)
-    assert data is not None
-    store.write(path, data[:-1])
+    store.write(path, store.read(path)[:-1])
     assert named(checkpoints) is None
     assert path in caplog.text

@@ -51,12 +51,6 @@ def logprobs_of(num_tokens: int) -> TokenLogprobs:
     return TokenLogprobs.of(top[:, 0].astype(np.float32) / -4, top, top.astype(np.float32) / -8)
 
 
-@pytest.fixture(params=["disk", pytest.param("bucket", marks=pytest.mark.slow)])
-def store(request: pytest.FixtureRequest) -> Store:
-    place = request.getfixturevalue("tmp_path" if request.param == "disk" else "s3_uri")
-    return Store(str(place))
-
-
 def write_attempt(store: Store, identity: Identity, attempt: int, num_tokens: int) -> None:
     """Write all files of an attempt."""
     checkpoints = CheckpointStore(store, identity.fingerprint)
@@ -72,7 +66,6 @@ def write_attempt(store: Store, identity: Identity, attempt: int, num_tokens: in
 def put_stranger_s(store: Store, identity: Identity, name: str, elsewhere: Store) -> None:
     write_attempt(elsewhere, identity, 1, 9)
     data = elsewhere.read(f"checkpoints/{identity.job_id}/0001/{name}")
-    assert data is not None
     store.write(f"checkpoints/{JOB}/0002/{name}", data)
 
 

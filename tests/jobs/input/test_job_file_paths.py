@@ -189,7 +189,7 @@ def test_files_and_patterns_in_an_object_store_are_read(folder: Path, s3_store: 
     assert "expected '*' behind the last '/' alone" in refused(f"{s3_store.uri}/*/a.jsonl")
 
 
-class Hub(MemoryFileSystem):  # type: ignore[misc]
+class Hub(MemoryFileSystem):
     """A stand-in for the hub with `hf://` files."""
 
     protocol = "hf"

@@ -105,7 +105,6 @@ def test_a_call_is_kept_in_one_form_and_needs_no_content(tmp_path: Path) -> None
 def test_a_call_without_arguments_has_none(tmp_path: Path) -> None:
     calls = [{"function": {"name": "f"} | each} for each in ({}, {"arguments": ""}, {"arguments": "{}"})]
     (job,), _ = read(tmp_path, message(role="assistant", tool_calls=calls))
-    assert job.messages is not None
     assert [call.function.arguments for call in job.messages[0].tool_calls] == ["{}"] * 3
 
 

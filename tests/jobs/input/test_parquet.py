@@ -140,7 +140,6 @@ def test_messages_and_bodies_are_structs_or_json(tmp_path: Path) -> None:
     as_text, _ = read(write(tmp_path / "text.parquet", ids | {"messages": text}))
     assert rejects == []
     assert as_structs == as_text
-    assert as_structs[1].messages is not None
     assert as_structs[1].messages[0].name == "Ann"
     bodies = [{"prompt": "Once", "max_tokens": 5, "stop": None}, {"prompt": "Twice", "max_tokens": None, "stop": "END"}]
     head = {"custom_id": ["a", "b"], "method": ["POST"] * 2, "url": ["/v1/completions"] * 2}

@@ -144,7 +144,6 @@ def test_a_mass_of_nothing_keeps_the_likeliest_token(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["text", "input_text", "output_text"])
 def test_a_part_of_text_is_one_by_each_of_its_names(tmp_path: Path, kind: str) -> None:
     [line] = same(tmp_path, CHAT | {"messages": [{"role": "user", "content": [{"type": kind, "text": "Hello"}]}]})
-    assert line.messages is not None
     assert line.messages[0].content == "Hello"
 
 

@@ -42,7 +42,7 @@ def fail(run: Run, records: Sequence[JobRecord], code: str = "cancelled", messag
 
 def output(run: Run) -> list[dict[str, Any]]:
     run.write_output()
-    lines = [json.loads(line) for line in (run.store.read("output.jsonl") or b"").splitlines()]
+    lines = [json.loads(line) for line in run.store.read("output.jsonl").splitlines()]
     assert [json.loads(json.dumps(line)) for line in run.joined_lines()] == lines
     return lines
 

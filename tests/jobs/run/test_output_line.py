@@ -124,7 +124,7 @@ def test_calls_stand_beside_what_a_chat_says(finish_reason: str, expected: str) 
     record, calls = JobRecord("a-1", CHAT, 4, 3), ToolCalls(CALLED, None, "from a channel")
     messages = []
     for reasoning in (None, Reasoning("hm", "all of it", 1)):
-        line = success_line(record, "run-1", "text", finish_reason, reasoning=reasoning, calls=calls, **made)  # type: ignore[arg-type]
+        line = success_line(record, "run-1", "text", finish_reason, reasoning=reasoning, calls=calls, **made)
         assert parse_line(dump_line(line), "a-1", "fp") == line
         assert is_plain_result(dump_line(line).strip(), "a-1", "fp")
         choice = line["response"]["body"]["choices"][0]

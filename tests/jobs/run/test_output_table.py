@@ -33,7 +33,7 @@ def chat_record(name: str, *messages: dict[str, Any], **template: Any) -> JobRec
     sampling = SamplingParams(max_tokens=5, seed=1, temperature=0.5, top_p=0.9)
     url = "/v1/chat/completions"
     options = TemplateOptions(**template) if template else None
-    job = Job(custom_id=name, url=url, messages=messages, template=options, sampling=sampling)  # type: ignore[arg-type]
+    job = Job(custom_id=name, url=url, messages=messages, template=options, sampling=sampling)
     return JobRecord(job.job_id("f1"), job, 1, 3)
 
 
@@ -157,7 +157,7 @@ def test_fields_are_columns_in_the_order_that_was_said_and_an_unknown_one_names_
     finish(run, record, "text of a")
     fields = ["source", "text", "custom_id"]
     for kind in ("jsonl", "parquet", "chat"):
-        [row] = written(run, kind, fields)  # type: ignore[arg-type]
+        [row] = written(run, kind, fields)
         assert list(row.items()) == [("source", "book"), ("text", "text of a"), ("custom_id", "a")]
     with pytest.raises(UserError, match=r"--fields: found 'sauce', expected some of: custom_id, .*, source"):
         written(run, "jsonl", ["text", "sauce"])

@@ -206,7 +206,7 @@ def test_jobs_come_back_as_they_went_in_and_in_order(run: Run) -> None:
     chat = Job(
         custom_id="talk \u2028 \U0001f600",
         url="/v1/chat/completions",
-        messages=[{"role": "user", "content": "Hello"}],  # type: ignore[arg-type]
+        messages=[{"role": "user", "content": "Hello"}],
         sampling=SamplingParams(max_tokens=5, seed=2**63 - 1, temperature=0.1, min_p=0.3),
     )
     records = [make_record("b", 1), JobRecord(chat.job_id("f1"), chat, 2, 9), make_record("a", 3)]
@@ -240,7 +240,7 @@ def test_rejects_come_back_as_they_went_in(run: Run) -> None:
     run.write_rejects([Reject(3, "old", "from the submission before")])
     run.write_rejects(rejects)
     assert run.rejects() == rejects
-    assert len((run.store.read("rejects.jsonl") or b"").decode().splitlines()) == 2
+    assert len(run.store.read("rejects.jsonl").decode().splitlines()) == 2
 
 
 def test_a_finished_result_is_never_overwritten(run: Run) -> None:

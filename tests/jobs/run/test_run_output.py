@@ -47,7 +47,7 @@ def test_output_holds_every_finished_and_failed_job_in_input_order(run: Run) -> 
     )
     run.write_error(records[0].job_id, failed_line("d", "too early"))
     run.write_output()
-    lines = (run.store.read("output.jsonl") or b"").decode().splitlines()
+    lines = run.store.read("output.jsonl").decode().splitlines()
     assert [json.loads(line)["custom_id"] for line in lines] == ["d", "c", "b", "a"]
     rows = read_table(run.store)
     assert [row["status"] for row in rows] == ["finished", "failed", "cancelled", "finished"]

@@ -64,9 +64,7 @@ def test_results_and_errors_are_read_counted_and_put_out_together(run: tuple[Run
     assert opened.ended()[1] == {records[4].job_id}
     assert count_jobs(opened) == {"pending": 0, "running": 0, "finished": 4, "failed": 0, "cancelled": 1}
     assert [line["custom_id"] for line in opened.joined_lines()] == list(NAMES)
-    found = opened.result(records[1].job_id)
-    assert found is not None
-    assert found["custom_id"] == "b"
+    assert opened.result(records[1].job_id)["custom_id"] == "b"
     lines = opened.result_lines([records[3].job_id, records[2].job_id, "none", records[0].job_id])
     assert [line and line["custom_id"] for line in lines] == ["d", "c", None, "a"]
     queue = load_queue(Run.open(made.store.uri), 5)

@@ -68,9 +68,7 @@ def fail(run: Run, *records: JobRecord, code: str = "attempts_failed", message: 
 
 
 def shards_of(run: Run, epoch: int = 1, check: Callable[[], None] = lambda: None) -> Shards:
-    found = Shards.of(Run.open(run.store.uri), epoch, check)
-    assert found is not None
-    return found
+    return Shards.of(Run.open(run.store.uri), epoch, check)
 
 
 def files(store: Store) -> dict[str, bytes]:

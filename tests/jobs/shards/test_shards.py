@@ -135,7 +135,7 @@ def test_messages_keep_their_earlier_calls_and_thoughts() -> None:
         {"role": "tool", "content": "rain", "tool_call_id": "c1"},
     ]
     sampling = SamplingParams(max_tokens=5, seed=0)
-    job = Job(custom_id="a", url="/v1/chat/completions", messages=said, sampling=sampling)  # type: ignore[arg-type]
+    job = Job(custom_id="a", url="/v1/chat/completions", messages=said, sampling=sampling)
     row = failed_row(JobRecord("a-1", job, 1, 3), "cancelled", "")
     found = pa.Table.from_pylist([row], schema=arrow_schema(COLUMNS)).to_pylist()[0]["messages"]
     kept = [{name: value for name, value in message.items() if value is not None} for message in found]
@@ -222,7 +222,7 @@ def test_a_run_that_is_asked_for_shards_later_puts_all_into_them(tmp_path: Path)
 
 
 def damage(store: Store, path: str) -> None:
-    store.write(path, (store.read(path) or b"").replace(b"text of", b"test of"))
+    store.write(path, store.read(path).replace(b"text of", b"test of"))
 
 
 def test_a_damaged_result_holds_up_its_line_alone_and_a_planned_shard_until_it_is_there_again(tmp_path: Path) -> None:
@@ -326,7 +326,7 @@ def test_kept_columns_are_columns_of_all_shards_and_later_lines_may_bring_more(t
         run.store.delete(f"{DATA}/{name}")
     shards_of(run, 3).catch_up(is_end=True)
     assert files(run.store).items() >= before.items()  # a deleted one comes back as it was
-    card = (run.store.read("shards/README.md") or b"").decode()
+    card = run.store.read("shards/README.md").decode()
     features = yaml.safe_load(card.split("---")[1])["dataset_info"]["features"]
     assert features[-2:] == [{"name": 'odd: "name"', "list": "float64"}, {"name": "score_json", "dtype": "string"}]
     assert {"name": "score", "dtype": "int64"} in features

@@ -66,7 +66,6 @@ def running_s3_server() -> Iterator[S3Server]:
     """Start the server on a free port, make the bucket, and end it afterwards."""
     process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE)
     try:
-        assert process.stdout is not None
         server = S3Server(f"127.0.0.1:{int(process.stdout.readline())}")
         urllib.request.urlopen(urllib.request.Request(f"{server.url}/{BUCKET}", method="PUT"), timeout=60).close()
         yield server

@@ -127,7 +127,7 @@ def test_no_file_of_a_run_and_no_output_holds_credentials(
     assert "tokens.bin" in seen  # the warning of the damaged file
     assert "worker lost" in seen  # the output
     for path in all_files(run.store, ""):
-        seen += (run.store.read(path) or b"").decode("latin1")
+        seen += run.store.read(path).decode("latin1")
     assert [secret for secret in (ACCESS_KEY, SECRET_KEY, quote(SECRET_KEY, safe="")) if secret in seen] == []
 
 

@@ -81,13 +81,11 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> No
     store = Store(str(tmp_path))
     for round_number in range(6):
         writer = subprocess.Popen([sys.executable, "-c", WRITER, tmp_path], cwd=ROOT, stdout=subprocess.PIPE)
-        assert writer.stdout is not None
         writer.stdout.readline()
         time.sleep(0.002 * round_number)
         writer.send_signal(signal.SIGKILL)
         writer.communicate()
         data = store.read("file")
-        assert data is not None
         assert len(data) == 3_000_000
         assert len(set(data)) == 1
         assert store.list("") == ["file"]

@@ -43,7 +43,7 @@ def test_keywords_become_arguments() -> None:
 
 def test_an_unknown_keyword_names_the_known_ones() -> None:
     with pytest.raises(swiftbatch.UserError, match=r"no option 'worker'; expected one of .*workers"):
-        swiftbatch.submit("jobs.jsonl", worker=2)  # type: ignore[call-arg]
+        swiftbatch.submit("jobs.jsonl", worker=2)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,6 @@ def test_a_killed_run_goes_on_and_each_result_comes_once(tmp_path: Path, tiny_mo
     rows = [_job("two", n=2), _job("one", max_tokens=30), _job("bad", top_p=95), _job("three")]
     model = str(tiny_model)
     run = swiftbatch.submit(rows[:1], run=tmp_path / "run", model=model)
-    assert run._process is not None
     os.kill(run._process._process.pid, signal.SIGKILL)
     with pytest.raises(swiftbatch.UserError, match="nothing is lost, submit the same jobs again"):
         run.wait()
@@ -143,7 +142,6 @@ def test_a_stopped_run_of_a_table_goes_on(tmp_path: Path, tiny_model: Path) -> N
     table = pa.Table.from_pylist([_job(name, max_tokens=60) for name in "ab"])
     run = swiftbatch.submit(table, run=tmp_path / "run", model=str(tiny_model))
     assert swiftbatch.Run.open(run.uri).stop().jobs["finished"] < 2  # as in a restarted notebook
-    assert run._process is not None
     assert run._process.wait(10.0)
     again = swiftbatch.submit(table, run=tmp_path / "run", model=str(tiny_model))
     assert again.wait(bar=True).jobs["finished"] == 2

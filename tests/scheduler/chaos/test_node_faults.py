@@ -59,7 +59,7 @@ class Scene:
 
 
 class _Node(SimpleNamespace):
-    __hash__ = object.__hash__  # type: ignore[assignment]
+    __hash__ = object.__hash__
 
 
 def test_a_node_is_cut_off_until_its_time_is_over_and_not_troubled_twice() -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.jobs.python_processes import environment_of_code, module_command
-from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.python_processes import environment_of_code
 from swiftbatch.scheduler.cluster import worker_code
 from swiftbatch.scheduler.cluster.ray_actors import last_words
 from swiftbatch.scheduler.cluster.worker_code import PACKAGE, ROOMS, OtherCodeError, own_code
@@ -19,7 +18,6 @@ from tests import ROOT
 
 pytestmark = pytest.mark.ray
 
-LINE = {"custom_id": "a", "prompt": "The lighthouse", "max_tokens": 3, "ignore_eos": True}
 IN_A_WORKER = """
 import json, os, sys
 from swiftbatch.scheduler.cluster import worker_code
@@ -49,30 +47,6 @@ def in_a_worker(place: Path, folder: Path, digest: str, how: str) -> str:
     command = [sys.executable, "-P", "-c", IN_A_WORKER, str(place), str(folder / PACKAGE), digest, how]
     ran = subprocess.run(command, env=environment_of_code(), capture_output=True, text=True, check=True)
     return str(json.loads(ran.stdout))
-
-
-@pytest.fixture
-def users_folder(tmp_path: Path) -> Path:
-    folder = tmp_path / "user's"
-    (folder / "metrics").mkdir(parents=True)
-    (folder / "metrics" / "__init__.py").write_text("raise SystemExit('a file of the user was run')")
-    for name in ("jobs", "worker", "pyarrow", "numpy", "torch", "sitecustomize"):
-        (folder / f"{name}.py").write_text("raise SystemExit('a file of the user was run')")
-    (folder / "jobs.jsonl").write_text(json.dumps(LINE) + "\n")
-    return folder
-
-
-@pytest.mark.slow  # test_many_nodes.py has such files, too
-def test_a_run_is_not_disturbed_by_files_of_the_same_names_where_the_command_is_given(users_folder: Path) -> None:
-    ran = subprocess.run(
-        module_command("swiftbatch.scheduler.cli", "submit", "jobs.jsonl", "--run", "run"),
-        env=environment_of_code(),
-        cwd=users_folder,
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert len(Run.open(str(users_folder / "run")).ended()[0]) == 1
 
 
 @pytest.mark.parametrize("how", ["here", "sent"])

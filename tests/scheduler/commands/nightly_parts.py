@@ -17,7 +17,6 @@ def held_elsewhere(runs: Path) -> Iterator[subprocess.Popen[str]]:
     )
     command = [sys.executable, "-c", program, str(runs)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
         yield process
         process.kill()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.jobs.run import run_parts
-from tests.scheduler.commands.command_parts import invoke, job, refusal, write_jobs
+from tests.scheduler.commands.command_parts import invoke, job, pretend_to_run, refusal, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
 
 
@@ -81,8 +80,7 @@ def test_a_line_is_cancelled_with_all_its_choices_and_those_that_are_finished_st
 
 def test_a_driver_is_asked_to_cancel_every_choice_that_has_not_ended(run: Run) -> None:
     finish(run, run.jobs()[2])
-    alive = {"state": "running", "driver_host": "elsewhere", "driver_pid": 1, "driver_process": None}
-    run.write_progress(current_progress(run).model_copy(update=alive | {"updated": time.time()}))
+    pretend_to_run(run)
     assert "asked the driver to cancel job many" in invoke("cancel", run.store.uri, "many").output
     asked = {record.job.name for record in run.jobs() if record.job_id in run.cancel_requests()[1]}
     assert asked == {"many[0]", "many[2]"}

@@ -55,7 +55,7 @@ def extend(run: Run, *args: str, code: int = 0) -> str:
 
 
 def lines(run: Run) -> dict[str, int]:
-    found = [json.loads(line) for line in (run.store.read("output.jsonl") or b"").splitlines()]
+    found = [json.loads(line) for line in run.store.read("output.jsonl").splitlines()]
     responses = {line["custom_id"]: line["response"] for line in found}
     return {name: response["body"]["usage"]["completion_tokens"] for name, response in responses.items() if response}
 

@@ -33,7 +33,6 @@ def test_a_used_up_limit_starts_nothing_and_says_how_to_go_on(run: Run) -> None:
     status = invoke("status", run.store.uri)
     assert f"stopped at {reached}\nno driver runs it; go on with: swiftbatch resume {run.store.uri}\n" in status.output
     progress = run.progress()
-    assert progress is not None
     assert (progress.num_total_tokens, progress.worker_seconds) == (5012, 1800.0)
 
 

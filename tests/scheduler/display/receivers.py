@@ -61,7 +61,7 @@ def receiver(answer: Callable[[Any, int], None], tls: ssl.SSLContext | None = No
     handler = type("OneHandler", (Handler,), {"inbox": inbox, "answer": staticmethod(answer)})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads, server.block_on_close = True, False
-    server.handle_error = lambda request, address: None  # type: ignore[method-assign]  # clients that hang up
+    server.handle_error = lambda request, address: None  # clients that hang up
     if tls is not None:
         server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
     inbox.url = f"{'http' if tls is None else 'https'}://127.0.0.1:{server.server_port}/hooks?key=hidden"

@@ -133,8 +133,6 @@ def test_json_is_one_documented_object_a_line(written: dict[str, Written], folde
 
 def test_a_reader_that_goes_away_does_not_end_the_run(written: dict[str, Written], folder: Path) -> None:
     with started("resume", str(folder / "plain")) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
         process.stdout.close()
         assert process.wait(DEADLINE_SECONDS) == 1  # a line of the job file was rejected
         assert process.stderr.read() == ""

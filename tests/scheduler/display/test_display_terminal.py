@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -21,7 +20,7 @@ from tests.scheduler.driving import DEADLINE_SECONDS, swiftbatch
 
 pytestmark = pytest.mark.ray
 
-NUM_TOKENS = 16_000
+NUM_TOKENS = 4000  # of several seconds
 NUM_LINES = 40
 
 
@@ -41,12 +40,11 @@ class Seen:
 @pytest.fixture(scope="module")
 def seen(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     folder = tmp_path_factory.mktemp("t")
-    model_folder = _with_more_positions(tiny_model, folder / "model")
     run, jobs_file = folder / "run", folder / "jobs.jsonl"
     job = {"prompt": "the quick brown", "max_tokens": NUM_TOKENS, "ignore_eos": True, "min_p": 0.02}
     jobs = [job | {"custom_id": "first"}, job | {"custom_id": "the\x1b[2Jsecond\nwith a name that is long" + 40 * "."}]
     jobs_file.write_text("".join(json.dumps(line) + "\n" for line in [*jobs, {"custom_id": "bad"}]))
-    model = ["--model", str(model_folder), "--threads", "1", "--dtype", "float32"]
+    model = ["--model", str(tiny_model), "--threads", "1", "--dtype", "float32"]
     often = ["--slots", "2", "--checkpoint-seconds", "0.3"]
     with ExitStack() as stack:
         command = swiftbatch("submit", str(jobs_file), "--run", str(run), *model, *often)
@@ -58,22 +56,12 @@ def seen(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
         return _watch_a_worker_die(run, terminal, watcher, json_watch)
 
 
-def _with_more_positions(model: Path, copy: Path) -> Path:
-    """Copy a model with more positions, for jobs of several seconds."""
-    shutil.copytree(model, copy)
-    config = copy / "config.json"
-    config.write_text(config.read_text().replace('"max_position_embeddings": 4096', '"max_position_embeddings": 32768'))
-    return copy
-
-
 def _watch_a_worker_die(run: Path, terminal: Terminal, watcher: Terminal, json_watch: subprocess.Popen[str]) -> Seen:
     narrow = terminal.wait_for(lambda text: "2 jobs, " in text and "tokens/step" in text)
     terminal.resize(140, NUM_LINES)
     wide = terminal.wait_for(lambda text: ", process " in text)
     is_hidden = terminal.screen.cursor.hidden
-    progress = Run.open(str(run)).progress()
-    assert progress is not None
-    os.kill(progress.workers[0].pid, signal.SIGKILL)
+    os.kill(Run.open(str(run)).progress().workers[0].pid, signal.SIGKILL)
     exit_code = terminal.wait()
     watch_code = watcher.wait()
     watch_json, _ = json_watch.communicate(timeout=DEADLINE_SECONDS)
@@ -86,7 +74,7 @@ def test_80_columns_show_the_run_its_workers_and_their_jobs(seen: Seen) -> None:
     figures = seen.narrow[_row(seen.narrow, "run ") :]
     assert figures[0].startswith("run    running for 0:")
     assert figures[1].startswith("tokens ")
-    assert figures[1].endswith("of up to 32,000")
+    assert figures[1].endswith("of up to 8,000")
     assert figures[2] == "jobs   2 running; 1 line rejected"
     assert " tokens/step" in figures[3]  # with the share of chains, if any
     assert figures[4].startswith("safety checkpoint ")
@@ -95,7 +83,7 @@ def test_80_columns_show_the_run_its_workers_and_their_jobs(seen: Seen) -> None:
     assert figures[6].startswith("  first ")
     assert figures[7].startswith("  the\\x1b[2Jsecond\\n")
     assert "…" in figures[7]
-    assert all(line.endswith("of up to 16,000") for line in figures[6:8])
+    assert all(line.endswith("of up to 4,000") for line in figures[6:8])
     assert not any(figures[8:])
 
 

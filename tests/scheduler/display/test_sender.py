@@ -200,7 +200,6 @@ def test_what_a_slow_receiver_does_not_take_in_time_is_told_of() -> None:
             sender.put(WebhookMessage("job.ended", {"number": number}))
         sender.finish(END, 5.0)  # all of it would take 25
         assert END.id in {request.headers["webhook-id"] for request in inbox.requests}
-    assert sender.failure is not None
     # depends on the machine's load
     ways = r"it was too slow for the last \d+|no answer within 0\.\d s|it took no message.*"
     assert re.fullmatch(ways, sender.failure)

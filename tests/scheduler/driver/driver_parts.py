@@ -124,7 +124,6 @@ def last_beat_of_a_stopped(driver: Driver, run: Run, display: RecordingDisplay) 
     display.on_update = lambda progress: driver.request_stop() if progress.num_generated_tokens > 100 else None
     assert driver.run() == "interrupted"
     progress = run.progress()
-    assert progress is not None
     assert progress.state == "interrupted"
     return progress
 
@@ -164,9 +163,7 @@ def job_id(run: Run, custom_id: str) -> str:
 
 
 def token_hash(run: Run, custom_id: str) -> str:
-    line = run.result(job_id(run, custom_id))
-    assert line is not None
-    return str(line["response"]["body"]["choices"][0]["token_ids_sha256"])
+    return str(run.result(job_id(run, custom_id))["response"]["body"]["choices"][0]["token_ids_sha256"])
 
 
 def undisturbed_hash(num_tokens: int) -> str:
@@ -181,6 +178,4 @@ def assert_undisturbed(run: Run, jobs: Mapping[str, int]) -> None:
 
 
 def result_metrics(run: Run, custom_id: str) -> dict[str, Any]:
-    line = run.result(job_id(run, custom_id))
-    assert line is not None
-    return dict(line["response"]["body"]["metrics"])
+    return dict(run.result(job_id(run, custom_id))["response"]["body"]["metrics"])

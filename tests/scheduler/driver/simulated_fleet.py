@@ -169,7 +169,7 @@ class SimulatedRun:
         self._calls: list[tuple[Worker, Orders]] = []
         self._tokens: dict[str, int] = {}
         queue, fleet = load_queue(self.run, 5), _Fleet(self)
-        context = make_context(self.run, fleet, queue, counters=self.counters, workers=num_workers)  # type: ignore[arg-type]
+        context = make_context(self.run, fleet, queue, counters=self.counters, workers=num_workers)
         context = replace(context, num_slots=None)
         self.queue, self._dispatcher = queue, Dispatcher(context)
         self._intake = ReportIntake(context, AttemptSettlement(context))

@@ -90,7 +90,7 @@ def test_a_damaged_file_is_named_and_the_one_before_counts(store: Store, caplog:
     attempts = Attempts.read(store, 1)
     attempts.begin("job")
     kept(attempts)
-    store.write(f"{FOLDER}/0002.json", (store.read(f"{FOLDER}/0001.json") or b"").replace(b":1", b":7"))
+    store.write(f"{FOLDER}/0002.json", store.read(f"{FOLDER}/0001.json").replace(b":1", b":7"))
     assert Attempts.read(store, 3).count("job") == 1
     assert f"skipped {FOLDER}/0002.json" in caplog.text
 

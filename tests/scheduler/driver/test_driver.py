@@ -83,13 +83,11 @@ def test_a_failing_job_is_given_up_with_its_reason_and_the_others_finish(tmp_pat
     assert state == "finished"
     assert run.ended()[0] == {job_id(run, "good")}
     error = run.error(job_id(run, "fails-always"))
-    assert error is not None
     assert error["error"]["code"] == "attempts_failed"
     assert "after 2 attempts" in error["error"]["message"]
     assert "it always fails" in error["error"]["message"]
     assert counters.num_preemptions == {"attempt_failed": 2}
     refused = run.error(job_id(run, "refused"))
-    assert refused is not None
     assert refused["error"] == {"code": "logits_not_finite", "message": "given up: its numbers are none"}  # no retries
     assert counters.jobs_finished == {"failed": 2}
 
@@ -98,9 +96,7 @@ def test_a_job_that_kills_its_workers_takes_no_neighbour_with_it(tmp_path: Path,
     run = make_run(tmp_path / "run", {"kills-workers": 1000, "a": 900, "b": 30})
     assert make_driver(run, cluster, RecordingDisplay(), workers=1, slots=3, attempts=3).run() == "finished"
     assert run.ended()[0] == {job_id(run, "a"), job_id(run, "b")}
-    error = run.error(job_id(run, "kills-workers"))
-    assert error is not None
-    assert "its process ended" in error["error"]["message"]
+    assert "its process ended" in run.error(job_id(run, "kills-workers"))["error"]["message"]
 
 
 def test_one_cancelled_job_ends_and_the_others_finish(tmp_path: Path, cluster: Cluster) -> None:
@@ -136,7 +132,6 @@ def test_a_result_in_the_store_counts_though_the_report_was_lost(tmp_path: Path,
     other = make_run(tmp_path / "other", {"a": 30})
     make_driver(other, cluster, RecordingDisplay(), workers=1).run()
     late = other.result(job_id(other, "a"))
-    assert late is not None
     late["id"] = line_id(job_id(run, "a"))
 
     def finish_behind_its_back(progress: Progress) -> None:

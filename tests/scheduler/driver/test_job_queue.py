@@ -67,9 +67,7 @@ def test_where_the_longest_has_no_room_a_shorter_one_goes_first_and_the_longest_
     queue = JobQueue(max_attempts=5)
     for line_number, (name, max_tokens) in enumerate([("huge", 9000), ("long", 5000), ("short", 90)], start=1):
         queue.add(entry(name, max_tokens, line_number))
-    taken = queue.take("w1", 0.0, lambda growth: growth.end < 6000)
-    assert taken is not None
-    assert taken.job_id == "long"
+    assert queue.take("w1", 0.0, lambda growth: growth.end < 6000).job_id == "long"
     assert queue.take("w1", 0.0, lambda growth: False) is None
     assert [take(queue, "w1", 0.0) for _ in range(3)] == ["huge", "short", None]
 
@@ -98,9 +96,7 @@ def test_jobs_are_expected_to_become_as_long_as_those_that_have_ended() -> None:
     assert take(queue, "w1", 0.0) == "j0"
     assert queue.growths("w1") == [(10, 6410, 0)]
     for _ in range(150):
-        done = queue.take("w2", 0.0)
-        assert done is not None
-        queue.finish(done.job_id, 640)
+        queue.finish(queue.take("w2", 0.0).job_id, 640)
     [(now, end, _)] = queue.growths("w1")
     assert now == 10
     assert 600 < end < 1000

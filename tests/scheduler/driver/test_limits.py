@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.scheduler.cluster import ray_actors
 from swiftbatch.scheduler.cluster.ray_cluster import Cluster
 from swiftbatch.scheduler.driver.run_lease import current_progress
@@ -23,12 +21,6 @@ from tests.scheduler.driver.driver_parts import (
 JOBS = {"unlogged": 800, "short": 60}
 
 
-def last_beat(run: Run) -> Progress:
-    progress = run.progress()
-    assert progress is not None
-    return progress
-
-
 def test_at_each_limit_all_is_written_and_a_larger_one_goes_on_to_the_same_tokens(
     tmp_path: Path, cluster: Cluster
 ) -> None:
@@ -38,7 +30,7 @@ def test_at_each_limit_all_is_written_and_a_larger_one_goes_on_to_the_same_token
         display = RecordingDisplay()
         driver = make_driver(run, cluster, display, workers=1, limits=some)
         assert driver.run() == "interrupted"
-        beat = last_beat(run)
+        beat = run.progress()
         assert beat.reached_limit == driver.reached_limit is not None
         assert f"stopping at {beat.reached_limit}: nothing is lost" in display.notes
         assert ("--max-total-tokens" if number == 1 else "--max-worker-hours") in beat.reached_limit
@@ -47,8 +39,8 @@ def test_at_each_limit_all_is_written_and_a_larger_one_goes_on_to_the_same_token
         assert beat.worker_seconds > before  # the first driver's count is continued
         before = beat.worker_seconds
     assert make_driver(run, cluster, RecordingDisplay(), workers=1, slots=2).run() == "finished"
-    assert last_beat(run).reached_limit is None
-    assert last_beat(run).num_total_tokens == sum(JOBS.values())
+    assert run.progress().reached_limit is None
+    assert run.progress().num_total_tokens == sum(JOBS.values())
     assert_undisturbed(run, JOBS)
     assert result_metrics(run, "unlogged")["num_recovered_tokens"] > 100
 
@@ -59,7 +51,7 @@ def test_a_deadline_that_has_passed_starts_no_worker(
     run, display = make_run(tmp_path / "run", {"a": 10}), RecordingDisplay()
     monkeypatch.setattr(ray_actors, "create_actor", None)
     assert make_driver(run, cluster, display, limits=Limits(deadline=Deadline(time.time() - 1))).run() == "interrupted"
-    assert last_beat(run).num_total_tokens == 0
+    assert run.progress().num_total_tokens == 0
     assert current_progress(run).jobs["pending"] == 1
     assert run.result(job_id(run, "a")) is None
 
@@ -70,4 +62,4 @@ def test_a_user_who_stops_it_is_told_of_no_limit(tmp_path: Path, cluster: Cluste
     driver.request_stop()
     assert driver.run() == "interrupted"
     assert driver.reached_limit is None
-    assert last_beat(run).reached_limit is None
+    assert run.progress().reached_limit is None

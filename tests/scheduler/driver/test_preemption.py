@@ -31,7 +31,7 @@ from tests.scheduler.driver.driver_parts import (
     make_run,
     result_metrics,
 )
-from tests.scheduler.driving import is_alive
+from tests.scheduler.driving import is_alive, wait_until
 
 
 def test_a_worker_that_is_told_to_end_hands_its_jobs_back_whole_and_unblamed(tmp_path: Path, cluster: Cluster) -> None:
@@ -176,10 +176,7 @@ def test_a_stopped_worker_is_replaced_and_its_late_return_changes_nothing(tmp_pa
     assert any("is lost: it has not reported for " in note for note in display.notes)
     assert_undisturbed(run, jobs)
     assert max(result_metrics(run, name)["num_recovered_tokens"] for name in jobs) > 0
-    deadline = time.monotonic() + 60
-    while is_alive(stopped[0]):  # it is not left behind
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: not is_alive(stopped[0]))  # it is not left behind
 
 
 @dataclass
@@ -265,13 +262,8 @@ def test_why_a_worker_was_lost_is_said_in_a_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_worker_that_is_to_go_does_not_keep_its_successor_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        ray_actors, "create_actor", lambda *_, **__: SimpleNamespace(start=SimpleNamespace(remote=lambda *_: object()))
-    )
-    cluster: Any = SimpleNamespace(is_embedded=True, num_cpus_per_worker=lambda: 0, gives_gpus=lambda device: False)
-    fleet = Fleet(WorkerSpec(EngineConfig(), ""), cluster, timeout=20)
-    fleet.fill(2, 0.0)
+def test_a_worker_that_is_to_go_does_not_keep_its_successor_from_starting(silent: SilentFleet) -> None:
+    fleet = silent.fleet
     fleet.begin_drain(fleet.workers[0], "node_drained", 20.0)
     fleet.fill(2, 0.0)
     fleet.fill(2, 0.0)

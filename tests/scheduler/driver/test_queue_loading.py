@@ -122,7 +122,7 @@ def test_attempts_that_were_lost_without_progress_count_over_drivers(run: Run) -
     kills, moves, *_ = [record.job_id for record in run.jobs()]
     first = Attempts.read(run.store, 1)
     queue = load_queue(run, 3, first)
-    settlement = AttemptSettlement(make_context(run, None, queue, tries=first))  # type: ignore[arg-type]
+    settlement = AttemptSettlement(make_context(run, None, queue, tries=first))
     for job_id in (kills, moves) * 2:
         first.begin(job_id)
         settlement.put_back(job_id, "worker_died", "gone")

@@ -60,7 +60,6 @@ def test_a_worker_that_does_not_answer_holds_a_stop_up_for_the_grace_period_only
     display.on_update = stop
     assert driver.run() == "interrupted"
     progress = run.progress()
-    assert progress is not None
     assert set(progress.running) == {"stuck"}
     assert num_logged(run, "unlogged") > 0
     assert load_queue(run, 5).find(job_id(run, "stuck")).num_generated_tokens == progress.running["stuck"] > 0
@@ -90,9 +89,7 @@ def test_a_lost_cluster_ends_the_run_after_checkpoints_were_written(
         make_driver(run, cluster, display, workers=1, grace=3600.0).run()
     assert drains == [("cluster_lost", LOST_CLUSTER_SECONDS)]  # Ray itself would end the driver sooner than an hour
     assert num_logged(run, "unlogged") > 100
-    progress = run.progress()
-    assert progress is not None
-    assert progress.state == "interrupted"
+    assert run.progress().state == "interrupted"
 
 
 def test_a_store_that_fails_a_worker_stops_the_run_and_blames_no_job(tmp_path: Path, cluster: Cluster) -> None:
@@ -102,7 +99,6 @@ def test_a_store_that_fails_a_worker_stops_the_run_and_blames_no_job(tmp_path: P
     assert counters.num_preemptions == {}
     assert not run.ended()[1]
     progress = run.progress()
-    assert progress is not None
     assert progress.state == "interrupted"
     assert set(progress.running) == {"storeless", "good"}
 

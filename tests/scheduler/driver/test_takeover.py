@@ -177,6 +177,5 @@ def test_to_cancel_a_run_whose_driver_is_silent_keeps_that_driver_from_going_on(
 def test_a_claim_tells_the_host_and_process_and_no_address_of_the_run(run: Run) -> None:
     LeaseEpoch.begin(run)
     claim = read_model(run.store, "drivers/0001.json", DriverClaim)
-    assert claim is not None
     assert (claim.host, claim.pid) == (HERE, os.getpid())
-    assert run.store.uri not in (run.store.read("drivers/0001.json") or b"").decode()
+    assert run.store.uri not in run.store.read("drivers/0001.json").decode()

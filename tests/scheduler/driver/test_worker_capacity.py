@@ -133,15 +133,14 @@ def test_each_worker_has_room_for_one_where_none_has_a_job_left_of_those_that_it
         one.num_fitting = 0
     queue, fleet = JobQueue(5), SimpleNamespace(workers=workers, pace=StepPace())
     queue.add(JobEntry("job", "job", 0, 1, 1000))
-    most = WorkerCapacity(None, fleet).most_anywhere()  # type: ignore[arg-type]
+    most = WorkerCapacity(None, fleet).most_anywhere()
     assert most == 1
-    assert LoadBalancer(queue, fleet, 2).plan(most) is None, "one job needs no plan"  # type: ignore[arg-type]
+    assert LoadBalancer(queue, fleet, 2).plan(most) is None, "one job needs no plan"
 
 
 def test_what_layers_with_windows_forget_is_room_for_more_jobs() -> None:
     one = worker(most_pages([LONG]))
     assert not slots(None, one).has_room(one, [LONG], LONG)
-    assert one.info is not None
     one.info = replace(one.info, held_positions=HeldPositions(500, 0.25))
     assert slots(None, one).has_room(one, [LONG], LONG)
     assert not slots(None, one).has_room(one, [LONG] * 2, LONG)

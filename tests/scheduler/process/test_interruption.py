@@ -181,7 +181,6 @@ def test_a_process_that_is_stopped_while_it_waits_for_a_call_waits_on() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", WAITING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
         process.send_signal(signal.SIGSTOP)
         time.sleep(2 * signals.POLL_SECONDS)

@@ -76,10 +76,8 @@ def test_a_live_driver_in_a_container_is_not_taken_for_dead_nor_one_with_its_num
     run = Run.planned(str(tmp_path / "run"), MANIFEST).made()
     command = [*UNSHARED, sys.executable, "-c", CLAIM, run.store.uri]
     with subprocess.Popen([*command, "60"], cwd=ROOT, stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdout is not None
         assert first.stdout.readline() == "held\n"
         progress = run.progress()
-        assert progress is not None
         assert (progress.driver_host, progress.driver_pid) == (HERE, 1)
         with pytest.raises(RunTakenError, match="process 1 on"):
             LeaseEpoch.begin(run, may_take_over=True)

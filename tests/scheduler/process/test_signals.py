@@ -21,7 +21,7 @@ from swiftbatch.scheduler.driver.run_lease import current_progress
 from tests.scheduler.commands.nightly_parts import held_elsewhere
 from tests.scheduler.display.terminal_parts import Terminal
 from tests.scheduler.driver.driver_parts import make_run
-from tests.scheduler.driving import DEADLINE_SECONDS, swiftbatch
+from tests.scheduler.driving import DEADLINE_SECONDS, swiftbatch, wait_until
 from tests.scheduler.process.signal_parts import JOB, NO_HANDLER_YET, Submission, heard, submission
 
 pytestmark = pytest.mark.ray
@@ -47,17 +47,6 @@ def test_a_group_that_is_told_to_end_while_ray_starts_is_gone_soon(tmp_path: Pat
         assert f"nothing is lost, go on with: swiftbatch resume {command.run}" in command.output()
 
 
-@pytest.mark.slow  # between the moments of the test above and of the one under nohup
-def test_a_group_that_is_told_to_end_while_workers_start_is_gone_soon(tmp_path: Path, tiny_model: Path) -> None:
-    with submission(tmp_path, tiny_model) as command:
-        command.wait_for(lambda: "starting workers" in command.output())
-        started = time.monotonic()
-        check_end(command, command.end(signal.SIGHUP, to_group=True))
-        assert time.monotonic() - started < SOON_SECONDS
-        assert "nothing is lost" in command.output()
-        assert "is lost:" not in command.output()  # only the driver tells workers
-
-
 def newest_beat(run: Path, pid: int) -> Progress | None:
     try:
         progress = Run.open(str(run)).progress()
@@ -80,13 +69,6 @@ def is_in(mask: str, pid: int, number: signal.Signals) -> bool:
     return bool(bits >> (number - 1) & 1)
 
 
-def wait_for_handler(process: subprocess.Popen[str], number: signal.Signals) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not is_in("SigCgt", process.pid, number):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_commands_that_wait_or_compute_end_in_a_line(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", {"a": 300})
     alive = {"state": "running", "updated": time.time(), "driver_host": "elsewhere", "driver_pid": 1}
@@ -100,10 +82,9 @@ def test_commands_that_wait_or_compute_end_in_a_line(tmp_path: Path) -> None:
     with ExitStack() as stack:
         stack.enter_context(held_elsewhere(tmp_path / "runs"))
         started = [stack.enter_context(heard(swiftbatch(*command))) for command in commands]
-        assert started[0].stdout is not None
         assert started[0].stdout.readline().startswith(run.store.uri)
         for process in started:
-            wait_for_handler(process, signal.SIGHUP)
+            wait_until(lambda pid=process.pid: is_in("SigCgt", pid, signal.SIGHUP))
             process.send_signal(signal.SIGHUP)
         for process in started:
             _, errors = process.communicate(timeout=DEADLINE_SECONDS)
@@ -152,7 +133,6 @@ def test_under_nohup_a_run_outlives_its_terminal_and_is_drained_without_one(tmp_
         os.killpg(pid, signal.SIGTERM)  # only the driver tells workers
         assert terminal.process.wait(DEADLINE_SECONDS) == 130
     beat = newest_beat(run, pid)
-    assert beat is not None
     assert (beat.state, beat.running) == ("interrupted", {})  # nothing lacks a checkpoint
     opened = Run.open(str(run))
     checkpoints = CheckpointStore.of(opened)
@@ -160,25 +140,6 @@ def test_under_nohup_a_run_outlives_its_terminal_and_is_drained_without_one(tmp_
     unfinished = [record.job_id for record in opened.jobs() if record.job_id not in finished]
     kept = sum(len(checkpoints.read_log(job_id).token_ids) for job_id in unfinished)
     assert kept + JOB["max_tokens"] * (len(NAMES) - len(unfinished)) == beat.num_generated_tokens > 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_driver_that_was_stopped_for_a_while_goes_on(tmp_path: Path, tiny_model: Path) -> None:
-    with submission(tmp_path, tiny_model) as command:
-        command.wait_for(lambda: num_tokens(command.run, command.process.pid))
-        command.process.send_signal(signal.SIGSTOP)
-        time.sleep(45)
-        told = subprocess.run(
-            swiftbatch("status", str(command.run)), capture_output=True, text=True, timeout=60, check=True
-        )
-        command.process.send_signal(signal.SIGCONT)
-        assert command.process.wait(DEADLINE_SECONDS) == 0
-        assert "no driver runs it" not in told.stdout
-        assert f"no word from the driver, process {command.process.pid} on " in told.stdout
-        assert "lost" not in command.output()
-        assert "run finished; jobs: 2 finished" in command.output()
-        assert command.left_behind() == []
 
 
 @pytest.mark.slow

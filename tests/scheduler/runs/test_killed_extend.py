@@ -48,7 +48,6 @@ def run(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Ru
 @contextlib.contextmanager
 def as_a_process_that_is_no_more() -> Iterator[pytest.MonkeyPatch]:
     key = own_key()
-    assert key is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_lease, "own_key", lambda: key.model_copy(update={"start_ticks": key.start_ticks - 1}))
         yield patch

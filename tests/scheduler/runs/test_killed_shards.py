@@ -52,13 +52,7 @@ def go_on(uri: str) -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
-    ("place", "kind", "step"),
-    [
-        ("disk", "parquet:2", 2),
-        pytest.param("disk", "parquet:2", 1, marks=pytest.mark.slow),
-        ("disk", "jsonl:2", 5),
-        ("s3", "jsonl:2", 6),
-    ],
+    ("place", "kind", "step"), [("disk", "parquet:2", 2), ("disk", "jsonl:2", 5), ("s3", "jsonl:2", 6)]
 )
 def test_after_a_kill_at_any_moment_the_next_driver_completes_the_shards(
     place: str, kind: str, step: int, tmp_path: Path, request: pytest.FixtureRequest

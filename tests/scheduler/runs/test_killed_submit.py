@@ -132,7 +132,6 @@ def remembered(make: Callable[..., Any]) -> Callable[..., Any]:
 def submit_killed(path: str, uri: str, patch: pytest.MonkeyPatch) -> None:
     """Submit a file, as a process that is no more will have done."""
     key = own_key()
-    assert key is not None
     patch.setattr(run_lease, "own_key", lambda: key.model_copy(update={"start_ticks": key.start_ticks - 1}))
     with submission.submission(path, uri, Settings()):
         pass
@@ -203,7 +202,7 @@ def check_commands(uri: str, path: str, known: set[str], command: str) -> None:
     run = Run.open(uri)
     assert run.priorities() == {name: PRIORITIES[name] for name in expected if PRIORITIES[name]}
     assert len(run.ended()[0]) == sum(NUM_CHOICES[name] for name in expected)
-    lines = [json.loads(line) for line in (run.store.read("output.jsonl") or b"").splitlines()]
+    lines = [json.loads(line) for line in run.store.read("output.jsonl").splitlines()]
     found = {line["custom_id"]: len(line["response"]["body"]["choices"]) for line in lines}
     assert (found, len(lines)) == ({name: NUM_CHOICES[name] for name in expected}, len(expected))
 

@@ -70,7 +70,7 @@ def test_a_store_that_is_away_is_told_within_ten_seconds_and_once_a_minute(monke
     told: list[Event] = []
     display = SimpleNamespace(note=told.append)
     counted: list[None] = []
-    watch = launch.StoreWatch("s3://bucket/run", 120.0, lambda: counted.append(None), display)  # type: ignore[arg-type]
+    watch = launch.StoreWatch("s3://bucket/run", 120.0, lambda: counted.append(None), display)
 
     def retry(moment: float) -> int:
         monkeypatch.setattr(launch.time, "monotonic", lambda: moment)

@@ -39,7 +39,6 @@ def rewritten(run: Run, change: Callable[[dict[str, Any]], object]) -> Run:
     """Change the choice of a run's only result."""
     [job_id] = run.job_ids()
     line = run.result(job_id)
-    assert line is not None
     change(line["response"]["body"]["choices"][0])
     run.store.delete_folder("results")
     run.write_segment("forged", ResultSegment([(job_id, line)]))

@@ -53,7 +53,7 @@ class Server:
         return self.client.batches.create(
             input_file_id=input_file_id,
             endpoint="/v1/completions",
-            completion_window=window,  # type: ignore[arg-type]
+            completion_window=window,
         ).id
 
     def ended(self, batch_id: str) -> Batch:
@@ -62,7 +62,6 @@ class Server:
         return wait_until(lambda: batch if (batch := client.batches.retrieve(batch_id)).status in OVER else None, 0.5)
 
     def lines(self, file_id: str | None) -> list[dict[str, Any]]:
-        assert file_id is not None
         return [json.loads(line) for line in self.client.files.content(file_id).text.splitlines()]
 
     def kill(self) -> None:
@@ -76,7 +75,6 @@ def serving(runs: Path | str, model: Path, *options: str) -> Iterator[Server]:
     command = [sys.executable, "-m", "scheduler", "serve", "--runs", str(runs), "--port", "0"]
     command += ["--model", str(model), "--dtype", "float32", "--threads", "1", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         line = process.stdout.readline()
         assert line.startswith("serving on http://"), line
         try:

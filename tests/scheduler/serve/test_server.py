@@ -72,10 +72,9 @@ def test_a_batch_from_upload_to_its_two_files_also_over_a_killed_server(
         client.files.delete(file.id)
     ended = server.ended(batch.id)
     assert (ended.status, ended.id, ended.errors) == ("completed", batch.id, None)
-    assert ended.request_counts is not None
     assert ended.request_counts.to_dict() == {"total": 5, "completed": 3, "failed": 2}
     moments = [ended.created_at, ended.in_progress_at, ended.finalizing_at, ended.completed_at]
-    assert moments == sorted(moments)  # type: ignore[type-var]
+    assert moments == sorted(moments)
     output = server.lines(ended.output_file_id)
     assert [(line["custom_id"], len(line["response"]["body"]["choices"])) for line in output] == [
         ("short", 1),
@@ -84,7 +83,6 @@ def test_a_batch_from_upload_to_its_two_files_also_over_a_killed_server(
     ]
     usages = [line["response"]["body"]["usage"] for line in output]
     num_input, num_output = (sum(usage[f"{kind}_tokens"] for usage in usages) for kind in ("prompt", "completion"))
-    assert ended.usage is not None
     assert ended.usage.to_dict() == {
         "input_tokens": num_input,
         "input_tokens_details": {"cached_tokens": 0},
@@ -153,17 +151,14 @@ def test_what_a_killed_server_answered_is_in_its_audit_log(tiny_model: Path, tmp
 def test_a_batch_of_no_good_line_and_one_of_no_line_fail(server: Server) -> None:
     bad = server.ended(server.create("{torn", request("x", max_tokens=0)))
     assert (bad.status, bad.output_file_id) == ("failed", None)
-    assert bad.errors is not None
     problems = [(problem.line, problem.code) for problem in bad.errors.data or []]
     assert problems == [(1, "invalid_json_line"), (2, "invalid_value")]
     empty = server.ended(server.create("", ""))
     assert empty.status == "failed"
-    assert empty.errors is not None
     [problem] = empty.errors.data or []
     assert problem.code == "empty_file"
     assert "no jobs" in str(problem.message)
     wide = server.ended(server.create_of(json.dumps(request("x")).encode("utf-16")))
-    assert wide.errors is not None
     [problem] = wide.errors.data or []
     assert (wide.status, problem.code) == ("failed", "invalid_input_file")
     assert "found UTF-16 text; expected UTF-8: convert it, as with iconv -f UTF-16 -t UTF-8" in str(problem.message)
@@ -202,7 +197,7 @@ def are_listed_over_pages(server: Server) -> None:
     assert len(newest) == len(set(newest))
     first = client.files.list(limit=2, order="asc", after=ids[1])
     assert [file.id for file in first.data] == ids[2:4]
-    made = [client.batches.create(input_file_id=i, endpoint="/v1/completions", completion_window="1d").id for i in ids]  # type: ignore[arg-type]
+    made = [client.batches.create(input_file_id=i, endpoint="/v1/completions", completion_window="1d").id for i in ids]
     assert [batch.id for batch in client.batches.list(limit=2)][:5] == made[::-1]
     for batch_id in made:
         client.batches.cancel(batch_id)

@@ -92,7 +92,6 @@ def test_what_a_team_used_is_counted_once_while_its_batch_runs_after_a_restart_a
     assert used(service) == used(keyed_service(tmp_path)) == [0, 0, 15, 40]
     end_batch(service.batches, service.files, course.batch, "finished", None)
     ended = course.batch.ended
-    assert ended is not None
     expected = [ended.num_input_tokens, ended.num_generated_tokens, 15, 40]
     assert used(service) == used(keyed_service(tmp_path)) == expected
     assert min(map(int, expected)) > 0

@@ -27,7 +27,6 @@ def codec(embedded_files: ModelFiles) -> TextCodec:
 
 def rule(codec: TextCodec, **structure: Any) -> grammars.Grammar:
     given = structure_of(structure)
-    assert given is not None
     return codec._grammars.grammar(given)
 
 
@@ -39,7 +38,6 @@ def test_a_mask_is_a_function_of_the_tokens_whatever_was_tried_between(seed: int
         if token_ids[-1:] == [END]:
             assert mask is None
         else:
-            assert mask is not None
             assert np.array_equal(mask, mask_behind(TEXTS, token_ids))
         allowed = [] if mask is None else [token_id for token_id in range(VOCAB) if allows(mask, token_id)]
         if allowed and chance.random() < 0.7:
@@ -242,11 +240,9 @@ def test_choices_are_texts_whatever_letters_they_have(codec: TextCodec) -> None:
         state = GrammarConstraint(built)
         for token_id in codec.encode(text, add_special_tokens=False):
             mask = state.mask()
-            assert mask is not None
             assert allows(mask, token_id)
             state.push(token_id)
         end = state.mask()
-        assert end is not None
         assert np.flatnonzero(np.unpackbits(end.view(np.uint8), bitorder="little")).tolist() == [0]  # end of text
 
 

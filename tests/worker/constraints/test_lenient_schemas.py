@@ -79,7 +79,7 @@ def test_what_no_grammar_holds_is_left_out_and_the_rest_is_kept(
 ) -> None:
     assert lenient.ignored_keywords(asking(schema)) == tuple(ignored)
     [left], [kept] = lenient.rules(asking(schema)), strict.rules(asking(rest))
-    assert left._definition == kept._definition  # type: ignore[attr-defined]
+    assert left._definition == kept._definition
     if ignored:
         with pytest.raises(StructureError) as told:
             strict.rules(asking(schema))

@@ -93,7 +93,6 @@ def test_no_thought_is_longer_than_its_budget_and_nothing_else_is_forced(
             assert (mask is not None) == is_forced
             token_id = chance.choice([0, 0, 0, 0, 1, 2])
             if is_forced:
-                assert mask is not None
                 [token_id] = tokens_of(mask)
                 num_forced += 1
                 with pytest.raises(ConstraintError):
@@ -124,12 +123,10 @@ def test_a_structure_begins_behind_the_thought_or_with_the_text_that_has_none(
                 is_used_up = budget is not None and len(output) - opened >= budget
                 assert (mask is not None) == is_used_up
             elif output and opened is None and output[0] == start[0]:
-                assert mask is not None
                 assert tokens_of(mask).tolist() == [start[1]]
             else:
                 text = "".join(WORDS[each] for each in output[closed or 0 :])
                 may_come = allowed_behind(TEXTS, text) + [start[0]] * (opening == "first" and not output)
-                assert mask is not None
                 assert tokens_of(mask).tolist() == sorted({*may_come})
             token_id = chance.choice([0, 2, 2, 3] if mask is None else tokens_of(mask).tolist())
             constraint.push(token_id)
@@ -186,7 +183,6 @@ def test_a_tree_is_masked_from_where_the_budget_is_used_up_and_the_marker_is_dra
             assert (given.tree, given.masks) == (DraftTree([0], [ROOT]), None)
             continue
         assert given.tree == DraftTree.chain(expected)
-        assert given.masks is not None
         anything = np.full(1, 0xFFFFFFFF, dtype=np.uint32)
         forced = [mask_of((token_id,), VOCAB) for token_id in expected if token_id]
         rows = ([anything] if 0 in expected else []) + forced
@@ -197,7 +193,6 @@ def test_half_a_marker_that_the_model_wrote_is_gone_on_with() -> None:
     """The budget ends inside the marker, which must not begin again."""
     rule = ThinkingRule(Thinking(Markers((1,), (3, 4, 5)), True), 3)
     given = Constraints(running(rule, 0, 3, 4)).of_tree(DraftTree())
-    assert given.masks is not None
     assert np.array_equal(given.masks.words, [mask_of((5,), VOCAB)])
     assert rule.thinking.in_output([0, 3, 4, 5]).num_tokens == 1
 
@@ -211,7 +206,5 @@ def test_tokens_that_a_structure_can_t_have_are_none_behind_a_thought() -> None:
     with pytest.raises(ConstraintError):
         constraint.push(3)
     after = constraint.mask()
-    assert before is not None
-    assert after is not None
     assert np.array_equal(before, after)
     assert np.array_equal(after, mask_behind(TEXTS, [0]))

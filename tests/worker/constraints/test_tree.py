@@ -19,7 +19,7 @@ CHOICE = {"choice": sorted(TEXTS)}
 
 def sequence(rules: tuple[Rule, ...], *output_ids: int, bad_words: tuple[tuple[int, ...], ...] = ()) -> Sequence:
     words = ("any",) if bad_words else ()
-    params = SamplingParams(max_tokens=50, seed=1, structured_outputs=CHOICE, bad_words=words)  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=50, seed=1, structured_outputs=CHOICE, bad_words=words)
     made = Sequence("s", [1, 2], params, VOCAB, bad_word_ids=bad_words, rules=rules)
     made.extend(list(output_ids))
     return made
@@ -49,8 +49,6 @@ def test_a_tree_keeps_what_may_come_and_its_rows_have_their_masks(seed: int) -> 
         while END not in running.output_ids:
             tree, committed = tree_of_few_tokens(chance, 60, VOCAB), running.output_ids.tolist()
             kept = constraints.of_tree(tree)
-            assert kept.numbers is not None
-            assert kept.masks is not None
             proposed = paths(tree)
             assert kept.numbers == [i - 1 for i, path in enumerate(proposed) if path and may_come(committed + path)]
             assert [proposed[number + 1] for number in kept.numbers] == paths(kept.tree)[1:]
@@ -70,8 +68,6 @@ def test_a_resumed_sequence_stands_where_it_stood() -> None:
         running.extend([token_id])
     went_on, resumed = constraints.of_tree(tree), Constraints(sequence((rule,), 0, 1)).of_tree(tree)
     assert (went_on.tree, went_on.numbers) == (resumed.tree, resumed.numbers) == (DraftTree([2, 3], [-1, -1]), [0, 1])
-    assert went_on.masks is not None
-    assert resumed.masks is not None
     assert np.array_equal(went_on.masks.words, resumed.masks.words)
 
 
@@ -112,14 +108,12 @@ class Forced:
 def test_a_rule_may_have_nothing_to_say_and_several_hold_at_once() -> None:
     tree = DraftTree([0, 4, 1, 2, 2], [ROOT, ROOT, 0, 2, 1])
     forced = Constraints(sequence((Forced(1, 1),))).of_tree(tree)
-    assert forced.masks is not None
     assert forced.numbers == [0, 1, 2, 3]  # "c" after "ab" is not forced there
     anything = np.full(1, 0xFFFFFFFF, dtype=np.uint32)
     assert np.array_equal(forced.masks.words, [*(anything,), *(mask_of((1,), VOCAB),) * 2, *(anything,) * 2])
     assert Constraints(sequence((Forced(9, 1),))).of_tree(tree).masks is None
     both = Constraints(sequence((Forced(1, 1), grammar(**CHOICE)))).of_tree(tree)
     assert both.numbers == [0, 1, 2, 3]
-    assert both.masks is not None
     assert np.array_equal(both.masks.words[2], mask_of((), VOCAB))  # after "ab", "b" is forced
 
 
@@ -127,7 +121,6 @@ def test_where_bad_words_leave_nothing_a_walk_ends_in_front_of_it_with_the_reaso
     rule, tree = grammar(choice=["abc", "dc"]), DraftTree.chain([0, 1, 2])
     given = Constraints(sequence((rule,), bad_words=((1, 2), (3,)))).of_tree(tree)
     assert given.numbers == [0, 1]
-    assert given.masks is not None
     assert given.masks.dead.keys() == {2}
     assert np.array_equal(given.masks.words[0], mask_of((0, 4), VOCAB))
     walked = given.in_front_of_the_dead(Walk([0, 1], [0, 1, 0]))

@@ -31,7 +31,6 @@ def grammar(words: tuple[str, ...] = WORDS, **structure: Any) -> Grammar:
     """Raises ConstraintError."""
     wrapped = LLTokenizer(TokenizerWrapper(Pieces(words)))
     given = structure_of(structure)
-    assert given is not None
     return Grammar(wrapped, definition_of(given), frozenset({len(words)}), np.array([*map(len, words), 0]))
 
 

@@ -115,7 +115,7 @@ def test_an_answer_keeps_the_marks_of_thoughts_that_a_template_looks_for(model: 
     (model / "chat_template.jinja").write_text(TEMPLATE.replace("m.content | trim", "m.content.split('</think>')[-1]"))
     plain, _ = codecs(model)
     said = [Message(role="user", content="a"), Message(role="assistant", content="<think>b</think>c")]
-    assert plain.chat.render(plain._plain.messages(said), None) == f"user:a{END}assistant:c{END}"  # type: ignore[union-attr]
+    assert plain.chat.render(plain._plain.messages(said), None) == f"user:a{END}assistant:c{END}"
 
 
 def test_a_token_that_only_the_template_makes_one_of_control_counts(model: Path) -> None:

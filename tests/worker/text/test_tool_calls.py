@@ -115,13 +115,10 @@ class TestEveryForm:
         template, _ = FAMILIES[family]
         for templates in (template, {"default": "{{ messages }}", "tool_use": template}):
             monkeypatch.setattr(tokenizer, "chat_template", templates)
-            found = form_of(tokenizer)
-            assert found is not None
-            assert found.family == family
+            assert form_of(tokenizer).family == family
 
     def test_has_its_calls_and_no_other_text(self, family: str) -> None:
         found = calls_in(form(family), FAMILIES[family][1], TOOLS, "job")
-        assert found is not None
         assert (called(found), found.content, found.thought) == (CALLED, None, None)
         assert all(each["type"] == "function" for each in found.tool_calls)
 
@@ -146,7 +143,6 @@ class TestEveryForm:
         else:
             text = f"{said}\n{text}"
         found = calls_in(form(family), text, TOOLS, "job")
-        assert found is not None
         assert (called(found), found.thought) == (CALLED, "Hm." if family == "gpt-oss" else None)
         assert said in (found.content or "")
 
@@ -175,7 +171,6 @@ class TestEveryForm:
 
     def test_marks_are_read_where_they_are_special_tokens(self, tokenizer: Any, family: str) -> None:
         steps = steps_of(tokenizer)
-        assert steps is not None
         ids = tokenizer.encode(FAMILIES[family][1], add_special_tokens=False)
         marked = ByteText(TokenBytes(tokenizer, steps, form(family).marks), steps).decode(ids)
         assert marked == FAMILIES[family][1]
@@ -208,7 +203,7 @@ class TestEveryForm:
         tools = ({"type": "function", "function": {"name": "f", "parameters": MANY}}, TOOLS[1])
         options = TemplateOptions(tools=tools, must_call=True)
         grammars = GrammarTokenizer(own, len(own), frozenset({own.eos_token_id}))
-        matcher = rule_of_calls(form(family), options, own, grammars).matcher()  # type: ignore[attr-defined]
+        matcher = rule_of_calls(form(family), options, own, grammars).matcher()
         for seed in range(20):
             text = drawn(own, matcher.deep_copy(), random.Random(seed))
             found = calls_in(form(family), text, tools, "job")
@@ -247,7 +242,6 @@ def drawn(tokenizer: Any, matcher: LLMatcher, chance: random.Random) -> str:
         token_ids.append(chance.choice(closing if closing and chance.random() < 0.3 else allowed))
         assert matcher.consume_token(token_ids[-1])
     steps = steps_of(tokenizer)
-    assert steps is not None
     return ByteText(TokenBytes(tokenizer, steps, tuple(marked)), steps).decode(token_ids)
 
 
@@ -272,7 +266,6 @@ def test_a_form_that_no_template_shows_is_unknown(
 
 def test_a_call_that_follows_a_broken_one_at_once_is_found() -> None:
     found = calls_in(form("Hermes, Qwen"), '<tool_call><tool_call>{"name": "now", "arguments": {}}', TOOLS, "job")
-    assert found is not None
     assert (called(found), found.content) == ([("now", {})], "<tool_call>")
 
 
@@ -296,7 +289,6 @@ def test_a_tagged_argument_is_what_its_schema_says() -> None:
     said = {"zip": "123", "days": "4", "more": "[1, 2]", "words": "not JSON"}
     pairs = "".join(f"<arg_key>{k}</arg_key><arg_value>{v}</arg_value>" for k, v in said.items())
     found = calls_in(form("GLM"), f"<tool_call>f{pairs}</tool_call>", tools, "job")
-    assert found is not None
     assert called(found) == [("f", {"zip": "123", "days": 4, "more": [1, 2], "words": "not JSON"})]
 
 
@@ -350,5 +342,4 @@ def test_json_in_a_tag_may_contain_tags(family: str) -> None:
     text = FAMILIES[family][1].replace("weather", "f").replace("city", "more").replace("days", "words")
     text = text.replace("\n3\n", f"\n{json.dumps(words)}\n").replace(">3<", f">{json.dumps(words)}<")
     found = calls_in(form(family), f"\n{text}\n", tools, "job")
-    assert found is not None
     assert (called(found), found.content) == ([("f", {"more": "Oslo {\n", "words": words}), ("now", {})], None)

@@ -46,7 +46,6 @@ class Kind:
     @cached_property
     def output_text(self) -> ByteText:
         steps = steps_of(self.tokenizer)
-        assert steps is not None
         return ByteText(TokenBytes(self.tokenizer, steps), steps)
 
     def raw_of(self, token_ids: list[int]) -> bytes:
@@ -96,7 +95,6 @@ class Kind:
         return {*(_level_name(word) for word in WORDS), *(word.replace(" ", SPACE) for word in WORDS)}
 
     def spelled(self, text: str | bytes) -> list[int]:
-        assert self.byte_name is not None
         data = text.encode() if isinstance(text, str) else text
         return [int(self.tokenizer.convert_tokens_to_ids(self.byte_name(byte))) for byte in data]
 

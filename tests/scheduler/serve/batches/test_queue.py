@@ -124,7 +124,6 @@ def served_tokens(rounds: int, weigh: Callable[[str], int]) -> dict[str, int]:
             1,
             lambda owner: standing_of(Rights(), had[str(owner)], [], now),  # noqa: B023
         )
-        assert chosen is not None
         owner, began = str(chosen.owner), now
         now += 60
         had[owner].append(Usage(weigh(owner), began, now))

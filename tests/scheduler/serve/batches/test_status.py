@@ -34,7 +34,6 @@ def settled(folder: Folder, batch: Batch) -> Status:
 
 
 def lines(folder: Folder, file_id: str | None) -> list[dict[str, Any]]:
-    assert file_id is not None
     files = folder.again().files
     data = b"".join(files.content(files.get(file_id, None)))
     return [json.loads(line) for line in data.splitlines()]
@@ -179,6 +178,6 @@ def test_a_driver_that_starts_ray_is_ended_by_a_cancellation_and_one_at_work_can
     batch = folder.create()
     run = submit_two(batch, tiny_model, tmp_path, 1)
     driver = Driver(has_begun)
-    ask_to_cancel(batch, driver)  # type: ignore[arg-type]
+    ask_to_cancel(batch, driver)
     assert driver.is_asked_to_end is not has_begun
     assert len(run.ended()[1]) == has_begun  # nobody holds the run, so the job is cancelled at once

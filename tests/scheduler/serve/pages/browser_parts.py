@@ -61,7 +61,6 @@ class Browser:
 @contextmanager
 def browsing() -> Iterator[Browser]:
     with subprocess.Popen([str(DRIVER), "--port=0"], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         try:
             port = next(line.split()[-1].rstrip(".") for line in process.stdout if "successfully on port" in line)
             browser = Browser(f"http://127.0.0.1:{port}")

@@ -58,14 +58,12 @@ def client_of(app: FastAPI) -> TestClient:
 
 
 def service_of(client: TestClient) -> Service:
-    service: Service = client.app.state.service  # type: ignore[attr-defined]
+    service: Service = client.app.state.service
     return service
 
 
 def token_of(client: TestClient, path: str = "/") -> str:
-    found = TOKEN.search(client.get(path).text)
-    assert found is not None
-    return found[1]
+    return TOKEN.search(client.get(path).text)[1]
 
 
 def new_batch(

@@ -132,7 +132,6 @@ def test_a_batch_with_a_price_says_what_it_and_each_job_cost(client: TestClient)
     assert "cost" not in client.get(f"/batches/{batch.id}").text
     run = Run.open(batch.store.uri)
     progress = run.progress()
-    assert progress is not None
     priced = {"worker_seconds": 7200.0, "price_per_worker_hour": 0.35, "num_generated_tokens": 1400}
     run.write_progress(progress.model_copy(update=priced))
     service._watchers.clear()  # which look once in a second

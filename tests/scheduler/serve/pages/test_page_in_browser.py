@@ -98,7 +98,6 @@ def test_figures_change_while_one_looks(
     assert "1,400 of at most" in browser.run("return document.body.textContent")
     run = Run.open(batch.store.uri)
     progress = run.progress()
-    assert progress is not None
     run.write_progress(progress.model_copy(update={"num_generated_tokens": 1500, "updated": time.time()}))
     wait_until(lambda: "1,500 of at most" in browser.run("return document.body.textContent"))
     assert browser.run("return document.querySelector('details.cancel').open")

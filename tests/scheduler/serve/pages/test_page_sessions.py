@@ -174,7 +174,7 @@ def test_forms_of_others_are_refused(client: TestClient, path: str, said: dict[s
     batch = new_batch(service_of(client), owner="alice")
     session_id = log_in(client)
     if token == "foreign":  # that of another session
-        token = token_of(client_of(client.app), "/login")  # type: ignore[arg-type]
+        token = token_of(client_of(client.app), "/login")
     files = {"form_token": ("x", b"y")} if token == "file" else {"file": b"{}"}
     answer = client.post(path.format(batch.id), data=said | {"form_token": token}, files=files)
     assert answer.status_code in (400, 403)

@@ -92,9 +92,7 @@ def test_a_file_that_changes_is_read_again_and_a_broken_one_keeps_the_keys(tmp_p
     (old, old_line), (new, new_line) = make_key("alice"), make_key("alice")
     write(path, "# of the team", old_line + " max_running=3", "")
     keyring = Keyring(str(path), told.append)
-    found = keyring.find(old)
-    assert found is not None
-    assert (found.name, keyring.rights("alice").max_running) == ("alice", 3)
+    assert (keyring.find(old).name, keyring.rights("alice").max_running) == ("alice", 3)
     assert [keyring.find(secret) for secret in (new, "", "\udcff", old + " ")] == [None] * 4
 
     write(path, new_line)

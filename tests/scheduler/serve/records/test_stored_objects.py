@@ -65,7 +65,7 @@ def test_pages_hold_everything_once_in_order_while_more_comes(order: str, limit:
     found: list[str] = []
     after, has_more = None, True
     while has_more:
-        page, has_more = catalogue.page(None, after, limit, order)  # type: ignore[arg-type]
+        page, has_more = catalogue.page(None, after, limit, order)
         found += [each.id for each in page]
         after = page[-1].id
         catalogue.enter(record(len(catalogue), created=100.0 if order == "desc" else 0.0))  # behind what is read

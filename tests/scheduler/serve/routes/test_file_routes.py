@@ -107,7 +107,7 @@ def test_times_after_which_files_would_go_are_taken_by_both_and_the_objects_say_
     assert openai.batches.create(**batch).input_file_id == file.id
     for wrong in (DAY | {"seconds": 5}, DAY | {"anchor": "never"}, {"anchor": "created_at"}, DAY | {"x": 1}):
         with pytest.raises(BadRequestError, match="expires_after"):
-            openai.files.create(file=("x.jsonl", b"{}\n"), purpose="batch", expires_after=wrong)  # type: ignore[arg-type]
+            openai.files.create(file=("x.jsonl", b"{}\n"), purpose="batch", expires_after=wrong)
         with pytest.raises(BadRequestError, match="output_expires_after"):
             openai.batches.create(**batch | {"output_expires_after": wrong})
 
