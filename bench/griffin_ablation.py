@@ -41,7 +41,7 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
-from swiftbatch.worker.training.feature_files import TEST
+from swiftbatch.worker.training.corpus import TEST
 from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE, GriffinRecipe
 from swiftbatch.worker.training.train_griffin import GriffinAccuracyRecord, griffin_folder, train_griffin
 

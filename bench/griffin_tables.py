@@ -32,7 +32,6 @@ class GriffinTable:
     """A table's rows by label, as in the paper."""
 
     title: str
-    label_header: str
     rows: dict[str, Variant]
     note: str
     layout: Layout = "arms"
@@ -73,7 +72,6 @@ PAPER_TREES: tuple[Plan, ...] = ("paper",)
 GRIFFIN_TABLES: dict[str, GriffinTable] = {
     "1": GriffinTable(
         "Table 1: methods by kind of prompt",
-        "method",
         {"EAGLE-2": EAGLE_2, "HASS": HASS, "GRIFFIN": GRIFFIN},
         "PLD: prompt lookup. Without --data, GRIFFIN is the model's own part.",
         layout="tasks",
@@ -83,7 +81,6 @@ GRIFFIN_TABLES: dict[str, GriffinTable] = {
     ),
     "1b": GriffinTable(
         "Figure 1b: accept length by training steps N",
-        "method",
         {f"HASS, N = {n}": _hass(n) for n in range(1, 6)} | {f"GRIFFIN, N = {n}": row for n, row in BY_STEPS.items()},
         "HASS with one step is EAGLE-2.",
         layout="steps",
@@ -91,7 +88,6 @@ GRIFFIN_TABLES: dict[str, GriffinTable] = {
     ),
     "1c": GriffinTable(
         "Figure 1c: misaligned tokens per draft forward",
-        "recipe",
         {"EAGLE-2": EAGLE_2, "HASS": HASS, "GRIFFIN": GRIFFIN},
         "Of the drafts whose earlier tokens were right, the share whose n-th is not what the target draws.",
         layout="forwards",
@@ -99,7 +95,6 @@ GRIFFIN_TABLES: dict[str, GriffinTable] = {
     ),
     "2": GriffinTable(
         "Table 2: token-alignable training (TAT) and draft model (TAD)",
-        "method",
         {
             "GRIFFIN": GRIFFIN,
             "w/o TAT": ONE_STEP,
@@ -111,19 +106,12 @@ GRIFFIN_TABLES: dict[str, GriffinTable] = {
     ),
     "3": GriffinTable(
         "Table 3: top-k of the alignment mask",
-        "top-k",
         {"NA": Variant("top-k-na", NO_MASK), "1": _top_k(1), "3": GRIFFIN, "5": _top_k(5), "10": _top_k(10)},
         "NA: no mask.",
     ),
-    "4": GriffinTable(
-        "Table 4: training steps",
-        "N",
-        BY_STEPS,
-        "Step n trains the n-th forward of a draft.",
-    ),
+    "4": GriffinTable("Table 4: training steps", BY_STEPS, "Step n trains the n-th forward of a draft."),
     "5": GriffinTable(
         "Table 5: what the first fusion is fused with once more",
-        "input",
         {
             "token (ours)": GRIFFIN,
             "feature": Variant("fusion-feature", {"fusion": "feature"}),
@@ -133,7 +121,6 @@ GRIFFIN_TABLES: dict[str, GriffinTable] = {
     ),
     "6": GriffinTable(
         "Table 6: parts of the token-guided fusion",
-        "method",
         {
             "GRIFFIN": GRIFFIN,
             "ablation 1": Variant("fusion-not-expanded", {"expansion_size": 0}),
@@ -144,7 +131,6 @@ GRIFFIN_TABLES: dict[str, GriffinTable] = {
     ),
     "7": GriffinTable(
         "Table 7: size of the expansion",
-        "expansion",
         {
             "hidden size": Variant("expansion-hidden", expansion="hidden"),
             "feed-forward size (ours)": GRIFFIN,
@@ -154,13 +140,11 @@ GRIFFIN_TABLES: dict[str, GriffinTable] = {
     ),
     "8": GriffinTable(
         "Table 8: parts of the token-alignable draft model",
-        "method",
         {"GRIFFIN": GRIFFIN, "w/o TEH": WITHOUT_HEAD, "w/o TGF": WITHOUT_FUSION, "w/o both": WITHOUT_BOTH},
         "TEH: token-enhanced head. TGF: token-guided fusion.",
     ),
     "9": GriffinTable(
         "Table 9: tokens per second by batch, over plain decoding of the same batch",
-        "method",
         {"EAGLE-2": EAGLE_2, "HASS": HASS, "GRIFFIN": GRIFFIN},
         "Chains of at most 2 tokens, T = 0. Without --data, GRIFFIN is the model's own part.",
         layout="batches",
@@ -170,7 +154,6 @@ GRIFFIN_TABLES: dict[str, GriffinTable] = {
     ),
     "10": GriffinTable(
         "Table 10: the loss of features, by kind of prompt",
-        "method",
         {"GRIFFIN": GRIFFIN, "w/o feature loss": Variant("without-feature-loss", {"feature_weight": 0.0})},
         "EAGLE-3, the paper's third row, is not built.",
         layout="tasks",
@@ -178,7 +161,6 @@ GRIFFIN_TABLES: dict[str, GriffinTable] = {
     ),
     "order": GriffinTable(
         "Order of the parts by what they bring",
-        "method",
         {
             "GRIFFIN": GRIFFIN,
             "w/o head": WITHOUT_HEAD,

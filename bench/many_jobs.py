@@ -14,23 +14,18 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from bench.options import JSONOptions as Options
+from bench.sizing import DENSE
+from bench.sizing import H100 as H100_MEMORY
 from bench.tables import Record
 from swiftbatch.worker.drafters.choice.tree_sizes import NODE_CHOICES, PRIOR_ACCEPTANCE, best_shares
 from swiftbatch.worker.forward.step_costs import ROW_COUNTS, StepCosts
-from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES
+from swiftbatch.worker.inspection import CONTEXT_BYTES
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, HEAD_BLOCKS, MOST_SPLITS, NUM_ROWS
-from swiftbatch.worker.kv.gpu_memory_plan import (
-    GPUMemory,
-    RunLoad,
-    most_rows,
-    plan_pages,
-    rows_that_pay,
-)
+from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, RunLoad, most_rows, plan_pages, rows_that_pay
 from swiftbatch.worker.kv.kv_capacity import GPU_PAGE, Growth, most_pages, pages_of
-from swiftbatch.worker.kv.model_sizes import ModelSizes
 
 HEADERS = ("GPU", "jobs", "rows, plain / drafts", "plain", "drafts, few accepted", "drafts, many accepted")
-SIZES = ModelSizes(8_030_261_248, 131_072, 32, 8, 128, 4096, 14336, 128_256, 2)  # Llama 3.1 8B
+SIZES = DENSE["Llama 3.1 8B"]
 STEPS_AT_ONCE, STEPS_AT_PROMPTS = 64, 8  # with the same plan
 GROUP_ROWS = 16  # rows of a sequence that share one read of its keys
 SIXTEEN_ROWS = 1.07  # times one row's attention: measured
@@ -82,8 +77,7 @@ class GPU:
         return StepCosts(lengths, seconds, num_rows)
 
 
-MEMORY = GPUMemory(GPU_BYTES - CONTEXT_BYTES)
-H100 = GPU("H100 80 GB", 9, 3.104e12, 9.89e14, 8.0e-3, 5.8e-3, 3e-4, MEMORY)
+H100 = GPU("H100 80 GB", 9, 3.104e12, 9.89e14, 8.0e-3, 5.8e-3, 3e-4, H100_MEMORY)
 H100_PUBLISHED = 3.35e12  # its bandwidth by the data sheet
 
 
@@ -96,7 +90,7 @@ def a100(name: str, published: float, memory: GPUMemory) -> GPU:
 
 GPUS = (
     H100,
-    a100("A100 80 GB", 2.039e12, MEMORY),
+    a100("A100 80 GB", 2.039e12, H100_MEMORY),
     a100("A100 40 GB", 1.555e12, GPUMemory(42 * 10**9 - CONTEXT_BYTES)),
 )
 

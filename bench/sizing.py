@@ -48,10 +48,10 @@ WINDOWED = {  # some layers have a window
     "gpt-oss-120b": replace(EXPERTS["gpt-oss-120b"][0], windows=(128, None) * 18),
 }
 MODELS = {
-    "Llama 3.1 8B": ModelSizes(8_030_261_248, 131_072, 32, 8, 128, 4096, 14336, 128_256, 2),
+    "Llama 3.1 8B": DENSE["Llama 3.1 8B"],
     "Qwen2.5 32B": ModelSizes(32_763_876_352, 262_144, 40, 8, 128, 5120, 27648, 152_064, 2),
 }
-GPU = "H100 80 GB"
+H100 = GPUMemory(GPU_BYTES - CONTEXT_BYTES)
 QWEN3_235B = ModelSizes(235_093_634_560, 192_512, 64, 4, 128, 4096, 12288, 151_936, 2)
 LARGE = {  # with the parameters that every GPU has: embedding, norms and routers
     "Llama 3.1 70B, bfloat16": replace(DENSE["Llama 3.1 70B"], num_on_every_gpu=128_256 * 8192 + 161 * 8192),
@@ -70,55 +70,42 @@ LARGE = {  # with the parameters that every GPU has: embedding, norms and router
 }
 
 
-def packed_table() -> list[Record]:
-    """Return forms of weights: GB, and the jobs that fit one H100, also with 8-bit keys and values."""
-    jobs = [f"jobs of {length:,}{words}" for words in ("", ", keys in fp8") for length in SLOT_LENGTHS]
-    headers = ("weights of", "form", "GB", *jobs)
-    return [dict(zip(headers, cells, strict=True)) for cells in _packed_rows()]
-
-
-def _packed_rows() -> Iterator[list[str]]:
+def packed_table() -> Iterator[Record]:
+    """Yield forms of weights: GB, and the jobs that fit one H100, also with 8-bit keys and values."""
     for model, form, sizes in packed_models():
-        gpu = GPUMemory(GPU_BYTES - CONTEXT_BYTES)
-        kept = (sizes, replace(sizes, kv_dtype="fp8")) if sizes.latent is None else (sizes,)
-        jobs = [_most_jobs(each, gpu, length) for each in kept for length in SLOT_LENGTHS]
-        jobs += ["-"] * (2 * len(SLOT_LENGTHS) - len(jobs))
-        yield [model, form, f"{sizes.weight_bytes / GB:.1f}", *jobs]
+        in_fp8 = replace(sizes, kv_dtype="fp8") if sizes.latent is None else None
+        jobs = _most_jobs(sizes) | _most_jobs(in_fp8, ", keys in fp8")
+        yield {"weights of": model, "form": form, "GB": f"{sizes.weight_bytes / GB:.1f}"} | jobs
 
 
-def window_table() -> list[Record]:
-    """Return models with windows: GB per job and the jobs that fit one H100, with and without forgetting."""
-    headers = ("model with windows", "positions", "a job", "all held", "jobs", "jobs, all held")
-    return [dict(zip(headers, cells, strict=True)) for cells in _window_rows()]
-
-
-def _window_rows() -> Iterator[list[str]]:
+def window_table() -> Iterator[Record]:
+    """Yield models with windows: GB per job and the jobs that fit one H100, with and without forgetting."""
     for (model, plain), length in product(WINDOWED.items(), SLOT_LENGTHS):
         if model in EXPERTS:
             plain = replace(plain, packed=(PackedPart(EXPERTS[model][2], 4, 32),), experts=CHOSEN[model])
-        gpu = GPUMemory(GPU_BYTES - CONTEXT_BYTES)
         forgetting = replace(plain, held=held_in_windows(plain.windows, NUM_UNWRITTEN))
-        both = (forgetting, plain)
-        figures = [f"{one_slot(sizes, gpu, length).needs[KEPT].per_slot / GB:.2f}" for sizes in both]
-        yield [model, f"{length:,}", *figures, *(_most_jobs(sizes, gpu, length) for sizes in both)]
+        record: Record = {"model with windows": model, "positions": f"{length:,}"}
+        for name, sizes in (("a job", forgetting), ("all held", plain)):
+            record[name] = f"{one_slot(sizes, H100, length).needs[KEPT].per_slot / GB:.2f}"
+        for name, sizes in (("jobs", forgetting), ("jobs, all held", plain)):
+            record[name] = _most(sizes, length)
+        yield record
 
 
-def rank_table() -> list[Record]:
-    """Return models on several H100s: GB of weights on each, and the jobs that fit."""
-    headers = ("model on several GPUs", "GPUs", "GB on each", *(f"jobs of {length:,}" for length in SLOT_LENGTHS))
-    return [dict(zip(headers, cells, strict=True)) for cells in _rank_rows()]
-
-
-def _rank_rows() -> Iterator[list[str]]:
-    gpu = GPUMemory(GPU_BYTES - CONTEXT_BYTES)
+def rank_table() -> Iterator[Record]:
+    """Yield models on several H100s: GB of weights on each, and the jobs that fit."""
     for (model, whole), num_ranks in product(LARGE.items(), RANK_CHOICES):
         sizes = whole.of_a_rank(num_ranks)
-        jobs = [_most_jobs(sizes, gpu, length) for length in SLOT_LENGTHS]
-        yield [model, str(num_ranks), f"{sizes.weight_bytes / GB:.1f}", *jobs]
+        place = {"model on several GPUs": model, "GPUs": str(num_ranks)}
+        yield place | {"GB on each": f"{sizes.weight_bytes / GB:.1f}"} | _most_jobs(sizes)
 
 
-def _most_jobs(sizes: ModelSizes, gpu: GPUMemory, length: int) -> str:
-    return str(most_together(sizes, gpu, length) or "none")
+def _most_jobs(sizes: ModelSizes | None, words: str = "") -> Record:
+    return {f"jobs of {length:,}{words}": "-" if sizes is None else _most(sizes, length) for length in SLOT_LENGTHS}
+
+
+def _most(sizes: ModelSizes, length: int) -> str:
+    return str(most_together(sizes, H100, length) or "none")
 
 
 def packed_models() -> Iterator[tuple[str, str, ModelSizes]]:

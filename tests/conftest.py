@@ -123,6 +123,14 @@ def _fixed_threads() -> None:
     torch.set_num_threads(NUM_THREADS)
 
 
+@pytest.fixture
+def one_thread(_fixed_threads: None) -> None:
+    """Lets clocks be read: two threads would wait for each other on a busy machine."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def _same_numbers() -> None:
     """Seeds all generators."""

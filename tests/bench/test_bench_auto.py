@@ -23,13 +23,6 @@ def two_jobs_of_20_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_auto, "CELL_TOKENS", 40)
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"the lazy fox number {n} jumps. " for n in range(60)))
-    return path
-
-
 def make_options(tiny_model: Path, text: Path, **changes: object) -> Options:
     fields = {"model": str(tiny_model), "engines": ("suffix",), "positions": (60, 30), "slots": (1, 3)}
     fields |= {"num_tokens": (20,), "num_repetitions": 1}

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from click.testing import CliRunner, Result
 
 from bench import griffin_ablation
@@ -16,25 +15,17 @@ from bench.griffin_tables import GRIFFIN_TABLES, TEMPERATURES
 from bench.tasks import OWN_TASKS, read_tasks
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.decode_bench import BenchError, encode, read_text
-from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
 from swiftbatch.worker.drafters.engine_options import GRIFFIN_PAPER, GriffinOptions
-from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.sampling.draft_tree import DraftTree, Verification
-from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.training.recipes import GriffinRecipe, HeadRecipe
+from tests.bench.test_prompt_arms import Vandal
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 
 PREFILL, NUM_TOKENS = 70, 12
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
 TEXTS = HeadRecipe(num_book_tokens=120, num_prompt_tokens=16, num_own_tokens=60)
 FAST = GriffinRecipe(num_step_windows=2, window_length=64, num_warmup_steps=1, texts=TEXTS)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(_fixed_threads: None) -> None:
-    torch.set_num_threads(1)  # two threads would wait for each other on a busy machine, and clocks are read here
 
 
 @pytest.fixture(scope="module")
@@ -167,21 +158,6 @@ def test_table_9_drafts_chains_of_two_for_every_batch(make_options: Callable[...
     for each, size in zip(records, (1, 3), strict=True):
         assert 0 < each["nodes_per_step"] <= 2 * size
         assert each["levels_per_step"] <= 2 * size
-
-
-class Vandal(Drafter):
-    """Damages the cache after the prompt from the fourth token on."""
-
-    def start(self, sequence: Sequence, cache: FullKVCache) -> None:
-        self._cache = cache
-
-    def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
-        return [DraftTree() for _ in requests]
-
-    def update(self, sequence: Sequence, verification: Verification) -> None:
-        if sequence.num_generated_tokens > 4:
-            for layer in range(2):
-                self._cache.stored(layer)[1][:, sequence.num_prompt_tokens : self._cache.length] = 30.0
 
 
 def test_a_wrong_token_stops_the_bench_in_one_line(

@@ -20,24 +20,13 @@ from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
 from tests.simulated_clock import SimulatedClock
-from tests.worker.drafters.drafter_parts import free_rows
+from tests.tiny_targets import target as target
+from tests.worker.drafters.drafter_parts import free_rows, run_to_ends
 
 pytestmark = pytest.mark.long
 
 NUM_TOKENS = 200
 PREFILL = 40
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"the lazy fox number {n} jumps over the dog. " for n in range(40)))
-    return path
-
-
-@pytest.fixture
-def tiny_target(tiny_model: Path) -> TargetModel:
-    return TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu")  # bf16 layers this small are not row-exact
 
 
 @pytest.fixture
@@ -76,10 +65,7 @@ def known_tokens(target: TargetModel, options: Options) -> np.ndarray:
     assert options.text is not None
     prompt_ids = text_tokens(options.text, target.files, options.prefill)
     sequence = Sequence("plain", prompt_ids, options.sampling, target.vocab_size)
-    engine = Engine(target, AutoregressiveDrafter())
-    engine.start(sequence)
-    while sequence.finish_reason is None:
-        engine.step()
+    run_to_ends(Engine(target, AutoregressiveDrafter()), sequence)
     return sequence.token_ids
 
 
@@ -108,11 +94,11 @@ def test_windows_add_up_to_the_whole(make_options: Callable[..., Options], clock
 
 @pytest.mark.parametrize(("is_right", "alpha"), [(True, 1.0), (False, 0.0)])
 def test_alpha_is_accepted_over_drafted_depth(
-    tiny_target: TargetModel, make_options: Callable[..., Options], is_right: bool, alpha: float
+    target: TargetModel, make_options: Callable[..., Options], is_right: bool, alpha: float
 ) -> None:
     options = make_options()
-    oracle = Oracle(known_tokens(tiny_target, options), is_right)
-    for record in generated(options, tiny_target, oracle, None):
+    oracle = Oracle(known_tokens(target, options), is_right)
+    for record in generated(options, target, oracle, None):
         assert (record["window"]["alpha"], record["total"]["alpha"], record["total"]["beta"]) == (alpha, alpha, None)
         assert record["same_tokens"]
 
@@ -126,15 +112,15 @@ def test_plain_decoding_drafts_nothing(make_options: Callable[..., Options], clo
 
 @pytest.mark.parametrize("engine", METERED)
 def test_an_engine_whose_ngrams_are_counted_is_made_as_far_as_its_trained_heads(
-    engine: str, tiny_target: TargetModel, tmp_path: Path
+    engine: str, target: TargetModel, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelError, match="swiftbatch train tokenswift"):
-        metered_drafter(engine, tiny_target, free_rows, tmp_path)
+        metered_drafter(engine, target, free_rows, tmp_path)
 
 
 @pytest.mark.slow
 def test_beta_is_the_part_of_alpha_that_reused_ngrams_brought(
-    tiny_model: Path, tmp_path: Path, tiny_target: TargetModel, make_options: Callable[..., Options]
+    tiny_model: Path, tmp_path: Path, target: TargetModel, make_options: Callable[..., Options]
 ) -> None:
     folder = tmp_path / "with-heads"
     shutil.copytree(tiny_model, folder)
@@ -157,16 +143,16 @@ def test_plain_windows_say_what_the_engine_then_says_and_change_nothing(
     assert often["same_tokens"]
 
 
-def test_another_text_than_plain_decodings_is_told(tiny_target: TargetModel) -> None:
+def test_another_text_than_plain_decodings_is_told(target: TargetModel) -> None:
     prompt = list(range(5, 45))
-    sequence = Sequence("a", prompt, SamplingParams(max_tokens=60, seed=1, ignore_eos=True), tiny_target.vocab_size)
-    cache = tiny_target.new_cache(sequence.max_length)
-    read_tokens(tiny_target, cache, prompt, [])
-    plain = PlainWindows(tiny_target, 8)
+    sequence = Sequence("a", prompt, SamplingParams(max_tokens=60, seed=1, ignore_eos=True), target.vocab_size)
+    cache = target.new_cache(sequence.max_length)
+    read_tokens(target, cache, prompt, [])
+    plain = PlainWindows(target, 8)
     plain.measure(sequence, cache)
     plain.measure(sequence, cache)  # nothing new here
     assert cache.length == len(prompt) - 1
-    engine = Engine(tiny_target, Oracle(np.array(prompt), True))
+    engine = Engine(target, Oracle(np.array(prompt), True))
     engine.start(sequence, cache)
     while sequence.num_generated_tokens < 8:
         assert plain.compared(sequence.output_ids) == [True], "as far as there are tokens"
@@ -217,10 +203,10 @@ def test_stops_cover_the_generation_to_its_end(make_options: Callable[..., Optio
     assert make_options(10, every=20_000).plain_stops() == [0]
 
 
-def test_the_loop_is_shown_in_one_line_beside_the_whole_text(tiny_target: TargetModel) -> None:
-    ids = encode(tiny_target.files, "the lazy\n\nfox ")
-    prompt = Sequence("long", [5], SamplingParams(max_tokens=500, ignore_eos=True), tiny_target.vocab_size)
+def test_the_loop_is_shown_in_one_line_beside_the_whole_text(target: TargetModel) -> None:
+    ids = encode(target.files, "the lazy\n\nfox ")
+    prompt = Sequence("long", [5], SamplingParams(max_tokens=500, ignore_eos=True), target.vocab_size)
     for output_ids, loop in (([*range(50, 90), *ids * 40], "the lazy fox the"), (list(range(50, 90)), None)):
-        found = text_of(tiny_target, prompt.with_output(output_ids))
+        found = text_of(target, prompt.with_output(output_ids))
         assert found["text"].endswith("\n\nfox ") == (loop is not None)
         assert found["loop"] is None if loop is None else found["loop"].startswith(loop)

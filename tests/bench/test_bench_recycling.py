@@ -21,12 +21,7 @@ from swiftbatch.worker.drafters.tokenswift.decoding_heads import save_heads
 from swiftbatch.worker.model.model_files import locate_model
 
 TASKS = [{"category": name, "prompt": f"the {name} fox jumps over the dog {n}"} for name in "ab" for n in range(3)]
-pytestmark = pytest.mark.long
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(_fixed_threads: None) -> None:
-    torch.set_num_threads(1)  # two threads would wait for each other on a busy machine, and clocks are read here
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner, Result
 
 from bench.__main__ import main
@@ -14,15 +13,11 @@ from bench.triforce_ablation import PROMPT_TABLES, Options, drafting, run, shown
 from swiftbatch.worker.decode_bench import encode
 from swiftbatch.worker.drafters.engine_options import TRIFORCE_PAPER, TriForceOptions
 from swiftbatch.worker.model.model_files import locate_model
-from tests.bench.test_bench_long import text as text
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PREFILL = 300
 NUM_TOKENS = 40
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(_fixed_threads: None) -> None:
-    torch.set_num_threads(1)  # two threads would wait for each other on a busy machine, and clocks are read here
 
 
 def bench(*args: str) -> Result:

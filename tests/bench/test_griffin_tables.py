@@ -13,15 +13,14 @@ from bench.griffin_ablation import Options, figures_of, predicted_speedup, recip
 from bench.griffin_tables import GRIFFIN_TABLES, Variant
 from bench.prompt_arms import Prompt, PromptArms, read_prompt
 from bench.variants import create_bench_drafter
-from swiftbatch.worker.drafters.drafter_interface import AutoregressiveDrafter, Drafter, DraftRequest
+from swiftbatch.worker.drafters.drafter_interface import AutoregressiveDrafter
 from swiftbatch.worker.drafters.griffin.griffin import GriffinDrafter
 from swiftbatch.worker.drafters.griffin.griffin_model import GriffinModel
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.sampling.draft_tree import DraftTree
-from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE, GriffinRecipe
 from swiftbatch.worker.training.train_griffin import config_of
+from tests.bench.test_prompt_arms import Oracle
 from tests.simulated_clock import SimulatedClock
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.drafters.griffin.griffin_training_parts import EAGLE2_RECIPE, HASS_RECIPE
@@ -152,18 +151,6 @@ def test_whether_the_paper_s_order_holds_is_said_for_every_temperature() -> None
     [at_0, _] = [record for record in found if record.get("row") == "w/o head" and "tau" in record]
     assert (at_0["tau"], at_0["least"], at_0["most"]) == (pytest.approx(11 / 3), 3.0, 4.0)
     assert at_0["accuracy"] == pytest.approx(11 / 30)
-
-
-class Oracle(Drafter):
-    def __init__(self, output_ids: np.ndarray) -> None:
-        self._output_ids = output_ids  # [num_generated]
-
-    def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
-        return [self._chain(request.sequence, request.max_depth) for request in requests]
-
-    def _chain(self, sequence: Sequence, max_depth: int) -> DraftTree:
-        coming = self._output_ids[sequence.num_generated_tokens :][: min(3, max_depth)]
-        return DraftTree.chain(coming.tolist())
 
 
 def arms_behind(target: TargetModel, seed: int) -> PromptArms:

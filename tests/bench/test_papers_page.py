@@ -90,14 +90,13 @@ def folder(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("_fixed_threads")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     "words",
     [pytest.param(words, marks=() if words[0] == "token-recycling" else pytest.mark.slow) for words in COMMANDS],
     ids=" ".join,
 )
 def test_every_command_runs_in_a_tiny_form(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
     run = griffin_ablation.run
     monkeypatch.setattr(griffin_ablation, "run", functools.wraps(run)(lambda options: run(options, FAST)))
     if words[0] == "triforce":

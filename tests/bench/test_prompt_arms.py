@@ -10,7 +10,6 @@ from typing import get_args
 
 import numpy as np
 import pytest
-import torch
 
 from bench.prompt_arms import Prompt, PromptArms, ReadPrompt, figures_of, read_prompt
 from bench.tables import Record
@@ -24,10 +23,12 @@ from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.file_offload import FileRows
 from swiftbatch.worker.kv.full_cache import FullKVCache
-from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.draft_tree import DraftTree, Verification
 from swiftbatch.worker.sampling.sequence import Sequence
-from tests.worker.drafters.drafter_parts import free_rows
+from tests.tiny_targets import target as target
+from tests.worker.drafters.drafter_parts import free_rows, run_to_ends
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PREFILL = 300
 NUM_TOKENS = 40
@@ -35,25 +36,15 @@ SEED, TEMPERATURE = 7, 1.0
 ARM = PromptArm({"budget": 64}, TEMPERATURE)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(_fixed_threads: None) -> None:
-    torch.set_num_threads(1)  # two threads would wait for each other on a busy machine, and clocks are read here
-
-
-@pytest.fixture(scope="module")
-def tiny_target(tiny_model: Path) -> TargetModel:
-    return TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu")  # bf16 layers this small are not row-exact
-
-
 @pytest.fixture
-def make_read(tiny_target: TargetModel) -> Callable[..., list[ReadPrompt]]:
+def make_read(target: TargetModel) -> Callable[..., list[ReadPrompt]]:
     def make(num_sequences: int = 1, expected_ids: tuple[int, ...] = ()) -> list[ReadPrompt]:
         random = np.random.default_rng(3)
         prompts = [
-            Prompt(random.integers(1, tiny_target.vocab_size, PREFILL).tolist(), list(expected_ids))
+            Prompt(random.integers(1, target.vocab_size, PREFILL).tolist(), list(expected_ids))
             for _ in range(num_sequences)
         ]
-        return [read_prompt(tiny_target, prompt, NUM_TOKENS) for prompt in prompts]
+        return [read_prompt(target, prompt, NUM_TOKENS) for prompt in prompts]
 
     return make
 
@@ -105,24 +96,21 @@ def plain_ids(read: list[ReadPrompt], target: TargetModel) -> list[np.ndarray]:
             max_tokens=NUM_TOKENS, temperature=TEMPERATURE, top_p=0.9, seed=SEED + number, ignore_eos=True
         )
         sequence = Sequence("alone", prompt.prompt.token_ids, sampling, target.vocab_size)
-        engine = Engine(target, AutoregressiveDrafter())
-        engine.start(sequence)
-        while sequence.finish_reason is None:
-            engine.step()
+        run_to_ends(Engine(target, AutoregressiveDrafter()), sequence)
         found.append(sequence.output_ids)
     return found
 
 
 def test_arms_say_what_the_engine_says_alone_whoever_else_used_the_cache(
-    tiny_target: TargetModel, make_read: Callable[..., list[ReadPrompt]]
+    target: TargetModel, make_read: Callable[..., list[ReadPrompt]]
 ) -> None:
     read = make_read(num_sequences=2)
     before = [prompt.cache.kv(0, PREFILL - 1).copy() for prompt in read]
-    expected = plain_ids(read, tiny_target)
-    arms = arms_behind(read, tiny_target, num_plain_tokens=35)
+    expected = plain_ids(read, target)
+    arms = arms_behind(read, target, num_plain_tokens=35)
     plans: tuple[Plan, ...] = ("own", "paper", "naive")
     digests = {
-        run(arms, new_drafter(tiny_target, free_rows, arm, None))["tokens_sha256"]
+        run(arms, new_drafter(target, free_rows, arm, None))["tokens_sha256"]
         for arm in [replace(ARM, plan=plan) for plan in plans]
     }
     assert digests == {hashlib.sha256(np.concatenate(expected).astype("<u4").tobytes()).hexdigest()}
@@ -132,33 +120,33 @@ def test_arms_say_what_the_engine_says_alone_whoever_else_used_the_cache(
 
 
 def test_wrong_tokens_stop_the_run_and_never_lead_plain_decoding_astray(
-    tiny_target: TargetModel, make_read: Callable[..., list[ReadPrompt]]
+    target: TargetModel, make_read: Callable[..., list[ReadPrompt]]
 ) -> None:
     read = make_read()
     with pytest.raises(BenchError, match=r"sequence 0, token \d+ at T = 1: found \d+, expected \d+") as caught:
-        run(arms_behind(read, tiny_target), Vandal())
+        run(arms_behind(read, target), Vandal())
     _, index, _, found, expected = (int(number) for number in re.findall(r"\d+", str(caught.value)))
     assert Vandal.first_damaged <= index < NUM_TOKENS
-    assert expected == plain_ids(read, tiny_target)[0][index] != found
+    assert expected == plain_ids(read, target)[0][index] != found
     assert "\n" not in str(caught.value)
 
 
 def test_arms_are_compared_beyond_the_tokens_of_plain_decoding(
-    tiny_target: TargetModel, make_read: Callable[..., list[ReadPrompt]]
+    target: TargetModel, make_read: Callable[..., list[ReadPrompt]]
 ) -> None:
     read = make_read()
-    arms = arms_behind(read, tiny_target, num_plain_tokens=8)
-    run(arms, Oracle(plain_ids(read, tiny_target)[0]))
+    arms = arms_behind(read, target, num_plain_tokens=8)
+    run(arms, Oracle(plain_ids(read, target)[0]))
     with pytest.raises(BenchError, match="token"):
         run(arms, Vandal())
 
 
 @pytest.mark.parametrize(("is_right", "acceptance"), [(True, 1.0), (False, 0.0)])
 def test_acceptance_is_accepted_over_drafted(
-    tiny_target: TargetModel, make_read: Callable[..., list[ReadPrompt]], is_right: bool, acceptance: float
+    target: TargetModel, make_read: Callable[..., list[ReadPrompt]], is_right: bool, acceptance: float
 ) -> None:
     read = make_read()
-    figures = run(arms_behind(read, tiny_target), Oracle(plain_ids(read, tiny_target)[0], is_right))
+    figures = run(arms_behind(read, target), Oracle(plain_ids(read, target)[0], is_right))
     assert figures["acceptance"] == acceptance
     assert figures["middle_acceptance"] is None
     assert figures["tokens_per_step"] == pytest.approx(1 + acceptance * figures["drafted_per_step"], abs=0.01)
@@ -167,18 +155,18 @@ def test_acceptance_is_accepted_over_drafted(
     assert figures["speedup_bound"] == pytest.approx(lost * figures["speedup"], rel=0.01)
 
 
-def test_plain_decoding_drafts_nothing(tiny_target: TargetModel, make_read: Callable[..., list[ReadPrompt]]) -> None:
-    figures = run(arms_behind(make_read(), tiny_target), AutoregressiveDrafter())
+def test_plain_decoding_drafts_nothing(target: TargetModel, make_read: Callable[..., list[ReadPrompt]]) -> None:
+    figures = run(arms_behind(make_read(), target), AutoregressiveDrafter())
     assert (figures["acceptance"], figures["middle_acceptance"], figures["tokens_per_step"]) == (None, None, 1.0)
     assert figures["needle_share"] is None
     assert figures["speedup"] > 0
 
 
 def test_times_begin_behind_the_first_step(
-    tiny_target: TargetModel, make_read: Callable[..., list[ReadPrompt]], monkeypatch: pytest.MonkeyPatch
+    target: TargetModel, make_read: Callable[..., list[ReadPrompt]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = make_read()
-    oracle = Oracle(plain_ids(read, tiny_target)[0])
+    oracle = Oracle(plain_ids(read, target)[0])
     clock, propose, num_drafts = time.perf_counter, oracle.propose, 0
 
     def propose_late_at_first(requests: list[DraftRequest]) -> list[DraftTree]:
@@ -188,7 +176,7 @@ def test_times_begin_behind_the_first_step(
 
     monkeypatch.setattr(oracle, "propose", propose_late_at_first)
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + (100_000.0 if num_drafts else 0.0))
-    figures = run(arms_behind(read, tiny_target), oracle)
+    figures = run(arms_behind(read, target), oracle)
     assert figures["first_step_ms"] > 100_000_000
     assert (
         max(figures["ms_per_token"], figures["step_ms"]["propose"]) < 100_000
@@ -197,11 +185,11 @@ def test_times_begin_behind_the_first_step(
 
 
 def test_the_middle_level_is_what_the_partial_cache_agrees_with(
-    tiny_target: TargetModel, make_read: Callable[..., list[ReadPrompt]]
+    target: TargetModel, make_read: Callable[..., list[ReadPrompt]]
 ) -> None:
-    arms = arms_behind(make_read(), tiny_target)
+    arms = arms_behind(make_read(), target)
     whole = replace(ARM, plan="paper", options={"budget": 4096})
-    figures = run(arms, new_drafter(tiny_target, free_rows, whole, None))
+    figures = run(arms, new_drafter(target, free_rows, whole, None))
     assert figures["acceptance"] > 0.9  # the partial cache holds everything, so only rounding differs
     assert 0 < figures["middle_acceptance"] < figures["acceptance"]
     assert figures["rounds_per_step"] > 1
@@ -209,17 +197,17 @@ def test_the_middle_level_is_what_the_partial_cache_agrees_with(
 
 
 def test_the_naive_policy_asks_no_partial_cache(
-    tiny_target: TargetModel, make_read: Callable[..., list[ReadPrompt]]
+    target: TargetModel, make_read: Callable[..., list[ReadPrompt]]
 ) -> None:
     arm = replace(ARM, plan="naive")
-    figures = run(arms_behind(make_read(), tiny_target), new_drafter(tiny_target, free_rows, arm, None))
+    figures = run(arms_behind(make_read(), target), new_drafter(target, free_rows, arm, None))
     assert (figures["rounds_per_step"], figures["middle_acceptance"]) == (0.0, None)
     assert figures["drafted_per_step"] > 0.5
     assert figures["draft_ms"]["check"] == figures["draft_ms"]["follow"] == 0.0 < figures["draft_ms"]["propose"]
 
 
-def test_plans_are_the_paper_s_at_every_step_or_where_they_pay(tiny_target: TargetModel) -> None:
-    drafters = (new_drafter(tiny_target, free_rows, PromptArm(plan=plan), None) for plan in get_args(Plan))
+def test_plans_are_the_paper_s_at_every_step_or_where_they_pay(target: TargetModel) -> None:
+    drafters = (new_drafter(target, free_rows, PromptArm(plan=plan), None) for plan in get_args(Plan))
     own, paper, naive, independent = drafters
     assert paper.plan == independent.plan == hierarchy(2, 6)
     assert naive.plan.num_rounds == 0
@@ -227,24 +215,24 @@ def test_plans_are_the_paper_s_at_every_step_or_where_they_pay(tiny_target: Targ
 
 
 def test_the_needle_s_share_is_what_plain_decoding_says_of_it(
-    tiny_target: TargetModel, make_read: Callable[..., list[ReadPrompt]]
+    target: TargetModel, make_read: Callable[..., list[ReadPrompt]]
 ) -> None:
-    [said] = plain_ids(make_read(), tiny_target)
+    [said] = plain_ids(make_read(), target)
     for num_wrong, share in ((0, 1.0), (10, 0.75), (NUM_TOKENS, 0.0)):
         expected = (*(said[:num_wrong] ^ 1).tolist(), *said[num_wrong:].tolist())
-        figures = run(arms_behind(make_read(), tiny_target), Oracle(said), expected)
+        figures = run(arms_behind(make_read(), target), Oracle(said), expected)
         assert figures["needle_share"] == share
 
 
 def test_a_cache_outside_the_device_says_the_same(
-    tiny_target: TargetModel, make_read: Callable[..., list[ReadPrompt]], tmp_path: Path
+    target: TargetModel, make_read: Callable[..., list[ReadPrompt]], tmp_path: Path
 ) -> None:
     read = make_read()
-    outside = TargetModel(tiny_target.forwards, tiny_target.files, str(tmp_path))
+    outside = TargetModel(target.forwards, target.files, str(tmp_path))
     copies = [prompt.copy_to(outside, NUM_TOKENS) for prompt in read]
     assert isinstance(copies[0].cache.rows, FileRows)
     figures = [
         run(arms_behind(prompts, target), new_drafter(target, free_rows, ARM, None))
-        for target, prompts in ((tiny_target, read), (outside, copies))
+        for target, prompts in ((target, read), (outside, copies))
     ]
     assert figures[0]["tokens_sha256"] == figures[1]["tokens_sha256"]

@@ -19,12 +19,9 @@ from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 from tests.worker.drafters.drafter_parts import free_rows
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PREFILL, NUM_TOKENS, BUDGET = 1200, 12, 300
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(_fixed_threads: None) -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -133,9 +130,8 @@ def test_independent_chains_change_no_token_and_draft_more_nodes(on: Measured) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("figure", ["1-right", "2a", "2b", "3a", "3c"])
-def test_a_figure_is_printed(figure: str, tiny_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("".join(f"the lazy fox number {n} jumps over the dog. " for n in range(40)))
-    sizes = ["--prefill", "300", "--tokens", "10", "--threads", "1", "--text", str(tmp_path / "text.txt")]
+def test_a_figure_is_printed(figure: str, tiny_model: Path, text: Path) -> None:
+    sizes = ["--prefill", "300", "--tokens", "10", "--threads", "1", "--text", str(text)]
     result = CliRunner().invoke(main, ["papers", "triforce", "--table", figure, "--model", str(tiny_model), *sizes])
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith(f"Figure {figure.partition('-')[0]}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +15,9 @@ from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.job import Message, TemplateOptions
 from swiftbatch.jobs.json_records import Strict, is_utf8, list_of, reasons
 from swiftbatch.worker.text.tokenizer import Chat, TextCodec
+from swiftbatch.worker.training.data_parallel import Report
 
+TRAIN, TEST = "*train*.jsonl", "*test*.jsonl"  # patterns of file names
 TEXT, MESSAGES, CONVERSATIONS = "text", "messages", "conversations"  # the last is ShareGPT's
 EXPECTED = f"a JSON object with `{TEXT}`, or a chat's `{MESSAGES}` or `{CONVERSATIONS}`"
 CHARACTERS_PER_TOKEN = 16  # upper bound for running text, which limits how much of a book is encoded
@@ -37,9 +39,9 @@ class Record:
     said: str | Chat
 
 
-def read_books(data: Path, pattern: str = "*train*.jsonl") -> Iterator[str]:
+def read_books(data: Path) -> Iterator[str]:
     """Yield the `text` of each record, as `read_records` does; a chat is an error."""
-    for record in read_records(data, pattern):
+    for record in read_records(data, TRAIN):
         if isinstance(record.said, Chat):
             raise CorpusError(f"{record.where}: found a chat, expected `{TEXT}`: a model is trained on books first")
         yield record.said
@@ -87,9 +89,7 @@ def _chat(where: str, messages: Any) -> Chat:
         raise CorpusError(f"{where}: {reasons(error, ChatRecord)}") from None
 
 
-def encoded_records(
-    data: Path, pattern: str, codec: TextCodec, num_tokens: int, report: Callable[[str], None]
-) -> Iterator[list[int]]:
+def encoded_records(data: Path, pattern: str, codec: TextCodec, num_tokens: int, report: Report) -> Iterator[list[int]]:
     """Yield the first `num_tokens` tokens of each record, of a chat in the words of the model's template.
 
     Chats that the template refuses are left out, and reported. Raises CorpusError if nothing else is there.

@@ -18,12 +18,13 @@ from torch import distributed
 
 from swiftbatch.jobs.errors import ModelError
 
+Report = Callable[[str], None]  # says a line
 Samples = TypeVar("Samples", list, np.ndarray, torch.Tensor)  # type: ignore[type-arg]
 PATIENCE = timedelta(days=30)  # while the first process computes features
 
 
 @contextmanager
-def joined(report: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
+def joined(report: Report) -> Iterator[Report]:
     """Join the processes that `torchrun` started, if it did; yield the report, which is silent in all but the first."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield report

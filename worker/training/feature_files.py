@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.training.corpus import CorpusError, read_records
-from swiftbatch.worker.training.data_parallel import is_first, meet
+from swiftbatch.worker.training.corpus import TEST, TRAIN, CorpusError, read_records
+from swiftbatch.worker.training.data_parallel import Report, is_first, meet
 from swiftbatch.worker.training.recipes import LEARNED_SAMPLING, OWN_SAMPLING, TextRecipe
 from swiftbatch.worker.training.training_folder import differing
 from swiftbatch.worker.training.training_texts import (
@@ -34,7 +34,6 @@ TOKEN_IDS, FEATURES = "token_ids", "features"
 NAME, FIRST_ROW = b"name", b"first_row"  # keys in a batch's metadata
 FOLDER = "features"  # default name within the output
 FEWEST_TOKENS = 5  # of a test book
-TRAIN, TEST = "*train*.jsonl", "*test*.jsonl"
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ class TextSource:
     folder: Path
     recipe: TextRecipe
     num_needed: int  # least tokens of a text
-    report: Callable[[str], None]
+    report: Report
 
     def books(self, has_features: bool = True) -> list[TextFeatures]:
         """Return the starts of the training books. Raises CorpusError, as all methods do."""

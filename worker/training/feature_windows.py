@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from swiftbatch.worker.drafters.griffin.draft_input import NUM_SINKS, WINDOW, window_start
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.training.data_parallel import share_of
+from swiftbatch.worker.training.data_parallel import Report, share_of
 from swiftbatch.worker.training.feature_files import FEWEST_TOKENS, TextFeatures, TextSource
 from swiftbatch.worker.training.recipes import GriffinRecipe
 from swiftbatch.worker.training.training_texts import jumping_positions
@@ -32,7 +32,7 @@ class GriffinFeatures:
 
 
 def griffin_features(
-    target: TargetModel, data: Path, folder: Path, recipe: GriffinRecipe, report: Callable[[str], None]
+    target: TargetModel, data: Path, folder: Path, recipe: GriffinRecipe, report: Report
 ) -> GriffinFeatures:
     """Read the features in `folder`; compute missing ones. Raises CorpusError."""
     source = TextSource(target, data, folder, recipe.texts, min(SHORTEST, recipe.window_length), report)

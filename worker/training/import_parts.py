@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from swiftbatch.worker.model.model_files import (
 from swiftbatch.worker.model.text_config import EMBEDDING, HEAD, OLD_ANGLES
 from swiftbatch.worker.model.weight_files import stored_tensors
 from swiftbatch.worker.quantizing import copy_small_files
+from swiftbatch.worker.training.data_parallel import Report
 from swiftbatch.worker.training.training_folder import held
 
 EPSILON, THETA = 1e-6, 10_000.0  # what the configs of EAGLE and GRIFFIN default to
@@ -77,7 +78,7 @@ NOT_OURS: dict[str, Any] = {"expansion_size": 0, "fusion": "none", "has_token_en
 HEADS = "medusa_layers.0.linear.weight"  # TokenSwift's name of its first head
 
 
-def import_part(kind: str, folder: Path, model: str, output: Path, report: Callable[[str], None]) -> None:
+def import_part(kind: str, folder: Path, model: str, output: Path, report: Report) -> None:
     """Write a published part for a model to `output`. Raises ModelError for one that no engine here computes."""
     files = locate_model(model)
     if kind == "tokenswift":

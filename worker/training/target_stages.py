@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax, nll_loss
 from transformers import PreTrainedModel
 
+from swiftbatch.worker.training.data_parallel import Report
 from swiftbatch.worker.training.target_recipe import LongTextRecipe, TargetRecipe, WindowKind, WindowRecipe
 from swiftbatch.worker.training.training_folder import TrainingFolder, write_record
 from swiftbatch.worker.training.training_layers import EarlierSegments, sparing
@@ -235,11 +236,7 @@ class StageRecord:
 
 
 def stages_of(
-    model: PreTrainedModel,
-    books: list[np.ndarray],
-    first_token_id: int,
-    recipe: TargetRecipe,
-    report: Callable[[str], None],
+    model: PreTrainedModel, books: list[np.ndarray], first_token_id: int, recipe: TargetRecipe, report: Report
 ) -> list[Stage]:
     positions = model.config.max_position_embeddings
     source = WindowSource(books, first_token_id, recipe, positions)
@@ -255,9 +252,7 @@ def stages_of(
     return stages
 
 
-def run_stages(
-    model: PreTrainedModel, stages: list[Stage], folder: TrainingFolder, report: Callable[[str], None]
-) -> None:
+def run_stages(model: PreTrainedModel, stages: list[Stage], folder: TrainingFolder, report: Report) -> None:
     """Run all remaining steps, from the state in the folder."""
     restored = Optimizers(model, stages[0].recipe)
     step, seconds = folder.restore(model, restored)
@@ -284,9 +279,7 @@ def device_words(device: torch.device) -> str:
 class LongTexts:
     """Gradients of each step of long texts; steps of one text must be consecutive."""
 
-    def __init__(
-        self, model: PreTrainedModel, source: WindowSource, recipe: LongTextRecipe, report: Callable[[str], None]
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, source: WindowSource, recipe: LongTextRecipe, report: Report) -> None:
         self._model, self._source, self._recipe, self._report = model, source, recipe, report
         self._text, self._earlier = torch.empty(0), EarlierSegments()
         self._figures: list[tuple[float, float]] = []  # loss of each segment of the text, and distance of its views

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 from swiftbatch.worker.model.model_files import DRAFT_FOLDER, PARTS_FOLDER
+from swiftbatch.worker.training.data_parallel import Report
 from swiftbatch.worker.training.feature_files import FOLDER as FEATURES
 from swiftbatch.worker.training.model_card import write_card
 from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE, DraftRecipe, GriffinRecipe, HeadRecipe
@@ -25,7 +25,7 @@ def train_all(
     data: Path,
     output: Path,
     target: TargetRecipe,
-    report: Callable[[str], None],
+    report: Report,
     heads: HeadRecipe = EMBEDDED_HEADS,
     draft: DraftRecipe = DRAFT_RECIPE,
     griffin: GriffinRecipe = GRIFFIN_RECIPE,

@@ -23,11 +23,11 @@ from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.engine_options import NUM_SINKS, WINDOW
 from swiftbatch.worker.drafters.triforce import window_of
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.model.model_files import ModelFiles, locate_model
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.noise import GumbelNoise
 from swiftbatch.worker.sampling.sampler import draw
 from swiftbatch.worker.text.chat_template import words_of
-from swiftbatch.worker.training.data_parallel import share_of, sum_gradients, total
+from swiftbatch.worker.training.data_parallel import Report, share_of, sum_gradients, total
 from swiftbatch.worker.training.feature_files import FEWEST_TOKENS, FOLDER, TextFeatures, TextSource
 from swiftbatch.worker.training.recipes import DraftRecipe, Labels
 from swiftbatch.worker.training.train_target import save_target
@@ -116,50 +116,35 @@ class DraftWindows:
 
 
 def train_draft(
-    model: str,
-    data: Path,
-    output: Path,
-    recipe: DraftRecipe,
-    report: Callable[[str], None],
-    features: Path | None = None,
+    model: str, data: Path, output: Path, recipe: DraftRecipe, report: Report, features: Path | None = None
 ) -> None:
     """Train a draft model on books under `data` and own texts; write it and its log to `output`.
 
     A killed training resumes to the same weights. A finished training is kept. Raises ModelError and CorpusError.
     """
-    files = locate_model(model)
+    files, length = locate_model(model), recipe.window_length
     if output.resolve() == files.path.resolve():
         raise ModelError(f"output {output}: holds the target model itself; give another folder, as {output / 'draft'}")
     with held(output):
-        _train(files, data, output, recipe, report, features or output / FOLDER)
-
-
-def _train(
-    files: ModelFiles, data: Path, output: Path, recipe: DraftRecipe, report: Callable[[str], None], features: Path
-) -> None:
-    folder = TrainingFolder(output, FILES, {"model": files.fingerprint, "recipe": asdict(recipe)})
-    if folder.is_finished(report):
-        return
-    target = load_target(files)
-    config = draft_config(target.model.config, recipe.shape)
-    if config.max_position_embeddings < recipe.window_length:
-        raise ModelError(
-            f"config: max_position_embeddings is {config.max_position_embeddings}, expected {recipe.window_length} or "
-            "more, which a draft model reads"
-        )
-    source = TextSource(target, data, features, recipe.texts, min(SHORTEST, recipe.window_length), report)
-    torch.manual_seed(recipe.seed)
-    draft = LlamaForCausalLM(config).to(target.device)
-    with repeatable(draft.device):
-        run_training(draft, source, recipe, folder, report)
+        folder = TrainingFolder(output, FILES, {"model": files.fingerprint, "recipe": asdict(recipe)})
+        if folder.is_finished(report):
+            return
+        target = load_target(files)
+        config = draft_config(target.model.config, recipe.shape)
+        if config.max_position_embeddings < length:
+            raise ModelError(
+                f"config: max_position_embeddings is {config.max_position_embeddings}, expected {length} or more, "
+                "which a draft model reads"
+            )
+        source = TextSource(target, data, features or output / FOLDER, recipe.texts, min(SHORTEST, length), report)
+        torch.manual_seed(recipe.seed)
+        draft = LlamaForCausalLM(config).to(target.device)
+        with repeatable(draft.device):
+            run_training(draft, source, recipe, folder, report)
 
 
 def run_training(
-    draft: LlamaForCausalLM,
-    source: TextSource,
-    recipe: DraftRecipe,
-    folder: TrainingFolder,
-    report: Callable[[str], None],
+    draft: LlamaForCausalLM, source: TextSource, recipe: DraftRecipe, folder: TrainingFolder, report: Report
 ) -> None:
     target, optimizers, batch = source.target, Optimizers(draft, recipe), window_source(source, recipe)
     held_out = source.held_out(FEWEST_TOKENS, MOST_HELD_OUT_TOKENS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -16,9 +16,9 @@ from transformers import AttentionInterface, PreTrainedConfig
 from swiftbatch.worker.drafters.catalogue import refuse_unused_part
 from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig, GriffinModel, save_griffin
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.model.model_files import GRIFFIN_FILE, ModelFiles, locate_model
+from swiftbatch.worker.model.model_files import GRIFFIN_FILE, locate_model
 from swiftbatch.worker.sampling.noise import GumbelNoise
-from swiftbatch.worker.training.data_parallel import sum_gradients, total
+from swiftbatch.worker.training.data_parallel import Report, sum_gradients, total
 from swiftbatch.worker.training.feature_files import FOLDER, TextFeatures
 from swiftbatch.worker.training.feature_windows import (
     FeatureWindowSource,
@@ -263,12 +263,7 @@ NUM_CURVE_TEXTS = 2  # the curve uses the first texts of the first name
 
 
 def train_griffin(
-    model: str,
-    data: Path,
-    output: Path,
-    recipe: GriffinRecipe,
-    report: Callable[[str], None],
-    features: Path | None = None,
+    model: str, data: Path, output: Path, recipe: GriffinRecipe, report: Report, features: Path | None = None
 ) -> None:
     """Train a draft model on books under `data` and own texts; write it, its log and a plot to `output`.
 
@@ -277,20 +272,14 @@ def train_griffin(
     files = locate_model(model)
     refuse_unused_part("griffin", files.name, files.path)
     with held(output):
-        _train(files, data, output, recipe, report, features or output / FOLDER)
-
-
-def _train(
-    files: ModelFiles, data: Path, output: Path, recipe: GriffinRecipe, report: Callable[[str], None], features: Path
-) -> None:
-    folder = griffin_folder(output, files.fingerprint, recipe)
-    if folder.is_finished(report):
-        return
-    target = load_target(files)
-    texts = griffin_features(target, data, features, recipe, report)
-    torch.manual_seed(recipe.seed)
-    draft = GriffinModel(config_of(recipe, target.model.config)).to(target.device)
-    run_training(draft, target, texts, recipe, folder, report)
+        folder = griffin_folder(output, files.fingerprint, recipe)
+        if folder.is_finished(report):
+            return
+        target = load_target(files)
+        texts = griffin_features(target, data, features or output / FOLDER, recipe, report)
+        torch.manual_seed(recipe.seed)
+        draft = GriffinModel(config_of(recipe, target.model.config)).to(target.device)
+        run_training(draft, target, texts, recipe, folder, report)
 
 
 def config_of(recipe: GriffinRecipe, target: PreTrainedConfig) -> GriffinConfig:
@@ -312,7 +301,7 @@ def run_training(
     texts: GriffinFeatures,
     recipe: GriffinRecipe,
     folder: TrainingFolder,
-    report: Callable[[str], None],
+    report: Report,
 ) -> None:
     optimizer = torch.optim.AdamW(draft.parameters(), betas=recipe.betas, weight_decay=recipe.weight_decay, fused=True)
     source = FeatureWindowSource(texts.books, texts.own, recipe)

@@ -6,7 +6,6 @@ chains.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -20,7 +19,7 @@ from swiftbatch.worker.drafters.mtp.predictor import PredictorModule
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.causal_lm import decoder_of
 from swiftbatch.worker.model.model_files import MTP_FILE, let_others_read, locate_model, read_config
-from swiftbatch.worker.training.data_parallel import share_of, sum_gradients, total
+from swiftbatch.worker.training.data_parallel import Report, share_of, sum_gradients, total
 from swiftbatch.worker.training.feature_files import FOLDER, TextFeatures
 from swiftbatch.worker.training.feature_windows import GriffinFeatures, Windows, griffin_features
 from swiftbatch.worker.training.recipes import GriffinRecipe, MTPRecipe
@@ -48,12 +47,7 @@ class MTPAccuracyRecord:
 
 
 def train_mtp(
-    model: str,
-    data: Path,
-    output: Path,
-    recipe: MTPRecipe,
-    report: Callable[[str], None],
-    features: Path | None = None,
+    model: str, data: Path, output: Path, recipe: MTPRecipe, report: Report, features: Path | None = None
 ) -> None:
     """Train a layer on books under `data` and own texts; write it and its log to `output`.
 
@@ -86,7 +80,7 @@ def run_training(
     texts: GriffinFeatures,
     recipe: MTPRecipe,
     folder: TrainingFolder,
-    report: Callable[[str], None],
+    report: Report,
 ) -> None:
     optimizers = Optimizers(module, recipe.steps())
 

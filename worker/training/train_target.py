@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.model.model_files import EMBEDDED, let_others_read, locate_model
 from swiftbatch.worker.training import recipes, target_evaluation
-from swiftbatch.worker.training.corpus import read_books
+from swiftbatch.worker.training.corpus import TEST, read_books
+from swiftbatch.worker.training.data_parallel import Report
 from swiftbatch.worker.training.model_card import write_card
 from swiftbatch.worker.training.target_evaluation import (
     NUM_SCORED,
@@ -52,11 +53,7 @@ class TrainedRecord(Evaluation):
 
 
 def train_target(
-    data: Path,
-    output: Path,
-    recipe: TargetRecipe,
-    report: Callable[[str], None],
-    kind: str = recipes.TARGET_KIND,
+    data: Path, output: Path, recipe: TargetRecipe, report: Report, kind: str = recipes.TARGET_KIND
 ) -> None:
     """Train tokenizer and model on books under `data`; write both, and the log, to `output`.
 
@@ -69,9 +66,7 @@ def train_target(
         _train(books, data, output, recipe, report, kind)
 
 
-def _train(
-    books: list[str], data: Path, output: Path, recipe: TargetRecipe, report: Callable[[str], None], kind: str
-) -> None:
+def _train(books: list[str], data: Path, output: Path, recipe: TargetRecipe, report: Report, kind: str) -> None:
     device, corpus = resolve_device("auto"), {"num_books": len(books), "num_characters": sum(map(len, books))}
     identity = {"corpus": corpus, "recipe": asdict(recipe)} | ({} if _is_embedded(kind) else {"kind": kind})
     folder = TrainingFolder(output, FILES, identity)
@@ -115,11 +110,11 @@ def embedded_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _test_file(data: Path, tokenizer: PreTrainedTokenizerFast, report: Callable[[str], None]) -> Path | None:
+def _test_file(data: Path, tokenizer: PreTrainedTokenizerFast, report: Report) -> Path | None:
     """Return the file to score the model on, or None if there is not enough text."""
-    path = next(iter(sorted(data.rglob("*test*.jsonl"))), None)
+    path = next(iter(sorted(data.rglob(TEST))), None)
     if path is None:
-        report(f"{data}: no *test*.jsonl; the model is not scored")
+        report(f"{data}: no {TEST}; the model is not scored")
         return None
     num_tokens = sum(map(len, encode_books(list(read_books(path)), tokenizer)))
     if num_tokens < target_evaluation.STRETCH:

@@ -7,7 +7,7 @@ alike: Medusa weighs the loss of head k by 0.8^k, but AdamW's steps do not depen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -21,7 +21,7 @@ from swiftbatch.worker.drafters.catalogue import refuse_unused_part
 from swiftbatch.worker.drafters.tokenswift.decoding_heads import head_states, save_heads
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import HEADS_FILE, locate_model
-from swiftbatch.worker.training.data_parallel import share_of, sum_gradients, total
+from swiftbatch.worker.training.data_parallel import Report, share_of, sum_gradients, total
 from swiftbatch.worker.training.feature_files import TextFeatures, TextSource
 from swiftbatch.worker.training.recipes import HeadRecipe
 from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held
@@ -88,12 +88,7 @@ class HeadRows:
 
 
 def train_heads(
-    model: str,
-    data: Path,
-    output: Path,
-    recipe: HeadRecipe,
-    report: Callable[[str], None],
-    features: Path | None = None,
+    model: str, data: Path, output: Path, recipe: HeadRecipe, report: Report, features: Path | None = None
 ) -> None:
     """Train heads on the books under `data`, or on own texts; write heads and log to `output`.
 
@@ -126,7 +121,7 @@ def run_training(
     held_out: Sequence[TextFeatures],
     recipe: HeadRecipe,
     folder: TrainingFolder,
-    report: Callable[[str], None],
+    report: Report,
 ) -> None:
     optimizer = torch.optim.AdamW(heads.parameters(), betas=recipe.betas, weight_decay=recipe.weight_decay)
     rows = HeadRows(texts, recipe.num_heads)

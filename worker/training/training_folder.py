@@ -7,7 +7,7 @@ import json
 import os
 import pickle
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.training.data_parallel import is_first, meet
+from swiftbatch.worker.training.data_parallel import Report, is_first, meet
 from swiftbatch.worker.training.training_plot import plot_training
 
 
@@ -49,7 +49,7 @@ class TrainingFolder:
         self.path, self._files = path, files
         self._identity = json.loads(json.dumps(identity))
 
-    def is_finished(self, report: Callable[[str], None]) -> bool:
+    def is_finished(self, report: Report) -> bool:
         """Return whether this training is over, and `report` it if so. Raises ModelError for another training."""
         log, state, product = self._files.log, self._files.state, self._files.product
         has_state = (self.path / state).is_file()
@@ -131,7 +131,7 @@ def write_record(log: IO[str], record: Any) -> None:
     log.flush()
 
 
-def write_measured(log: IO[str], records: Iterable[Any], report: Callable[[str], None]) -> None:
+def write_measured(log: IO[str], records: Iterable[Any], report: Report) -> None:
     for record in records:
         write_record(log, record)
         report(record.in_words())

@@ -13,7 +13,7 @@ import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.training.data_parallel import is_first, meet
+from swiftbatch.worker.training.data_parallel import Report, is_first, meet
 from swiftbatch.worker.training.recipes import Recipe
 from swiftbatch.worker.training.training_folder import Stateful, TrainingFolder, write_measured, write_record
 
@@ -119,7 +119,7 @@ class PartTraining:
     save: Callable[[], None]  # writes the part
 
 
-def train_part(folder: TrainingFolder, training: PartTraining, report: Callable[[str], None]) -> None:
+def train_part(folder: TrainingFolder, training: PartTraining, report: Report) -> None:
     """Train from the state in the folder, which is saved every `NUM_STATE_STEPS`; then write and measure the part."""
     num_steps = training.num_steps
     step, seconds = folder.restore(training.model, training.optimizer)

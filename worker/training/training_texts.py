@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,8 @@ from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.text.tokenizer import TextCodec
-from swiftbatch.worker.training.corpus import CorpusError, encoded_records
+from swiftbatch.worker.training.corpus import TEST, CorpusError, encoded_records
+from swiftbatch.worker.training.data_parallel import Report
 from swiftbatch.worker.training.recipes import LEARNED_SAMPLING, OWN_SAMPLING, TextRecipe
 
 if TYPE_CHECKING:
@@ -68,11 +69,11 @@ def load_target(files: ModelFiles) -> TargetModel:
 
 
 def held_out_texts(
-    target: TargetModel, data: Path, recipe: TextRecipe, num_needed: int, report: Callable[[str], None]
+    target: TargetModel, data: Path, recipe: TextRecipe, num_needed: int, report: Report
 ) -> Iterator[NamedText]:
     """Yield test books of `num_needed` tokens or more, and the target's texts after their starts, with names."""
     beginnings = []
-    for book in book_texts(data, "*test*.jsonl", target.files, recipe.num_book_tokens, num_needed, report):
+    for book in book_texts(data, TEST, target.files, recipe.num_book_tokens, num_needed, report):
         beginnings.append(np.asarray(book.token_ids[: recipe.num_prompt_tokens]))
         yield "test books", book
     stretches = Stretches(beginnings, recipe.num_prompt_tokens, first_ids_of(target.files))
@@ -83,7 +84,7 @@ def held_out_texts(
 
 
 def book_texts(
-    data: Path, pattern: str, files: ModelFiles, num_tokens: int, num_needed: int, report: Callable[[str], None]
+    data: Path, pattern: str, files: ModelFiles, num_tokens: int, num_needed: int, report: Report
 ) -> Iterator[Text]:
     """Yield the first `num_tokens` tokens of each book or chat with `num_needed`. Raises CorpusError if none has."""
     longest = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,10 +19,10 @@ from swiftbatch.worker.drafters.choice.policy import Policy
 from swiftbatch.worker.drafters.drafter_interface import Drafter
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import max_tree_depth, tree_rows
-from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.draft_tree import ROOT, TOP_K, DraftTree, Verification, walk
 from swiftbatch.worker.sampling.sampler import TokenSampler
 from swiftbatch.worker.sampling.sequence import Sequence
+from tests.tiny_targets import target as target
 from tests.worker.drafters.drafter_parts import free_rows, proposed
 
 pytestmark = pytest.mark.long
@@ -78,11 +77,6 @@ class Generation:
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 
 
-@pytest.fixture(scope="module")
-def tiny_target(tiny_model: Path) -> TargetModel:
-    return TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu")  # bf16 layers this small are not row-exact
-
-
 @pytest.mark.parametrize(
     ("name", "params"),
     [
@@ -107,16 +101,16 @@ class TestEveryDrafter:
         return drafter, generation
 
     def test_trees_are_well_formed_and_within_bounds(
-        self, tiny_target: TargetModel, name: str, params: SamplingParams
+        self, target: TargetModel, name: str, params: SamplingParams
     ) -> None:
-        drafter, generation = self.warm(tiny_target, name, params)
+        drafter, generation = self.warm(target, name, params)
         for max_nodes in (0, 1, 2, 7, 31, 79):
             for max_depth in (0, 1, 2, 5, 63):
                 tree = proposed(drafter, generation.sequence, max_nodes, max_depth)
-                check_structure(tree, max_nodes, max_depth, tiny_target.vocab_size)
+                check_structure(tree, max_nodes, max_depth, target.vocab_size)
 
-    def test_proposing_changes_nothing(self, tiny_target: TargetModel, name: str, params: SamplingParams) -> None:
-        drafter, generation = self.warm(tiny_target, name, params)
+    def test_proposing_changes_nothing(self, target: TargetModel, name: str, params: SamplingParams) -> None:
+        drafter, generation = self.warm(target, name, params)
         before = {key: array.copy() for key, array in drafter.state(generation.sequence).items()}
         first = proposed(drafter, generation.sequence, 12, 6)
         proposed(drafter, generation.sequence, 3, 2)
@@ -134,22 +128,22 @@ class TestEveryDrafter:
         ],
     )
     def test_degenerate_prompts(
-        self, tiny_target: TargetModel, name: str, params: SamplingParams, prompt: list[int]
+        self, target: TargetModel, name: str, params: SamplingParams, prompt: list[int]
     ) -> None:
-        drafter = create_bench_drafter(name, tiny_target, free_rows)
-        generation = Generation(tiny_target, drafter, prompt, params)
+        drafter = create_bench_drafter(name, target, free_rows)
+        generation = Generation(target, drafter, prompt, params)
         for _ in range(20):
-            check_structure(proposed(drafter, generation.sequence, 8, 4), 8, 4, tiny_target.vocab_size)
+            check_structure(proposed(drafter, generation.sequence, 8, 4), 8, 4, target.vocab_size)
             generation.step(drafter)
 
     def test_state_goes_into_a_fresh_drafter(
-        self, tiny_target: TargetModel, name: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+        self, target: TargetModel, name: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         ticks = itertools.count(step=0.001)  # plans follow measured times, which are all equal here
         monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
         monkeypatch.setattr(Policy, "choose", lambda *_: TREE)  # what ways brought is measured anew by each drafter
-        drafter, generation = self.warm(tiny_target, name, params)
-        fresh = create_bench_drafter(name, tiny_target, free_rows)
+        drafter, generation = self.warm(target, name, params)
+        fresh = create_bench_drafter(name, target, free_rows)
         fresh.start(generation.sequence, generation.cache)
         state = drafter.state(generation.sequence)
         fresh.restore(generation.sequence, {key: array.copy() for key, array in state.items()})
@@ -159,38 +153,38 @@ class TestEveryDrafter:
             proposed(fresh, generation.sequence, 8, max_tree_depth(generation.cache.length))
             fresh.update(generation.sequence, generation.step(drafter))
 
-    def test_state_is_a_copy(self, tiny_target: TargetModel, name: str, params: SamplingParams) -> None:
-        drafter, generation = self.warm(tiny_target, name, params)
+    def test_state_is_a_copy(self, target: TargetModel, name: str, params: SamplingParams) -> None:
+        drafter, generation = self.warm(target, name, params)
         expected = proposed(drafter, generation.sequence, 15, 6)
         for array in drafter.state(generation.sequence).values():
             array[:] = 0
         assert proposed(drafter, generation.sequence, 15, 6) == expected
 
-    def test_sequences_do_not_mix(self, tiny_target: TargetModel, name: str, params: SamplingParams) -> None:
-        drafter = create_bench_drafter(name, tiny_target, free_rows)
+    def test_sequences_do_not_mix(self, target: TargetModel, name: str, params: SamplingParams) -> None:
+        drafter = create_bench_drafter(name, target, free_rows)
         prompts = {"one": [1, 2, 3], "two": [4, 5, 6]}
-        generations = [Generation(tiny_target, drafter, prompt, params, n) for n, prompt in prompts.items()]
+        generations = [Generation(target, drafter, prompt, params, n) for n, prompt in prompts.items()]
         for _ in range(15):
             for generation in generations:
                 generation.step(drafter, 6)
         drafter.stop(generations[0].sequence)
-        check_structure(proposed(drafter, generations[1].sequence, 6, 5), 6, 5, tiny_target.vocab_size)
+        check_structure(proposed(drafter, generations[1].sequence, 6, 5), 6, 5, target.vocab_size)
 
     def test_a_sequence_may_come_back_after_it_was_stopped(
-        self, tiny_target: TargetModel, name: str, params: SamplingParams
+        self, target: TargetModel, name: str, params: SamplingParams
     ) -> None:
-        drafter, generation = self.warm(tiny_target, name, params)
+        drafter, generation = self.warm(target, name, params)
         expected = proposed(drafter, generation.sequence, 8, 5)
         drafter.stop(generation.sequence)
         drafter.start(generation.sequence, generation.cache)
         assert proposed(drafter, generation.sequence, 8, 5) == expected
 
     def test_the_text_is_the_same_as_without_drafts(
-        self, tiny_target: TargetModel, name: str, params: SamplingParams
+        self, target: TargetModel, name: str, params: SamplingParams
     ) -> None:
-        _, generation = self.warm(tiny_target, name, params)
-        plain_drafter = create_drafter("autoregressive", tiny_target, free_rows)
-        plain = Generation(tiny_target, plain_drafter, PROMPT, params)
+        _, generation = self.warm(target, name, params)
+        plain_drafter = create_drafter("autoregressive", target, free_rows)
+        plain = Generation(target, plain_drafter, PROMPT, params)
         for _ in range(60):
             plain.step(plain_drafter)
         num_common = min(len(plain.sequence), len(generation.sequence))
@@ -204,8 +198,8 @@ def test_users_choose_from_few_engines_and_variants_are_no_choice() -> None:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_a_drafter_reads_caches_if_its_entry_says_so(tiny_target: TargetModel, name: str) -> None:
-    assert create_drafter(name, tiny_target, free_rows).reads_caches == ENGINES[name].reads_caches
+def test_a_drafter_reads_caches_if_its_entry_says_so(target: TargetModel, name: str) -> None:
+    assert create_drafter(name, target, free_rows).reads_caches == ENGINES[name].reads_caches
 
 
 def test_an_unknown_engine_names_the_known_ones() -> None:

@@ -18,7 +18,7 @@ from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.sampling.sequence import Sequence
 from tests.tiny_targets import target as target
-from tests.worker.drafters.drafter_parts import free_rows
+from tests.worker.drafters.drafter_parts import free_rows, run_to_ends
 from tests.worker.drafters.toy.toy import PART
 
 PARAMS = SamplingParams(max_tokens=60, temperature=1.0, min_p=0.1, seed=3, ignore_eos=True)
@@ -30,11 +30,8 @@ def a_line_of_the_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def generated(target: TargetModel, drafter: Drafter) -> tuple[list[int], int]:
-    engine = Engine(target, drafter)
     sequence = Sequence("a", [5, 9, 2, 7], PARAMS, target.vocab_size)
-    engine.start(sequence)
-    while sequence.finish_reason is None:
-        engine.step()
+    engine = run_to_ends(Engine(target, drafter), sequence)
     return sequence.output_ids.tolist(), engine.counters.num_accepted_tokens
 
 

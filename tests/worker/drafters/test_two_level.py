@@ -300,7 +300,7 @@ def test_a_chain_ends_where_nothing_can_be_drawn(target: TargetModel) -> None:
 ENGINES_RUN = """
 import sys
 from swiftbatch.jobs.sampling_params import SamplingParams
-from tests.worker.drafters.drafter_parts import free_rows
+from tests.worker.drafters.drafter_parts import free_rows, run_to_ends
 from swiftbatch.worker.kv import sparse_cache
 from swiftbatch.worker.drafters.engine_options import TokenSwiftOptions, TriForceOptions
 from swiftbatch.worker.drafters.tokenswift.tokenswift import tokenswift
@@ -317,10 +317,7 @@ for drafter in (
     tokenswift(target, free_rows, None, TokenSwiftOptions(budget=64, rounds=2)),
 ):
     sequence = Sequence("a", [7] * 250, SamplingParams(max_tokens=20, seed=1, ignore_eos=True), target.vocab_size)
-    engine = Engine(target, drafter)
-    engine.start(sequence)
-    while sequence.finish_reason is None:
-        engine.step()
+    run_to_ends(Engine(target, drafter), sequence)
     print("rounds", drafter.counters.num_rounds > 0)
     print("summaries", drafter._tracked["a"].partial.bias is not None)
 print("transformers", "transformers" in vars(target), "transformers.modeling_utils" in sys.modules)

@@ -10,7 +10,7 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.text.output_text import LibraryText
 from swiftbatch.worker.text.tokenizer import TextCodec
-from tests.worker.drafters.drafter_parts import free_rows
+from tests.worker.drafters.drafter_parts import free_rows, run_to_ends
 
 
 def spell(token_ids: list[int]) -> str:
@@ -136,9 +136,7 @@ def test_engines_stop_at_the_same_token(target: TargetModel, embedded_files: obj
         params = SamplingParams(max_tokens=300, temperature=0.0, stop=(" the",), seed=0)
         sequence = Sequence("s", codec.encode("In the morning, when the boats came in,"), params, target.vocab_size)
         engine = Engine(target, create_drafter(name, target, free_rows), codec.output_text)
-        engine.start(sequence)
-        while sequence.finish_reason is None:
-            engine.step()
+        run_to_ends(engine, sequence)
         outputs.append((sequence.finish_reason, sequence.output_ids.tolist()))
     assert outputs[0] == outputs[1]
     assert outputs[0][0] == "stop"

@@ -16,7 +16,7 @@ from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.slot_arena import KVArena
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.text.tokenizer import TextCodec
-from tests.worker.drafters.drafter_parts import free_rows
+from tests.worker.drafters.drafter_parts import free_rows, run_together
 
 pytestmark = pytest.mark.long
 
@@ -61,11 +61,7 @@ def generate(target: TargetModel, engine_name: str) -> list[list[int]]:
         for number in range(first, first + NUM_SLOTS):
             sampling = SamplingParams(max_tokens=MAX_TOKENS, seed=number, ignore_eos=True, min_p=0.1)
             sequences.append(Sequence(f"s{number}", prompt_ids(target, number), sampling, target.vocab_size))
-            engine.start(sequences[-1])
-        while any(sequence.finish_reason is None for sequence in sequences):
-            engine.step()
-        for sequence in sequences:
-            engine.stop(sequence)
+        run_together(engine, sequences)
         let_helpers_end(target)
         outputs += [sequence.output_ids.tolist() for sequence in sequences]
     return outputs

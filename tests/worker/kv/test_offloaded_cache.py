@@ -24,7 +24,7 @@ from swiftbatch.worker.kv.kv_capacity import KVRoomError
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.simulated_clock import SimulatedClock
-from tests.worker.drafters.drafter_parts import free_rows
+from tests.worker.drafters.drafter_parts import free_rows, run_to_ends
 from tests.worker.kv.cache_parts import MAX_LENGTH, held, shape, use_small_blocks, write
 from tests.worker.session.session_parts import (
     body,
@@ -61,9 +61,7 @@ def generate(target: TargetModel, engine_name: str, setting: str) -> list[list[i
     for i in range(2):
         sampling = SamplingParams(max_tokens=25, seed=i, ignore_eos=True, **SETTINGS[setting])
         sequences.append(Sequence(f"s{i}", codec.encode(PROMPT * (1 + 2 * i)), sampling, target.vocab_size))
-        engine.start(sequences[-1])
-    while any(sequence.finish_reason is None for sequence in sequences):
-        engine.step()
+    run_to_ends(engine, *sequences)
     return [sequence.output_ids.tolist() for sequence in sequences]
 
 

@@ -20,7 +20,7 @@ from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.sampling.batch_sampler import TorchBatchSampler
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.text.tokenizer import TextCodec
-from tests.worker.drafters.drafter_parts import free_rows
+from tests.worker.drafters.drafter_parts import free_rows, run_to_ends
 from tests.worker.test_exactness import PROMPTS
 
 NUM_TOKENS, NUM_TOP = 40, 3
@@ -46,10 +46,7 @@ def decode(
     target: TargetModel, engine_name: str, sequences: list[Sequence], mode: LogprobsMode = PROCESSED
 ) -> list[Outcome]:
     engine = Engine(target, create_drafter(engine_name, target, free_rows), logprobs_mode=mode)
-    for sequence in sequences:
-        engine.start(sequence)
-    while any(sequence.finish_reason is None for sequence in sequences):
-        engine.step()
+    run_to_ends(engine, *sequences)
     return [outcome(sequence) for sequence in sequences]
 
 
@@ -146,10 +143,7 @@ def test_processed_ones_are_those_of_what_a_grammar_lets_come(
 
 def test_a_sequence_that_asks_for_none_has_none_and_the_same_tokens(plain: Plain) -> None:
     [first, *_] = plain.sequences(logprobs=None)
-    engine = Engine(plain.target, create_drafter("suffix", plain.target, free_rows))
-    engine.start(first)
-    while first.finish_reason is None:
-        engine.step()
+    run_to_ends(Engine(plain.target, create_drafter("suffix", plain.target, free_rows)), first)
     assert (first.kept_logprobs, first.output_ids.tolist()) == (None, plain.outcomes(RAW)[0][0])
 
 

@@ -13,6 +13,7 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.text.tokenizer import TextCodec
+from tests.worker.drafters.drafter_parts import run_to_ends
 from tests.worker.session.session_parts import (
     claimed,
     digest,
@@ -37,12 +38,10 @@ def _drawn_plainly(model: Path) -> str:
     """Return the digest of a sequence that was set back to the given tokens and drawn one token at a time."""
     files = locate_model(str(model))
     codec, target = TextCodec(files), TargetModel.load(files, "float32", "cpu")
-    engine, job = Engine(target, AutoregressiveDrafter()), _fork().job
+    job = _fork().job
     empty = Sequence("plain", codec.prompt_of(job).token_ids, job.sampling, target.vocab_size)
     sequence = empty.with_output(list(BEGUN))
-    engine.start(sequence)
-    while sequence.finish_reason is None:
-        engine.step()
+    run_to_ends(Engine(target, AutoregressiveDrafter()), sequence)
     return tokens_sha256(sequence.output_ids)
 
 

@@ -23,7 +23,7 @@ from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.draft_tree import DraftTree, Verification
 from swiftbatch.worker.sampling.sequence import Sequence
 from tests.simulated_clock import SimulatedClock
-from tests.worker.drafters.drafter_parts import free_rows
+from tests.worker.drafters.drafter_parts import free_rows, run_to_ends
 
 FREE_ROWS = free_rows()
 DEAR_ROWS = StepCosts((64, 8192), np.array([[1.0, 1.05, 1.1, 1.2, 1.5, 2.0], [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]]))
@@ -201,11 +201,8 @@ def test_drafters_are_told_what_a_step_takes_beside_its_forward(
     clock.rule(monkeypatch)
     target, drafter = TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu"), Recorder(clock)
     monkeypatch.setattr(target, "verify", clock.taking(lambda groups, *_: 1.0, target.verify))
-    engine = Engine(target, drafter)
     sequence = Sequence("a", [1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True), target.vocab_size)
-    engine.start(sequence)
-    while sequence.finish_reason is None:
-        engine.step()
+    run_to_ends(Engine(target, drafter), sequence)
     assert drafter.overheads[0] == 0.0
     assert drafter.overheads[1:] == pytest.approx([0.25] * len(drafter.overheads[1:]))
 

@@ -12,7 +12,6 @@ from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.griffin.draft_input import NUM_ENTRIES, window_start
 from swiftbatch.worker.drafters.griffin.griffin_model import GriffinModel
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.noise import GumbelNoise
 from swiftbatch.worker.sampling.sampler import draw
 from swiftbatch.worker.training import train_griffin as griffin_accuracy
@@ -34,7 +33,7 @@ from swiftbatch.worker.training.train_griffin import (
     measure_accuracy,
     token_loss,
 )
-from swiftbatch.worker.training.training_texts import Text, hidden_states, load_target
+from swiftbatch.worker.training.training_texts import Text, hidden_states
 from tests.worker.drafters.griffin.griffin_training_parts import (
     CPU,
     EAGLE2_RECIPE,
@@ -47,17 +46,7 @@ from tests.worker.drafters.griffin.griffin_training_parts import (
     untrained,
 )
 
-pytestmark = pytest.mark.long
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(_fixed_threads: None) -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture
-def tiny_target(tiny_model: Path) -> TargetModel:
-    return load_target(locate_model(str(tiny_model)))
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 
 
 def test_features_are_the_targets_and_are_mapped_not_copied(tiny_target: TargetModel, tmp_path: Path) -> None:

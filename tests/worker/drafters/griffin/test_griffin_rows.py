@@ -18,7 +18,7 @@ from swiftbatch.worker.drafters.griffin.griffin_model import SECOND_FUSIONS, Gri
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.target_model import TargetModel, load_transformers
 from swiftbatch.worker.sampling.sequence import Sequence
-from tests.worker.drafters.drafter_parts import free_rows
+from tests.worker.drafters.drafter_parts import free_rows, run_to_ends
 from tests.worker.drafters.griffin.griffin_parts import (
     WAYS,
     by_kernels,
@@ -114,10 +114,7 @@ def test_features_of_another_shape_or_dtype_are_refused(tiny_model: Path) -> Non
 @pytest.mark.parametrize("engine_name", ["griffin", "griffin-paper"])
 def test_the_target_is_not_loaded_a_second_time(tiny_model: Path, engine_name: str) -> None:
     target = load(tiny_model)
-    engine = Engine(target, create_bench_drafter(engine_name, target, free_rows))
     params = SamplingParams(max_tokens=20, temperature=1.0, seed=5, ignore_eos=True)
     sequence = Sequence("a", random_tokens(target, 70), params, target.vocab_size)
-    engine.start(sequence)
-    while sequence.finish_reason is None:
-        engine.step()
+    run_to_ends(Engine(target, create_bench_drafter(engine_name, target, free_rows)), sequence)
     assert "transformers" not in vars(target)

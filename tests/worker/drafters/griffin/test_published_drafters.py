@@ -22,7 +22,7 @@ from swiftbatch.worker.model.model_files import PARTS_FOLDER
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
 from tests.tiny_model import write_tiny_model
-from tests.worker.drafters.drafter_parts import free_rows, proposed
+from tests.worker.drafters.drafter_parts import free_rows, proposed, run_to_ends
 from tests.worker.drafters.griffin import published_drafters as published
 from tests.worker.drafters.griffin.griffin_parts import (
     GREEDY,
@@ -123,12 +123,8 @@ def test_no_token_changes_and_drafts_are_accepted(
 
     expected = decode(target, "autoregressive", fresh())
     assert decode(target, "griffin", fresh()) == expected
-    engine = Engine(target, create_bench_drafter("griffin-paper", target, free_rows))
     sequences = fresh()
-    for each in sequences:
-        engine.start(each)
-    while any(each.finish_reason is None for each in sequences):
-        engine.step()
+    engine = run_to_ends(Engine(target, create_bench_drafter("griffin-paper", target, free_rows)), *sequences)
     assert [each.output_ids.tolist() for each in sequences] == expected
     if sampling.temperature:
         assert engine.counters.num_accepted_tokens > 0

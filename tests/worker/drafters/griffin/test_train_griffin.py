@@ -12,13 +12,12 @@ from swiftbatch.jobs.errors import ModelError
 from swiftbatch.scheduler.commands.train import _griffin_recipe, griffin
 from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig, load_griffin
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.model.model_files import GRIFFIN_FILE, locate_model
+from swiftbatch.worker.model.model_files import GRIFFIN_FILE
 from swiftbatch.worker.training import train_griffin as training
 from swiftbatch.worker.training import training_loop
 from swiftbatch.worker.training.corpus import CorpusError
 from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE, OWN_SAMPLING, GriffinRecipe
 from swiftbatch.worker.training.train_griffin import FILES, WAYS, train_griffin
-from swiftbatch.worker.training.training_texts import load_target
 from tests.worker.drafters.griffin.griffin_training_parts import (
     EAGLE2_RECIPE,
     FAST,
@@ -30,22 +29,12 @@ from tests.worker.drafters.griffin.griffin_training_parts import (
     weights,
 )
 
-pytestmark = pytest.mark.long
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(_fixed_threads: None) -> None:
-    torch.set_num_threads(1)
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("features")
-
-
-@pytest.fixture
-def tiny_target(tiny_model: Path) -> TargetModel:
-    return load_target(locate_model(str(tiny_model)))
 
 
 def train(

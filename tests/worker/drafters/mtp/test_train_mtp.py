@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.auto import auto
@@ -18,15 +17,12 @@ from swiftbatch.worker.training import train_mtp as training
 from swiftbatch.worker.training import training_loop
 from swiftbatch.worker.training.recipes import MTPRecipe
 from swiftbatch.worker.training.train_mtp import train_mtp
-from tests.worker.drafters.drafter_parts import free_rows
+from tests.worker.drafters.drafter_parts import free_rows, run_to_ends
 from tests.worker.drafters.griffin.griffin_training_parts import TEXTS
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FAST = MTPRecipe(num_steps=8, num_step_windows=2, window_length=48, num_passes=2, texts=replace(TEXTS, num_own_texts=0))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(_fixed_threads: None) -> None:
-    torch.set_num_threads(1)
 
 
 def test_a_killed_training_goes_on_to_the_weights_that_the_engine_drafts_with(
@@ -55,15 +51,9 @@ def test_a_killed_training_goes_on_to_the_weights_that_the_engine_drafts_with(
     target = TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu")
     assert "mtp" in auto(target, free_rows, whole).ways
     texts = []
-    for drafter in (
-        create_drafter("mtp", target, free_rows, whole),
-        create_drafter("autoregressive", target, free_rows),
-    ):
-        engine = Engine(target, drafter)
+    for name, parts in (("mtp", whole), ("autoregressive", None)):
         sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=2, ignore_eos=True)
         sequence = Sequence("a", [5, 6, 7, 8], sampling, target.vocab_size)
-        engine.start(sequence)
-        while sequence.finish_reason is None:
-            engine.step()
+        run_to_ends(Engine(target, create_drafter(name, target, free_rows, parts)), sequence)
         texts.append(sequence.token_ids.tolist())
     assert texts[0] == texts[1]

@@ -21,10 +21,7 @@ from tests import ROOT
 from tests.worker.drafters.training_parts import featured
 from tests.worker.drafters.triforce.draft_parts import untrained
 
-
-@pytest.fixture(autouse=True)
-def _one_thread(_fixed_threads: None) -> None:
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_each_row_is_measured_once_and_from_what_a_draft_model_reads_in_use(tiny_target: TargetModel) -> None:

@@ -34,16 +34,11 @@ from swiftbatch.worker.training.train_draft import (
 )
 from tests.worker.drafters.triforce.draft_parts import untrained
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
 TEXTS = TextRecipe(num_book_tokens=200, num_own_texts=4, num_prompt_tokens=16, num_own_tokens=60)
 FAST = DraftRecipe(25, window_length=64, num_warmup_steps=2, texts=TEXTS)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(_fixed_threads: None) -> None:
-    torch.set_num_threads(1)
 
 
 def records(output: Path) -> list[dict[str, object]]:
