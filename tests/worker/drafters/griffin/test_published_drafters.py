@@ -110,6 +110,7 @@ def test_drafts_are_those_of_the_published_formula(
             break
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("sampling", [SAMPLED, SAMPLED.model_copy(update={"temperature": 0.0})], ids=["T=1", "T=0"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_token_changes_and_drafts_are_accepted(
@@ -130,6 +131,7 @@ def test_no_token_changes_and_drafts_are_accepted(
         assert engine.counters.num_accepted_tokens > 0
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("num_tokens", [20, pytest.param(500, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_sequence_has_the_same_drafts_and_tokens(

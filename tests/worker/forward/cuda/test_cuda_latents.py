@@ -76,6 +76,7 @@ def read(target: TargetModel, num_left: int = 0) -> torch.Tensor:
     return logits[0]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "num_numbers"), [("DeepSeek V2 Lite", 2 * (64 + 32)), (CHOOSING, 5 * (64 + 32 + 48))])
 def test_a_text_goes_on_from_a_checkpoint_with_the_same_bits(name: str, num_numbers: int, tmp_path: Path) -> None:
     target = cuda_target(files_of(name, tmp_path), torch.float32, 1, linear="cublas")
@@ -83,6 +84,7 @@ def test_a_text_goes_on_from_a_checkpoint_with_the_same_bits(name: str, num_numb
     assert target.cache_shape.bytes_per_position() == num_numbers * 4
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name",
     [

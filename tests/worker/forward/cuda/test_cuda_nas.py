@@ -40,6 +40,7 @@ def test_choices_are_those_of_transformers(name: str, num_rows: int, tmp_path: P
     assert found.num_same_choices == found.num_rows == num_rows
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_rows_of_two_trees_have_the_bits_of_plain_decoding(name: str, tmp_path: Path) -> None:
     check_rows_of_two_trees(cuda_target(files_of(name, tmp_path), torch.bfloat16), 4, TEXT[:64], TEXT[64:])

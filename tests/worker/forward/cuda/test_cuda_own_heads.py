@@ -77,6 +77,7 @@ def test_the_doctor_s_model_gives_the_same_choices(name: str, tmp_path: Path) ->
     assert compare(target, 20).agrees
 
 
+@pytest.mark.sample(3)
 @EACH
 def test_each_layer_s_output_is_that_of_a_cpu(name: str, tmp_path: Path) -> None:
     """Layers are scaled at their ends, and rows see a prefix."""
@@ -93,11 +94,13 @@ def test_each_layer_s_output_is_that_of_a_cpu(name: str, tmp_path: Path) -> None
     assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [DENSE, WITH_EXPERTS, SMALLEST, NARROW])
 def test_rows_of_two_trees_have_the_bits_of_plain_decoding(name: str, tmp_path: Path) -> None:
     check_rows_of_two_trees(cuda_target(files_of(name, tmp_path), torch.bfloat16), 4, TEXT[:64], TEXT[64:70])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "kv_dtype"),
     [
@@ -132,6 +135,7 @@ def test_rows_have_the_bits_of_caches_that_forget_nothing(name: str, kv_dtype: K
     assert (ours.kv(3 * PAGE, ours.length) == theirs.kv(3 * PAGE, ours.length)).all()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "has_windows"), [(DENSE, False), (DENSE, True), (SMALLEST, True), (NARROW, True)])
 def test_a_checkpoint_is_that_of_a_cpu_and_gives_the_same_bits(name: str, has_windows: bool, tmp_path: Path) -> None:
     files = files_of(name, tmp_path)
@@ -175,6 +179,7 @@ def test_a_row_has_the_same_bits_in_forwards_of_every_number_of_rows(name: str, 
     assert all(torch.equal(each, logits[0]) for each in logits)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [DENSE, WITH_EXPERTS, SMALLEST, NARROW])
 def test_packed_weights_give_their_twins_logits_and_take_what_a_plan_counts(name: str, tmp_path: Path) -> None:
     files_of(name, tmp_path / "plain")

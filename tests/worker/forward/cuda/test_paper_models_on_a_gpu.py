@@ -15,6 +15,7 @@ from tests.worker.model.paper_configs import PAPERS, pickle_weights, publish
 pytestmark = pytest.mark.long
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", PAPERS)
 def test_choices_from_pickled_weights_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     publish(name, tmp_path)
