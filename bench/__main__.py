@@ -30,7 +30,6 @@ MODULES = {name: f"bench.{name.replace('-', '_')}" for name in (
     "agreement", "auto", "checkpoints", "fields", "kernels", "long", "many-jobs", "mixed", "peers", "prompts",
     "scale", "sizing", "tail", "texts",
 )} | {"all": "bench.suite", "gpu": "bench.gpu.gpu"}  # fmt: skip
-PROGRAMS = ("digests",)  # programs with their own options
 
 
 class Benches(OneLineErrors):

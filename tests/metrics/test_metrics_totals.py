@@ -22,7 +22,7 @@ from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.session.work_messages import Orders
 from tests.jobs.run.run_parts import MANIFEST
 from tests.scheduler.driver.driver_parts import RecordingDisplay, make_context
-from tests.worker.session.session_parts import claimed, record, session, to_the_end, until
+from tests.worker.session.session_parts import claimed, record, run_to_end, session, to_the_end, until
 
 LABELS = Labels(model_name="embedded", drafter="suffix", worker="driver")
 
@@ -204,7 +204,6 @@ def test_tokens_that_are_read_before_a_job_goes_on_are_counted(tmp_path: Path, t
     num_prompt_tokens = first.engine.counters.num_prompt_tokens
     assert first.engine.counters.num_read_tokens == num_prompt_tokens - 1  # the last one is the first step's root
     num_tokens = first.drain(5.0).of("released")[0].num_generated_tokens
-    second = session(run, tiny_model, checkpoint="tokens")
-    to_the_end(second, claimed(run, fox))
+    second = run_to_end(run, tiny_model, fox, checkpoint="tokens")
     assert second.engine.counters.num_resumes == {"replay": 1}
     assert second.engine.counters.num_read_tokens == num_prompt_tokens + num_tokens - 1

@@ -19,7 +19,7 @@ from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.scheduler.runs.extension_parts import extend, run_all
 from tests.worker.session.recurrent_parts import save_recurrent_model
-from tests.worker.session.session_parts import body, claimed, digest, make_run, record, session, to_the_end, until
+from tests.worker.session.session_parts import body, claimed, digest, make_run, record, run_to_end, session, until
 from tests.worker.session.test_rewind_resume import REWINDING
 
 pytestmark = pytest.mark.long
@@ -219,7 +219,7 @@ def test_choices_are_extended_and_their_line_is_written_anew(tmp_path: Path, tin
     assert line(run) == shorter
     longer = run.jobs()
     assert [record.job.name for record in longer] == ["fox[0]", "fox[1]", "fox[2]"]
-    to_the_end(session(run, tiny_model), claimed(run, longer[1]))
+    run_to_end(run, tiny_model, longer[1])
     assert line(run) == [shorter[0], line(single)[1], shorter[2]]
     run_all(run, tiny_model)
     assert line(run) == line(single)

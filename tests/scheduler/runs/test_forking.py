@@ -19,7 +19,7 @@ from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.scheduler.commands.command_parts import refusal
 from tests.scheduler.runs.verification_parts import finished
-from tests.worker.session.session_parts import LOOPS_OF_80, claimed, record, session, to_the_end
+from tests.worker.session.session_parts import LOOPS_OF_80, record, run_to_end
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_the_forks_share_what_a_worker_reads(run: Run) -> None:
 def test_forks_draw_what_verification_draws_again(run: Run, tiny_model: Path) -> None:
     made = _forks(run, text=" the quick")
     run.add_jobs(made)
-    to_the_end(session(run, tiny_model), *(claimed(run, each) for each in made))
+    run_to_end(run, tiny_model, *made)
     again = Run.open(run.store.uri)
     found = verify_run(again, 1.0, 0)
     assert (found.verdict, found.num_jobs) == ("exact", 4)
@@ -68,7 +68,7 @@ def test_forks_draw_what_verification_draws_again(run: Run, tiny_model: Path) ->
 def test_given_tokens_that_the_output_does_not_begin_with_are_found(run: Run, tmp_path: Path, tiny_model: Path) -> None:
     [made] = _forks(run, num_seeds=1)
     run.add_jobs([made])
-    to_the_end(session(run, tiny_model), claimed(run, made))
+    run_to_end(run, tiny_model, made)
     other = Run.planned(str(tmp_path / "other"), run.manifest).made()
     changed = (9, *(made.job.begun_ids or ())[1:])
     other.add_jobs([replace(made, job=made.job.model_copy(update={"begun_ids": changed}))])

@@ -13,7 +13,7 @@ import pytest
 from swiftbatch.jobs.run.run import Run
 from tests.scheduler.commands.command_parts import invoke, refusal, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
-from tests.worker.session.session_parts import claimed, session, to_the_end
+from tests.worker.session.session_parts import run_to_end
 
 LONG = 700  # tokens: three spans
 
@@ -28,7 +28,7 @@ def _output_and_jobs(folder: Path, model: Path, *lines: dict[str, Any], **settin
     jobs = write_jobs(folder / "jobs.jsonl", *lines)
     options = {"dtype": "float32", "num_threads": 1, "seed": 5} | settings
     run = submit_file(jobs, str(folder / "run"), model=str(model), **options).run
-    to_the_end(session(run, model, checkpoint_seconds=600.0, **settings), *(claimed(run, job) for job in run.jobs()))
+    run_to_end(run, model, *run.jobs(), checkpoint_seconds=600.0, **settings)
     Run.open(run.store.uri).write_output()
     output = folder / "run" / "output.jsonl"
     verify = ["verify", str(output), "--jobs", jobs, "--model", str(model), "--dtype", "float32"]

@@ -13,7 +13,7 @@ from swiftbatch.jobs.structured_output import MAX_SCHEMA, structure_of
 from swiftbatch.worker.constraints.grammar import StructureError
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.text.tokenizer import TextCodec
-from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end
+from tests.worker.session.session_parts import body, make_run, record, run_to_end
 
 NUMBERS: dict[str, Any] = {"type": "array", "items": {"type": "integer"}}
 LOOKS_AHEAD = {"type": "string", "pattern": "^(?=a)ab$"}
@@ -105,8 +105,7 @@ def test_a_result_names_what_was_left_out_of_its_schema(tmp_path: Path, tiny_mod
     jobs = [record(name, 9, fields | {"structured_outputs": {"json": each}}) for name, each in schemas.items()]
     run = make_run(tmp_path / "run")
     run.add_jobs(jobs)
-    worker = session(run, tiny_model, lenient_schemas=True)
-    to_the_end(worker, *(claimed(run, job) for job in jobs))
+    run_to_end(run, tiny_model, *jobs, lenient_schemas=True)
     [odd], [plain] = (body(run, job)["choices"] for job in jobs)
     assert odd["ignored_schema_keywords"] == ["not"]
     assert odd["text"] in ("true", "false")

@@ -30,8 +30,8 @@ from tests.worker.session.session_parts import (
     digest,
     make_run,
     record,
+    run_to_end,
     session,
-    to_the_end,
     undisturbed_digest,
     until,
 )
@@ -249,8 +249,7 @@ def test_a_job_resumes_from_its_tokens_with_the_same_tokens(recurrent_model: Pat
     first = session(run, recurrent_model, engine=engine, checkpoint="state")
     until(first, jobs[0], 50, *(claimed(run, job) for job in jobs))
     first.drain(30.0)
-    second = session(run, recurrent_model, engine=engine, checkpoint="state")
-    to_the_end(second, *(claimed(run, job) for job in jobs))
+    second = run_to_end(run, recurrent_model, *jobs, engine=engine, checkpoint="state")
     assert second.engine.counters.num_resumes == {"replay": 2}
     for number, job in enumerate(jobs):
         assert digest(run, job) == undisturbed_digest(tmp_path / f"plain-{number}", recurrent_model, job)

@@ -28,14 +28,12 @@ from tests.worker.drafters.drafter_parts import free_rows, run_to_ends
 from tests.worker.kv.cache_parts import MAX_LENGTH, held, shape, use_small_blocks, write
 from tests.worker.session.session_parts import (
     body,
-    claimed,
     digest,
     have_caches_loaded,
     make_run,
     preempted,
     record,
-    session,
-    to_the_end,
+    run_to_end,
     undisturbed_digest,
 )
 
@@ -95,8 +93,7 @@ def test_a_lost_worker_s_job_goes_on_with_the_same_tokens(
     undisturbed = undisturbed_digest(tmp_path / "undisturbed", tiny_model, job)
     run = make_run(tmp_path / "run")
     preempted(run, tiny_model, job, 150, engine=engine, kv_offload=str(kv))
-    successor = session(run, tiny_model, engine=engine, kv_offload=str(kv))
-    to_the_end(successor, claimed(run, job))
+    run_to_end(run, tiny_model, job, engine=engine, kv_offload=str(kv))
     assert digest(run, job) == undisturbed
     assert body(run, job)["metrics"]["attempts"][1]["resume"]["kind"] == "kv"
 

@@ -16,7 +16,7 @@ from swiftbatch.worker.model.causal_lm import load_causal_lm
 from swiftbatch.worker.model.model_files import eos_token_ids_of, locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.tiny_targets import model as model
-from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end
+from tests.worker.session.session_parts import body, make_run, record, run_to_end
 
 
 def changed(file: Path, **values: Any) -> None:
@@ -88,7 +88,7 @@ def test_a_fine_tune_s_text_ends_at_the_tokenizer_s_end_of_a_turn(tmp_path: Path
     drawn = {"logit_bias": {"9": 2.0}, "temperature": 1.0, "repetition_penalty": 1.0}
     jobs = [record(name, 200, {**drawn, "ignore_eos": name == "on"}, prompt="a fox") for name in ("off", "on")]
     jobs.append(record("json", 200, {**drawn, "ignore_eos": False, "structured_outputs": {"regex": "[a-z ]+"}}))
-    to_the_end(session(run, model, engine=engine), *(claimed(run, job) for job in jobs))
+    run_to_end(run, model, *jobs, engine=engine)
     [ended], [went_on], [structured] = (body(run, job)["choices"] for job in jobs)
     assert (ended["finish_reason"], went_on["finish_reason"]) == ("stop", "length")
     assert went_on["text"].startswith(ended["text"])

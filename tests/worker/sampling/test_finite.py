@@ -30,7 +30,7 @@ from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.tiny_targets import target as target
 from tests.worker.drafters.drafter_parts import free_rows
-from tests.worker.session.session_parts import claimed, digest, make_run, record, session, to_the_end
+from tests.worker.session.session_parts import claimed, digest, make_run, record, run_to_end, to_the_end
 
 NAN, INF = float("nan"), float("inf")
 PROMPTS = {"a": [5, 6, 7, 8, 9], "b": [40, 41, 42, 43]}
@@ -132,8 +132,7 @@ def test_nan_in_rows_that_are_verified_and_not_walked_harms_no_job(
 
 def test_a_worker_refuses_the_job_and_finishes_its_neighbour(tmp_path: Path, tiny_model: Path) -> None:
     run, fox, dog, again = make_run(tmp_path), record("fox", 30), record("dog", 30), record("again", 30, prompt="the")
-    worker = session(run, tiny_model, engine="autoregressive")
-    to_the_end(worker, claimed(run, dog))
+    worker = run_to_end(run, tiny_model, dog, engine="autoregressive")
     undisturbed = digest(run, dog)
     codec = TextCodec(locate_model(str(tiny_model)))
     [first, *_] = set(codec.prompt_of(fox.job).token_ids) - set(codec.prompt_of(dog.job).token_ids)

@@ -102,6 +102,13 @@ def to_the_end(worker: WorkerSession, *assignments: Assignment) -> WorkReport:
     return WorkReport(outcomes)
 
 
+def run_to_end(run: Run, model: Path, *jobs: JobRecord, **changes: Any) -> WorkerSession:
+    """Return the worker that ran the jobs' next attempts."""
+    worker = session(run, model, **changes)
+    to_the_end(worker, *(claimed(run, job) for job in jobs))
+    return worker
+
+
 def until(worker: WorkerSession, job: JobRecord, num_tokens: int, *assignments: Assignment) -> int:
     """Return the job's number of tokens."""
     report = worker.work(Orders(assignments), 0.0)
@@ -149,7 +156,7 @@ def digest(run: Run, job: JobRecord) -> str:
 
 def resumed_digest(folder: Path, model: Path, job: JobRecord) -> str:
     run = Run.open(str(folder))
-    to_the_end(session(run, model), claimed(run, job))
+    run_to_end(run, model, job)
     return digest(run, job)
 
 
@@ -163,7 +170,7 @@ def undisturbed_digest(folder: Path, model: Path, job: JobRecord, **changes: Any
 
 def undisturbed_body(folder: Path, model: Path, job: JobRecord, **changes: Any) -> dict[str, Any]:
     run = make_run(folder)
-    to_the_end(session(run, model, **PLAINLY | changes), claimed(run, job))
+    run_to_end(run, model, job, **PLAINLY | changes)
     return body(run, job)
 
 

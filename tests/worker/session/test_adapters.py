@@ -16,15 +16,14 @@ from tests.worker.model.lora_parts import located, write_adapter
 from tests.worker.session.session_parts import (
     PLAINLY,
     body,
-    claimed,
     digest,
     have_caches_loaded,
     made_with,
     make_run,
     preempted,
     record,
+    run_to_end,
     session,
-    to_the_end,
 )
 
 NUM_TOKENS = 90
@@ -55,13 +54,12 @@ def test_a_lost_worker_s_job_goes_on_elsewhere_with_the_same_tokens(
     have_caches_loaded(monkeypatch)
     alone, run = (run_with(adapter, tiny_model, tmp_path / name) for name in ("alone", "run"))
     job, other = job_of(adapter), record("fox", NUM_TOKENS)
-    to_the_end(session(alone, tiny_model, **PLAINLY), claimed(alone, job), claimed(alone, other))
+    run_to_end(alone, tiny_model, job, other, **PLAINLY)
     assert digest(alone, job) != digest(alone, other)
     assert body(alone, job)["lora"] == "own"
     assert "lora" not in body(alone, other)
     preempted(run, tiny_model, job, 50, checkpoint="state" if kind == "kv" else "tokens")
-    successor = session(run, tiny_model, engine="auto")
-    to_the_end(successor, claimed(run, other), claimed(run, job))
+    successor = run_to_end(run, tiny_model, other, job, engine="auto")
     assert successor.engine.counters.num_resumes == {kind: 1}
     assert [digest(run, each) for each in (job, other)] == [digest(alone, each) for each in (job, other)]
 

@@ -11,7 +11,7 @@ import pytest
 from swiftbatch.jobs.job import JobRecord, Message
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
-from tests.worker.session.session_parts import body, claimed, make_run, preempted, record, session, to_the_end
+from tests.worker.session.session_parts import body, make_run, preempted, record, run_to_end
 from tests.worker.text.text_parts import KINDS
 
 LLAMA = KINDS["byte fallback, a space in front"]
@@ -34,7 +34,7 @@ def job(**drawn: Any) -> JobRecord:
 
 def done(folder: Path, model: Path, of: JobRecord) -> tuple[dict[str, Any], int]:
     run = make_run(folder)
-    to_the_end(session(run, model), claimed(run, of))
+    run_to_end(run, model, of)
     found = body(run, of)
     return found["choices"][0], found["usage"]["completion_tokens"]
 
@@ -70,7 +70,7 @@ def test_a_stop_string_ends_a_job_with_its_last_byte_also_behind_a_kill(tmp_path
     assert choice["text"] == whole["text"][: whole["text"].index(stop)]
     run = make_run(tmp_path / "killed")
     preempted(run, model, asked, expected - 1, engine="autoregressive")
-    to_the_end(session(run, model), claimed(run, asked))
+    run_to_end(run, model, asked)
     assert body(run, asked)["choices"] == [choice]
 
 
@@ -89,7 +89,7 @@ def test_a_thought_is_cut_from_the_text_of_all(tmp_path: Path, model: Path) -> N
         messages=(Message(role="user", content="the END"),),
     )
     run = make_run(tmp_path / "run")
-    to_the_end(session(run, model, thinking_markers=markers), claimed(run, asked))
+    run_to_end(run, model, asked, thinking_markers=markers)
     choice = body(run, asked)["choices"][0]
     message, tokens = choice["message"], choice["logprobs"]["content"]
     names = [token["token"] for token in tokens]

@@ -12,7 +12,7 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.model.model_files import eos_token_ids_of, locate_model
 from tests.scheduler.runs.extension_parts import extend
-from tests.worker.session.session_parts import claimed, digest, make_run, session, step_one_by_one, to_the_end, until
+from tests.worker.session.session_parts import claimed, digest, make_run, run_to_end, session, step_one_by_one, until
 from tests.worker.session.test_thinking import ENGINES, MARKERS, chat, done, end_of, model
 
 __all__ = ["model"]  # a fixture
@@ -69,8 +69,7 @@ def test_a_closed_thought_goes_on_in_another_worker(
         worker = session(disturbed, model, engine="token-recycling", checkpoint=kind, thinking_markers=MARKERS)
         until(worker, job, num_tokens, claimed(disturbed, job))
         worker.drain(20.0)
-        again = session(disturbed, model, engine="suffix", checkpoint=kind, thinking_markers=MARKERS)
-        to_the_end(again, claimed(disturbed, job))
+        run_to_end(disturbed, model, job, engine="suffix", checkpoint=kind, thinking_markers=MARKERS)
         assert digest(disturbed, job) == digest(undisturbed, job)
 
 
@@ -105,6 +104,6 @@ def test_a_thought_that_had_no_room_for_its_end_is_closed_when_its_job_is_extend
     assert done(run, model, short, engine="suffix")["choices"][0]["finish_reason"] == reason
     for most in (num_thought + 3, longest):  # the first of them also lacks room
         [longer] = extend(run, model, most).records
-        to_the_end(session(run, model, engine="suffix", thinking_markers=MARKERS), claimed(run, longer))
+        run_to_end(run, model, longer, engine="suffix", thinking_markers=MARKERS)
     done(single, model, wide, engine="autoregressive")
     assert digest(run, longer) == digest(single, wide)

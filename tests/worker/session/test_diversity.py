@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from swiftbatch.worker.session.running_job import distinct, distinct_shares
 from tests.work_counts import num_lines
-from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end
+from tests.worker.session.session_parts import body, make_run, record, run_to_end
 
 
 def brute_force(tokens: list[int], n: int) -> float:
@@ -51,6 +51,6 @@ def test_a_hundred_thousand_tokens_take_python_no_more_than_a_hundred() -> None:
 
 def test_a_job_s_result_shows_them(tmp_path: Path, tiny_model: Path) -> None:
     run, job = make_run(tmp_path / "run"), record("fox")
-    to_the_end(session(run, tiny_model), claimed(run, job))
+    run_to_end(run, tiny_model, job)
     metrics = body(run, job)["metrics"]
     assert 0 < metrics["distinct_1"] <= metrics["distinct_4"] <= 1

@@ -15,14 +15,12 @@ from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.worker.drafters.drafter_parts import run_to_ends
 from tests.worker.session.session_parts import (
-    claimed,
     digest,
     have_caches_loaded,
     make_run,
     preempted,
     record,
-    session,
-    to_the_end,
+    run_to_end,
     undisturbed_digest,
 )
 
@@ -49,7 +47,7 @@ def test_a_fork_goes_on_behind_its_given_tokens_as_plain_sampling_does(tmp_path:
     expected = _drawn_plainly(tiny_model)
     assert undisturbed_digest(tmp_path / "plain", tiny_model, _fork()) == expected
     run = make_run(tmp_path / "run")
-    to_the_end(session(run, tiny_model), claimed(run, _fork()))
+    run_to_end(run, tiny_model, _fork())
     assert digest(run, _fork()) == expected
     assert undisturbed_digest(tmp_path / "other", tiny_model, record("fork", 200, DRAWN)) != expected
 
@@ -62,7 +60,7 @@ def test_a_preempted_fork_gives_the_same_tokens(
     run = make_run(tmp_path / "run")
     for num_tokens in (90, 130):
         preempted(run, tiny_model, _fork(), num_tokens)
-    to_the_end(session(run, tiny_model), claimed(run, _fork()))
+    run_to_end(run, tiny_model, _fork())
     assert digest(run, _fork()) == _drawn_plainly(tiny_model)
 
 
@@ -70,7 +68,7 @@ def test_a_fork_that_lost_its_log_begins_again_with_its_given_tokens(tmp_path: P
     run = make_run(tmp_path / "run")
     preempted(run, tiny_model, _fork(), 120)
     CheckpointStore.of(run).clear(_fork().job_id)
-    to_the_end(session(run, tiny_model), claimed(run, _fork()))
+    run_to_end(run, tiny_model, _fork())
     assert digest(run, _fork()) == _drawn_plainly(tiny_model)
 
 

@@ -30,6 +30,7 @@ from tests.worker.session.session_parts import (
     have_caches_loaded,
     make_run,
     record,
+    run_to_end,
     session,
     step_one_by_one,
     to_the_end,
@@ -74,7 +75,7 @@ def _one_step_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, str]:
     run = make_run(tmp_path_factory.mktemp("undisturbed"))
-    to_the_end(session(run, tiny_model, **PLAINLY), *(claimed(run, job) for job in JOBS))
+    run_to_end(run, tiny_model, *JOBS, **PLAINLY)
     return digests(run)
 
 

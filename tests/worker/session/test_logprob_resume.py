@@ -13,14 +13,12 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
 from tests.worker.session.session_parts import (
     body,
-    claimed,
     have_caches_loaded,
     make_run,
     preempted,
     record,
     run_at,
-    session,
-    to_the_end,
+    run_to_end,
 )
 from tests.worker.session.test_rewind_resume import OFTEN, REWINDING, moments, wait_for_files
 
@@ -42,8 +40,7 @@ def choice(run: Run) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, Any]:
     run = make_run(tmp_path_factory.mktemp("undisturbed") / "run")
-    worker = session(run, tiny_model, engine="autoregressive", logprobs_mode=MODE)
-    to_the_end(worker, claimed(run, JOB), claimed(run, PLAIN_JOB))
+    run_to_end(run, tiny_model, JOB, PLAIN_JOB, engine="autoregressive", logprobs_mode=MODE)
     found, without = choice(run), body(run, PLAIN_JOB)["choices"][0]
     assert len(found["logprobs"]["tokens"]) == body(run, JOB)["usage"]["completion_tokens"] == NUM_TOKENS
     assert {name: value for name, value in found.items() if name != "logprobs"} == without
@@ -72,13 +69,13 @@ def test_a_kill_at_any_moment_changes_no_bit(
     run = make_run(tmp_path / "run")
     wait_for_files(monkeypatch)
     often = OFTEN | {"checkpoint_tokens": 3}
-    to_the_end(session(run, tiny_model, engine=engine, logprobs_mode=MODE, **often), claimed(run, JOB))
+    run_to_end(run, tiny_model, JOB, engine=engine, logprobs_mode=MODE, **often)
     assert choice(run) == undisturbed
     monkeypatch.undo()
     have_caches_loaded(monkeypatch, loads)
     for number, moment in enumerate(moments[::stride]):
         again = run_at(moment, tmp_path / f"again-{number}")
-        to_the_end(session(again, tiny_model, engine=engine, logprobs_mode=MODE), claimed(again, JOB))
+        run_to_end(again, tiny_model, JOB, engine=engine, logprobs_mode=MODE)
         assert choice(again) == undisturbed, moment
 
 
@@ -107,7 +104,7 @@ def test_a_second_attempt_writes_what_the_first_has_not(
     starts = {Path(path).parent.name: int(path.split("-")[-3]) for path in sorted(logprob_files(run), reverse=True)}
     assert starts["0001"] == 0
     assert starts["0002"] > 0
-    to_the_end(session(run, tiny_model, logprobs_mode=MODE), claimed(run, JOB))
+    run_to_end(run, tiny_model, JOB, logprobs_mode=MODE)
     assert choice(run) == undisturbed
     recovered = body(run, JOB)["metrics"]["attempts"][2]["resume"]["num_recovered_tokens"]
     assert recovered >= 24
@@ -125,7 +122,7 @@ def test_files_that_are_torn_or_gone_cost_time_alone(
             run.store.delete(path)
         else:
             run.store.write(path, harmed.get(harm, run.store.read(logprob_files(run)[-1 - number]) or b""))
-        to_the_end(session(run, tiny_model, logprobs_mode=MODE), claimed(run, JOB))
+        run_to_end(run, tiny_model, JOB, logprobs_mode=MODE)
         assert choice(run) == undisturbed, path
 
 
@@ -148,7 +145,7 @@ def test_the_log_is_never_ahead_of_them(tmp_path: Path, tiny_model: Path, monkey
 
     monkeypatch.setattr(Store, "write", noting)
     run = make_run(tmp_path / "run")
-    to_the_end(session(run, tiny_model, **OFTEN), claimed(run, record("dog", 30, {"logprobs": 0})))
+    run_to_end(run, tiny_model, record("dog", 30, {"logprobs": 0}), **OFTEN)
     logs = [number for number, name in enumerate(order) if name == "tokens.bin"]
     assert logs
     assert all(order[number - 1] == "logprobs" for number in logs)

@@ -20,14 +20,12 @@ from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.scheduler.runs.verification_parts import finished
 from tests.worker.session.session_parts import (
     body,
-    claimed,
     have_caches_loaded,
     make_run,
     preempted,
     record,
     run_at,
-    session,
-    to_the_end,
+    run_to_end,
 )
 from tests.worker.session.test_rewind_resume import OFTEN, REWINDING, moments, wait_for_files
 
@@ -106,14 +104,14 @@ def test_a_kill_at_any_moment_changes_no_bit(
     job = record("fox", 60, drawn=REWINDING | asked, prompt=LONG)
     run = make_run(tmp_path / "run")
     wait_for_files(monkeypatch)
-    to_the_end(session(run, tiny_model, **OFTEN | {"checkpoint_tokens": 3}), claimed(run, job))
+    run_to_end(run, tiny_model, job, **OFTEN | {"checkpoint_tokens": 3})
     expected = body(run, job)["choices"]
     assert body(run, job)["metrics"]["num_rewinds"] > 0
     monkeypatch.undo()
     have_caches_loaded(monkeypatch, loads)
     for number, moment in enumerate(moments[::5]):
         again = run_at(moment, tmp_path / f"again-{number}")
-        to_the_end(session(again, tiny_model), claimed(again, job))
+        run_to_end(again, tiny_model, job)
         assert body(again, job)["choices"] == expected, moment
 
 
@@ -126,9 +124,9 @@ def test_a_job_that_lost_its_result_alone_reads_its_prompt(
         patch.setattr("swiftbatch.worker.session.session.may_rewind", lambda sequence: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             preempted(run, tiny_model, job, 41, checkpoint_tokens=1)
-    to_the_end(session(run, tiny_model), claimed(run, job))
+    run_to_end(run, tiny_model, job)
     undisturbed = make_run(tmp_path / "undisturbed")
-    to_the_end(session(undisturbed, tiny_model), claimed(undisturbed, job))
+    run_to_end(undisturbed, tiny_model, job)
     assert body(run, job)["choices"] == body(undisturbed, job)["choices"]
 
 

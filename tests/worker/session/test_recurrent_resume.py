@@ -25,6 +25,7 @@ from tests.worker.session.session_parts import (
     preempted,
     record,
     run_at,
+    run_to_end,
     session,
     to_the_end,
     undisturbed_digest,
@@ -66,8 +67,7 @@ def test_a_job_goes_on_from_the_states_at_a_boundary_and_reads_only_what_lies_be
     tmp_path: Path, model: Path, undisturbed: str
 ) -> None:
     run = handed_back(tmp_path / "run", model)
-    worker = session(run, model)
-    to_the_end(worker, claimed(run, JOB))
+    worker = run_to_end(run, model, JOB)
     assert digest(run, JOB) == undisturbed
     resume = body(run, JOB)["metrics"]["attempts"][1]["resume"]
     assert resume["kind"] == "kv"
@@ -81,8 +81,7 @@ def test_states_of_other_forms_are_loaded_as_well(tmp_path: Path, kind: str) -> 
     model = save_recurrent_model(tmp_path / "model", kind)
     undisturbed = undisturbed_digest(tmp_path / "undisturbed", model, JOB)
     run = handed_back(tmp_path / "run", model)
-    worker = session(run, model)
-    to_the_end(worker, claimed(run, JOB))
+    worker = run_to_end(run, model, JOB)
     assert digest(run, JOB) == undisturbed
     assert worker.engine.counters.num_resumes == {"kv": 1}
 
@@ -95,8 +94,7 @@ def test_without_whole_states_or_the_positions_in_front_of_them_a_job_reads_all_
     [path, *_] = sorted((Path(run.store.uri) / "checkpoints" / JOB.job_id / "0001").glob(name))
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :])
-    worker = session(run, model)
-    to_the_end(worker, claimed(run, JOB))
+    worker = run_to_end(run, model, JOB)
     assert digest(run, JOB) == undisturbed
     assert worker.engine.counters.num_resumes == {"replay": 1}
     assert any(path.name in message for message in caplog.messages)
@@ -110,14 +108,13 @@ def test_a_kill_at_any_moment_costs_no_token(
     with monkeypatch.context() as patch:
         wait_for_files(patch)
         often = {"checkpoint_seconds": 1000.0, "checkpoint_tokens": 16}
-        to_the_end(session(run, model, engine=engine, checkpoint="state", **often), claimed(run, JOB))
+        run_to_end(run, model, JOB, engine=engine, checkpoint="state", **often)
     monkeypatch.undo()
     kinds = set()
     for number, moment in enumerate(moments[1::6]):
         have_caches_loaded(monkeypatch, is_worth_it=number % 3 > 0)
         again = run_at(moment, tmp_path / f"again-{number}")
-        worker = session(again, model, engine=engine)
-        to_the_end(worker, claimed(again, JOB))
+        worker = run_to_end(again, model, JOB, engine=engine)
         assert digest(again, JOB) == undisturbed, moment
         kinds |= set(worker.engine.counters.num_resumes)
     assert kinds == {"kv", "replay"}
@@ -128,8 +125,7 @@ def test_a_loop_is_taken_back_exactly_behind_every_kill(
 ) -> None:
     job = record("fox", 230, drawn=LOOPS_OF_80, prompt="the quick brown fox jumps over the lazy dog. " * 7)
     plain = make_run(tmp_path / "plain")
-    worker = session(plain, model, engine="autoregressive", checkpoint="tokens")
-    to_the_end(worker, claimed(plain, job))
+    worker = run_to_end(plain, model, job, engine="autoregressive", checkpoint="tokens")
     assert 0 < worker.engine.counters.num_read_tokens < 130 + 3 * BLOCK, "not all was read again"
     undisturbed, num_before = looping_outcome(plain, job), len(moments)
     assert undisturbed["num_rewinds"] > 0
@@ -137,14 +133,14 @@ def test_a_loop_is_taken_back_exactly_behind_every_kill(
     with monkeypatch.context() as patch:
         wait_for_files(patch)
         often = {"checkpoint_seconds": 1000.0, "checkpoint_tokens": 32}
-        to_the_end(session(run, model, checkpoint="state", **often), claimed(run, job))
+        run_to_end(run, model, job, checkpoint="state", **often)
     monkeypatch.undo()
     assert looping_outcome(run, job) == undisturbed
     have_caches_loaded(monkeypatch)
     later = moments[num_before:]
     for number, moment in enumerate(later[:: max(1, len(later) // 4)]):
         again = run_at(moment, tmp_path / f"again-{number}")
-        to_the_end(session(again, model), claimed(again, job))
+        run_to_end(again, model, job)
         assert looping_outcome(again, job) == undisturbed, moment
 
 

@@ -28,6 +28,7 @@ from tests.worker.session.session_parts import (
     have_caches_loaded,
     preempted,
     record,
+    run_to_end,
     session,
     to_the_end,
     undisturbed_body,
@@ -91,7 +92,7 @@ def test_a_job_with_latent_vectors_in_its_cache_goes_on_with_the_same_tokens(
     expected = undisturbed_digest(tmp_path / "alone", model, job)
     changes = {"kv_offload": str(tmp_path)} if kind == "offloaded" else {}
     preempted(run, model, job, 30, checkpoint="tokens" if kind == "replay" else "state", **changes)
-    to_the_end(session(run, model, engine="auto", **changes), claimed(run, job))
+    run_to_end(run, model, job, engine="auto", **changes)
     assert digest(run, job) == expected
     assert body(run, job)["metrics"]["attempts"][1]["resume"]["kind"] == ("replay" if kind == "replay" else "kv")
 
@@ -162,7 +163,7 @@ def test_a_grammar_goes_on_where_it_stood_in_another_worker(
     job = record("fox", drawn=STRUCTURED)
     [undisturbed] = wholes["structured"]["choices"]
     preempted(run, tiny_model, job, 60, engine=engine, checkpoint=kind)
-    to_the_end(session(run, tiny_model, engine=engine), claimed(run, job))
+    run_to_end(run, tiny_model, job, engine=engine)
     assert body(run, job)["choices"] == [undisturbed]
     assert undisturbed["finish_reason"] == "stop"
     assert re.fullmatch(STRUCTURED["structured_outputs"]["regex"], undisturbed["text"])
@@ -177,7 +178,7 @@ def test_counts_masks_and_bias_are_the_same_in_another_worker(
     job = record("fox", drawn=ADJUSTED)
     [undisturbed] = wholes["adjusted"]["choices"]
     assert preempted(run, tiny_model, job, 100, engine=engine, checkpoint=kind) < 130
-    to_the_end(session(run, tiny_model, engine=engine), claimed(run, job))
+    run_to_end(run, tiny_model, job, engine=engine)
     assert body(run, job)["choices"] == [undisturbed]
     assert (undisturbed["finish_reason"], body(run, job)["usage"]["completion_tokens"] > 130) == ("stop", True)
 
@@ -198,7 +199,7 @@ def test_a_loop_is_found_at_the_same_token_after_a_resume(
     while sequence.num_generated_tokens < min(num_tokens, length):
         worker.engine.step()
     worker.drain(30.0)
-    to_the_end(session(run, tiny_model, engine=engine), claimed(run, job))
+    run_to_end(run, tiny_model, job, engine=engine)
     assert body(run, job)["choices"] == whole["choices"]
 
 
@@ -212,8 +213,7 @@ def test_a_third_attempt_goes_on_from_the_segments_of_the_first_two(
     files = {entry.file for entry in manifest.segments}
     assert first < files
     assert {file.split("/")[0] for file in files} == {"0001", "0002"}
-    worker = session(run, tiny_model)
-    to_the_end(worker, claimed(run, record("fox")))
+    worker = run_to_end(run, tiny_model, record("fox"))
     assert digest(run, record("fox")) == undisturbed
     assert worker.engine.counters.num_resumes == {"kv": 1}
 
@@ -231,7 +231,7 @@ def test_replay_is_taken_where_loading_would_take_longer(
     kept = CheckpointStore.of(run).read_manifests(record("fox").job_id)[0].segments
     assert set(kept) >= set(segments[:-1])  # no complete segment is written twice
     have_caches_loaded(monkeypatch)
-    to_the_end(session(run, tiny_model), claimed(run, record("fox")))
+    run_to_end(run, tiny_model, record("fox"))
     assert digest(run, record("fox")) == undisturbed
 
 
@@ -245,11 +245,11 @@ def test_step_costs_are_measured_once_and_only_where_somebody_asks(
         return measure(target)
 
     monkeypatch.setattr(step_costs, "measure_step_costs", measure_and_tell)
-    to_the_end(session(run, tiny_model, engine="autoregressive"), claimed(run, record("dog", 8)))
+    run_to_end(run, tiny_model, record("dog", 8), engine="autoregressive")
     assert targets == []  # nothing is drafted, and nothing was resumed
     preempted(run, tiny_model, record("fox"), 40)
     assert len(targets) == 1  # for the drafter
-    to_the_end(session(run, tiny_model), claimed(run, record("fox")))
+    run_to_end(run, tiny_model, record("fox"))
     assert len(targets) == 2  # for the drafter and the resume
 
 
@@ -257,8 +257,7 @@ def test_tokens_are_taken_from_segments_where_the_log_is_gone(run: Run, tiny_mod
     had = preempted(run, tiny_model, record("fox"), 100)
     job = record("fox")
     run.store.delete(f"checkpoints/{job.job_id}/0001/tokens.bin")
-    worker = session(run, tiny_model)
-    to_the_end(worker, claimed(run, job))
+    worker = run_to_end(run, tiny_model, job)
     assert digest(run, job) == undisturbed
     assert had - 2 <= worker.engine.counters.num_tokens_recovered <= had
 
@@ -290,7 +289,7 @@ def test_a_segment_of_another_prompt_is_not_said_to_be_of_other_hardware(
     token_ids[0] += 1  # as in another job's file with this one's name
     entry = checkpoints.write_segment(job.job_id, 1, replace(first, token_ids=token_ids))
     checkpoints.write_manifest(job.job_id, 1, StateManifest(segments=(entry,)))
-    to_the_end(session(run, tiny_model), claimed(run, job))
+    run_to_end(run, tiny_model, job)
     assert "found the tokens of another prompt" in caplog.text
     assert "hardware" not in caplog.text
     assert digest(run, job) == undisturbed
@@ -302,7 +301,7 @@ def test_a_log_of_tokens_that_no_vocabulary_has_is_named_and_left_out(
     preempted(run, tiny_model, record("fox"), 100, checkpoint="tokens")
     job = record("fox")
     CheckpointStore.of(run).write_tokens(job.job_id, 1, np.full(120, 10**9, dtype=np.uint32))
-    to_the_end(session(run, tiny_model), claimed(run, job))
+    run_to_end(run, tiny_model, job)
     assert digest(run, job) == undisturbed
     assert "found tokens outside of the vocabulary" in caplog.text
 
@@ -311,7 +310,7 @@ def test_another_engine_goes_on_and_leaves_the_drafter_state_alone(
     run: Run, tiny_model: Path, undisturbed: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     preempted(run, tiny_model, record("fox"), 100, engine="token-recycling")
-    to_the_end(session(run, tiny_model, engine="suffix"), claimed(run, record("fox")))
+    run_to_end(run, tiny_model, record("fox"), engine="suffix")
     assert digest(run, record("fox")) == undisturbed
     assert "drafter" not in caplog.text
 

@@ -24,14 +24,12 @@ from swiftbatch.worker.session.resume import _still_valid
 from swiftbatch.worker.session.running_job import RunningJob
 from tests.worker.session.session_parts import (
     body,
-    claimed,
     have_caches_loaded,
     made_with,
     make_run,
     record,
     run_at,
-    session,
-    to_the_end,
+    run_to_end,
 )
 from tests.worker.session.test_thinking import MARKERS
 
@@ -55,7 +53,7 @@ OFTEN = {"checkpoint_seconds": 1000.0, "checkpoint_tokens": 1}
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, Any]:
     run = make_run(tmp_path_factory.mktemp("undisturbed") / "run")
-    to_the_end(session(run, tiny_model, engine="autoregressive"), claimed(run, JOB))
+    run_to_end(run, tiny_model, JOB, engine="autoregressive")
     return outcome(run)
 
 
@@ -114,7 +112,7 @@ def test_a_kill_at_any_moment_costs_no_token_and_no_rewind(
     if loads:  # otherwise the writer's delay is random
         wait_for_files(monkeypatch)
     often = OFTEN | {"checkpoint_tokens": 1 if stride == 1 else 3}
-    to_the_end(session(run, tiny_model, engine=engine, **often), claimed(run, JOB))
+    run_to_end(run, tiny_model, JOB, engine=engine, **often)
     assert outcome(run) == undisturbed
     assert undisturbed["num_rewinds"] == 3
     monkeypatch.undo()
@@ -127,7 +125,7 @@ def test_a_kill_at_any_moment_costs_no_token_and_no_rewind(
         if number % stride and num_rewinds in ranks:
             continue
         ranks.add(num_rewinds)
-        to_the_end(session(again, tiny_model, engine=engine), claimed(again, JOB))
+        run_to_end(again, tiny_model, JOB, engine=engine)
         assert outcome(again) == undisturbed, moment
     assert ranks == {0, 1, 2, 3} or not loads
 
@@ -138,7 +136,7 @@ def test_caches_in_files_are_rolled_back_as_well(
 ) -> None:
     run, folder = make_run(tmp_path / "run"), tmp_path / "caches"
     folder.mkdir()
-    to_the_end(session(run, tiny_model, engine=engine, kv_offload=str(folder), **OFTEN), claimed(run, JOB))
+    run_to_end(run, tiny_model, JOB, engine=engine, kv_offload=str(folder), **OFTEN)
     assert outcome(run) == undisturbed
 
 
@@ -150,7 +148,7 @@ def test_a_loop_within_a_thought_is_taken_back_there_and_the_budget_is_kept_behi
     job = record("fox", 100, drawn=drawn, prompt="fox so the")  # which opens a thought
 
     def result(run: Run, name: str, **changes: Any) -> dict[str, Any]:
-        to_the_end(session(run, tiny_model, engine=name, thinking_markers=MARKERS, **changes), claimed(run, job))
+        run_to_end(run, tiny_model, job, engine=name, thinking_markers=MARKERS, **changes)
         found = body(run, job)
         return {**found["choices"][0], **found["usage"], "num_rewinds": found["metrics"]["num_rewinds"]}
 
@@ -199,7 +197,7 @@ def test_nothing_of_a_state_behind_a_lost_rewind_is_used(
     """The log is gone, and segments alone do not tell the next noise."""
     wait_for_files(monkeypatch)
     run = make_run(tmp_path / "run")
-    to_the_end(session(run, tiny_model, **OFTEN | {"checkpoint_tokens": 3}), claimed(run, JOB))
+    run_to_end(run, tiny_model, JOB, **OFTEN | {"checkpoint_tokens": 3})
     monkeypatch.undo()
     again = made_with(make_run(tmp_path / "again"), tiny_model)
     shutil.copytree(moments[-1], Path(again.store.uri) / "checkpoints", dirs_exist_ok=True)
@@ -207,5 +205,5 @@ def test_nothing_of_a_state_behind_a_lost_rewind_is_used(
     assert manifest.num_rewinds > 0
     assert manifest.segments
     again.store.delete(f"checkpoints/{JOB.job_id}/0001/tokens.bin")
-    to_the_end(session(again, tiny_model), claimed(again, JOB))
+    run_to_end(again, tiny_model, JOB)
     assert outcome(again) == undisturbed

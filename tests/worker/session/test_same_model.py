@@ -20,7 +20,16 @@ from swiftbatch.worker.model.digests import digests_of
 from swiftbatch.worker.model.model_files import OtherModelError, locate_model
 from swiftbatch.worker.session import session as sessions
 from tests.tiny_targets import model as model
-from tests.worker.session.session_parts import claimed, digest, made_with, make_run, record, session, to_the_end
+from tests.worker.session.session_parts import (
+    claimed,
+    digest,
+    made_with,
+    make_run,
+    record,
+    run_to_end,
+    session,
+    to_the_end,
+)
 
 WEIGHTS = "model.safetensors"
 
@@ -114,8 +123,7 @@ def test_small_files_that_change_while_the_model_is_loaded_are_refused(
 def test_what_is_written_into_a_loaded_file_changes_no_token(run: Run, model: Path) -> None:
     """`cp` writes in place, which would change a mapped file."""
     job, again = record("fox"), record("dog")
-    worker = session(run, model)
-    to_the_end(worker, claimed(run, job), claimed(run, again))
+    worker = run_to_end(run, model, job, again)
     other = make_run(model.parent / "other")
     worker = session(other, model)
     with (model / WEIGHTS).open("r+b") as file:

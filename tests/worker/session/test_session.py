@@ -34,6 +34,7 @@ from tests.worker.session.session_parts import (
     make_run,
     preempted,
     record,
+    run_to_end,
     session,
     to_the_end,
     undisturbed_digest,
@@ -106,8 +107,7 @@ def test_cancelled_jobs_are_dropped_without_a_result(run: Run, tiny_model: Path)
 
 
 def test_the_metrics_endpoint_shows_what_was_generated(run: Run, tiny_model: Path) -> None:
-    worker = session(run, tiny_model, metrics_host="127.0.0.1")
-    to_the_end(worker, claimed(run, record("fox")))
+    worker = run_to_end(run, tiny_model, record("fox"), metrics_host="127.0.0.1")
     with urllib.request.urlopen(str(worker.metrics_address), timeout=60) as page:
         text = page.read().decode()
     assert "swiftbatch_generation_tokens_total{" in text
@@ -149,7 +149,7 @@ def test_sigterm_hands_every_job_back_with_its_newest_token(
     assert not report.of("running")
     assert len(CheckpointStore.of(run).read_log(fox.job_id).token_ids) >= num_tokens
     assert bool(CheckpointStore.of(run).read_manifests(fox.job_id)) == (checkpoint == "state")
-    to_the_end(session(run, tiny_model), claimed(run, fox))
+    run_to_end(run, tiny_model, fox)
     assert digest(run, fox) == undisturbed
 
 
@@ -265,7 +265,7 @@ def test_no_worker_makes_a_prompt_again(
     monkeypatch.setattr(TextCodec, "encode_all", None)
     monkeypatch.setattr(ChatTemplate, "render", None)
     preempted(run, model, job, 20)
-    to_the_end(session(run, model), claimed(run, job))
+    run_to_end(run, model, job)
     assert digest(run, job) == whole
     attempts = body(run, job)["metrics"]["attempts"]
     assert len(attempts) == 2

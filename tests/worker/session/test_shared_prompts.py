@@ -19,6 +19,7 @@ from tests.worker.session.session_parts import (
     have_caches_loaded,
     make_run,
     record,
+    run_to_end,
     session,
     to_the_end,
 )
@@ -75,7 +76,7 @@ def test_jobs_with_ends_of_their_own_read_these_alone(run: Run, tiny_model: Path
 def alone(folder: Path, tiny_model: Path, jobs: Sequence[JobRecord]) -> list[str]:
     run, found = make_run(folder), []
     for job in jobs:
-        to_the_end(session(run, tiny_model, engine="autoregressive"), claimed(run, job))
+        run_to_end(run, tiny_model, job, engine="autoregressive")
         found.append(digest(run, job))
     return found
 

@@ -14,7 +14,7 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.engine.engine import FEW_STEPS
 from swiftbatch.worker.model.model_files import eos_token_ids_of, locate_model
-from tests.worker.session.session_parts import body, claimed, digest, make_run, record, session, to_the_end, until
+from tests.worker.session.session_parts import body, claimed, digest, make_run, record, run_to_end, session, until
 from tests.worker.session.test_rewind_resume import REWINDING
 from tests.worker.session.test_thinking import BUDGET, ENGINES, MARKERS, chat, done, end_of, model
 
@@ -71,7 +71,7 @@ def test_a_stop_text_in_a_thought_ends_nothing_and_in_the_answer_ends_it(
         worker = session(disturbed, model, engine=engine, **saved)
         until(worker, job, num_tokens, claimed(disturbed, job))
         worker.drain(20.0)
-        to_the_end(session(disturbed, model, engine=other, **saved), claimed(disturbed, job))
+        run_to_end(disturbed, model, job, engine=other, **saved)
         assert digest(disturbed, job) == digest(run, job)
         assert message_of(disturbed, job) == message_of(run, job)
 
@@ -118,7 +118,7 @@ def test_a_special_token_among_the_stop_texts_ends_a_text(
             "all": {},
         }.items()
     ]
-    to_the_end(session(run, model, engine="suffix"), *(claimed(run, job) for job in jobs))
+    run_to_end(run, model, *jobs, engine="suffix")
     by_text, by_id, unstopped = (body(run, job)["choices"][0] for job in jobs)
     assert by_text["finish_reason"] == "stop"
     assert by_text["text"] == by_id["text"] != unstopped["text"]

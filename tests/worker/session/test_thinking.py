@@ -12,7 +12,7 @@ from swiftbatch.jobs.job import JobRecord, Message
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
-from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end, until
+from tests.worker.session.session_parts import body, claimed, make_run, record, run_to_end, session, until
 
 MARKERS = (" the", " lazy dog over it")  # the latter of several tokens
 BUDGET = 40
@@ -39,7 +39,7 @@ def end_of(model: Path) -> tuple[list[int], TextCodec]:
 
 
 def done(run: Run, model: Path, job: JobRecord, **changes: Any) -> dict[str, Any]:
-    to_the_end(session(run, model, thinking_markers=MARKERS, **changes), claimed(run, job))
+    run_to_end(run, model, job, thinking_markers=MARKERS, **changes)
     return body(run, job)
 
 
@@ -117,7 +117,7 @@ def test_a_stop_text_ends_a_thought_that_it_may_end_and_all_behind_it(run: Run, 
 
 def test_without_markers_a_chat_is_as_it_was(run: Run, model: Path) -> None:
     job = chat(thinking_token_budget=None)
-    to_the_end(session(run, model), claimed(run, job))
+    run_to_end(run, model, job)
     found = body(run, job)
     assert list(found["choices"][0]["message"]) == ["role", "content"]
     assert "completion_tokens_details" not in found["usage"]

@@ -17,7 +17,7 @@ from swiftbatch.scheduler.runs.verification import verify_run
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.scheduler.runs.verification_parts import finished
-from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end, until
+from tests.worker.session.session_parts import body, claimed, make_run, record, run_to_end, session, until
 
 MARKERS = (" the", " lazy dog over it")
 TOOLS: tuple[dict[str, Any], ...] = tuple(
@@ -57,7 +57,7 @@ def chat(custom_id: str = "fox", think: str = "", thinking_token_budget: int | N
 
 def done(folder: Path, model: Path, job: JobRecord, **changes: Any) -> dict[str, Any]:
     run = make_run(folder)
-    to_the_end(session(run, model, **changes), claimed(run, job))
+    run_to_end(run, model, job, **changes)
     return body(run, job)
 
 
@@ -106,7 +106,7 @@ def test_calls_are_the_same_after_a_kill_in_their_midst(tmp_path: Path, model: P
     worker = session(run, model, engine="autoregressive")
     until(worker, job, 25, claimed(run, job))
     worker.drain(30.0)
-    to_the_end(session(run, model, engine="suffix"), claimed(run, job))
+    run_to_end(run, model, job, engine="suffix")
     found = body(run, job)["choices"]
     assert found == undisturbed
     assert checked(found[0], "weather", "traffic")

@@ -30,6 +30,7 @@ from tests.worker.session.session_parts import (
     preempted,
     record,
     run_at,
+    run_to_end,
     session,
     step_one_by_one,
     to_the_end,
@@ -69,7 +70,7 @@ def test_jobs_have_the_tokens_of_caches_that_forget_nothing(
     tmp_path: Path, model: Path, undisturbed: str, engine: str
 ) -> None:
     run = make_run(tmp_path / "run")
-    to_the_end(session(run, model, engine=engine), claimed(run, JOB))
+    run_to_end(run, model, JOB, engine=engine)
     assert digest(run, JOB) == undisturbed
 
 
@@ -82,8 +83,7 @@ def test_a_job_goes_on_from_segments_that_end_anywhere(
     preempted(run, model, JOB, 400, checkpoint="state", checkpoint_tokens=128)
     for path in (Path(run.store.uri) / "checkpoints" / JOB.job_id / "0001").glob(damaged or "nothing"):
         path.write_bytes(path.read_bytes()[:100])
-    worker = session(run, model)
-    to_the_end(worker, claimed(run, JOB))
+    worker = run_to_end(run, model, JOB)
     assert digest(run, JOB) == undisturbed
     assert worker.engine.counters.num_resumes == {"kv": 1}
     num_loaded = body(run, JOB)["metrics"]["attempts"][1]["resume"]["num_loaded_positions"]
@@ -96,8 +96,7 @@ def test_a_job_that_is_replayed_forgets_as_it_goes(
     have_caches_loaded(monkeypatch, is_worth_it=False)
     run = make_run(tmp_path / "run")
     preempted(run, model, JOB, 400, checkpoint="state")
-    worker = session(run, model)
-    to_the_end(worker, claimed(run, JOB))
+    worker = run_to_end(run, model, JOB)
     assert digest(run, JOB) == undisturbed
     assert worker.engine.counters.num_resumes == {"replay": 1}
 
@@ -109,11 +108,11 @@ def test_a_kill_at_any_moment_costs_no_token(
     with monkeypatch.context() as patch:
         wait_for_files(patch)
         often = {"checkpoint_seconds": 1000.0, "checkpoint_tokens": 48}
-        to_the_end(session(run, model, checkpoint="state", **often), claimed(run, JOB))
+        run_to_end(run, model, JOB, checkpoint="state", **often)
     num_moments = len(moments)
     for number, moment in enumerate(moments[3 : num_moments : num_moments // 3]):
         again = run_at(moment, tmp_path / f"again-{number}")
-        to_the_end(session(again, model), claimed(again, JOB))
+        run_to_end(again, model, JOB)
         assert digest(again, JOB) == undisturbed, moment
 
 
@@ -124,19 +123,19 @@ def test_a_loop_is_taken_back_exactly_behind_every_kill(
     plain = make_run(tmp_path / "plain")
     with monkeypatch.context() as patch:
         patch.setattr(Window, "forget", lambda *_: None)
-        to_the_end(session(plain, model, engine="autoregressive", checkpoint="tokens"), claimed(plain, job))
+        run_to_end(plain, model, job, engine="autoregressive", checkpoint="tokens")
     undisturbed, num_before = looping_outcome(plain, job), len(moments)
     assert undisturbed["num_rewinds"] > 0
     run = make_run(tmp_path / "run")
     with monkeypatch.context() as patch:
         wait_for_files(patch)
         often = {"checkpoint_seconds": 1000.0, "checkpoint_tokens": 32}
-        to_the_end(session(run, model, checkpoint="state", **often), claimed(run, job))
+        run_to_end(run, model, job, checkpoint="state", **often)
     assert looping_outcome(run, job) == undisturbed
     later = moments[num_before:]
     for number, moment in enumerate(later[3 :: len(later) // 2]):
         again = run_at(moment, tmp_path / f"again-{number}")
-        to_the_end(session(again, model), claimed(again, job))
+        run_to_end(again, model, job)
         assert looping_outcome(again, job) == undisturbed, moment
 
 
@@ -147,8 +146,7 @@ def test_a_loop_that_began_before_a_kill_is_taken_back_without_another_look_at_t
     job = record("fox", 260, drawn=LOOPS_OF_80 | {"repetition_detection": repeated}, prompt=5 * BOOK)
     run = make_run(tmp_path)
     preempted(run, model, job, 150, engine="autoregressive", checkpoint="state")
-    worker = session(run, model, engine="autoregressive")
-    to_the_end(worker, claimed(run, job))
+    worker = run_to_end(run, model, job, engine="autoregressive")
     assert body(run, job)["metrics"]["num_rewinds"] > 0
     assert worker.engine.counters.num_resumes == {"kv": 1}
     assert worker.engine.counters.num_read_tokens == 0
@@ -180,7 +178,7 @@ def test_segments_of_a_job_that_is_kept_have_all_positions(tmp_path: Path, model
     """An extended job may load any segment last."""
     for number, changes in enumerate(({"checkpoint": "state"}, {"checkpoint": "tokens"})):
         run = make_run(tmp_path / f"run-{number}")
-        to_the_end(session(run, model, keep_state=True, checkpoint_tokens=64, **changes), claimed(run, JOB))
+        run_to_end(run, model, JOB, keep_state=True, checkpoint_tokens=64, **changes)
         store = CheckpointStore.of(run)
         [manifest] = store.read_manifests(JOB.job_id)
         segments = [store.read_segment(JOB.job_id, entry) for entry in manifest.segments]

@@ -21,7 +21,7 @@ from swiftbatch.worker.session.session import WorkerSession
 from swiftbatch.worker.session.work_messages import Assignment, JobOutcome, Orders
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.forward.cuda.cuda_parts import PAGE, cuda_target
-from tests.worker.session.session_parts import claimed, digest, make_run, record, session, to_the_end
+from tests.worker.session.session_parts import claimed, digest, make_run, record, run_to_end, session, to_the_end
 
 pytestmark = pytest.mark.long
 
@@ -42,8 +42,7 @@ def alone(tmp_path: Path, one_layer_model: Path) -> dict[str, str]:
 
 def alone_on_a_cpu(folder: Path, model: Path) -> dict[str, str]:
     run = make_run(folder)
-    worker = session(run, model, engine="autoregressive")
-    to_the_end(worker, *(claimed(run, job) for job in JOBS))
+    run_to_end(run, model, *JOBS, engine="autoregressive")
     return {job.job_id: digest(run, job) for job in JOBS}
 
 

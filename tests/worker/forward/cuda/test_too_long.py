@@ -11,7 +11,7 @@ from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.session.work_messages import Orders
 from tests.worker.forward.cuda.cuda_parts import cuda_target
 from tests.worker.forward.cuda.test_pages_of_a_gpu import _no_probe as _no_probe
-from tests.worker.session.session_parts import claimed, digest, make_run, record, session, to_the_end
+from tests.worker.session.session_parts import claimed, digest, make_run, record, run_to_end, session, to_the_end
 
 pytestmark = pytest.mark.long
 
@@ -24,7 +24,7 @@ def test_it_is_refused_with_the_numbers_and_its_neighbour_finishes(
 
     run, long, short = make_run(tmp_path), record("fox", 200), record("dog", 3)
     expected = make_run(tmp_path / "undisturbed")
-    to_the_end(session(expected, one_layer_model, engine="autoregressive"), claimed(expected, short))
+    run_to_end(expected, one_layer_model, short, engine="autoregressive")
     monkeypatch.setattr(TargetModel, "load", load)
     worker = session(run, one_layer_model, engine="autoregressive")
     assert worker.num_slots == 2

@@ -31,7 +31,7 @@ from tests.worker.forward.cuda.cuda_parts import PAGE, cuda_target
 from tests.worker.model.kind_parts import save_tiny, tiny_config
 from tests.worker.model.kind_sizes import VOCAB_SIZE
 from tests.worker.session.recurrent_parts import save_recurrent_model
-from tests.worker.session.session_parts import claimed, digest, make_run, record, session, to_the_end
+from tests.worker.session.session_parts import claimed, digest, make_run, record, run_to_end, session, to_the_end
 
 pytestmark = pytest.mark.long
 
@@ -100,7 +100,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory, model: Path) -> list[str]:
     run = make_run(tmp_path_factory.mktemp("plain") / "run")
-    to_the_end(session(run, model, engine="autoregressive"), *(claimed(run, job) for job in JOBS))
+    run_to_end(run, model, *JOBS, engine="autoregressive")
     return [digest(run, job) for job in JOBS]
 
 
