@@ -129,6 +129,20 @@ def test_a_job_that_nothing_is_left_for_says_so_and_its_neighbour_goes_on(
     assert before.strip() in ("the old", "the new")
 
 
+def test_a_batch_learns_its_schema_s_structure_once(target: TargetModel, codec: TextCodec) -> None:
+    engine = Engine(target, create_bench_drafter("prompt-lookup", target, free_rows), codec.output_text)
+    num_steps = []
+    for number in range(2):
+        params = SamplingParams(max_tokens=300, seed=1, structured_outputs={"json": SCHEMA})
+        rules, prompt_ids = codec.rules(params), codec.encode(PROMPT)
+        sequence = Sequence(str(number), prompt_ids, params, target.vocab_size, "cpu", rules=rules)
+        engine.start(sequence)
+        while sequence.finish_reason is None:
+            engine.step()
+        num_steps.append(engine.counters.num_steps - sum(num_steps))
+    assert num_steps[1] < num_steps[0]
+
+
 def test_no_row_is_spent_on_what_can_t_come(target: TargetModel, codec: TextCodec) -> None:
     """The drafter only proposes its own words; fitting ones are checked and accepted."""
 

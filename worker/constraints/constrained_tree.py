@@ -7,13 +7,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from swiftbatch.worker.constraints.skeleton import FREE, Guess, TextPlace, Skeleton, num_tokens_in
 from swiftbatch.worker.sampling.draft_tree import GUESSED, ROOT, DraftTree, Walk
 from swiftbatch.worker.sampling.logits_processors import bias_pairs, masked_behind
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.token_masks import Constraint, ConstraintError, allows, mask_of, tokens_of
 
-FEW = 4  # if at most this many tokens are allowed, one of them is drafted without the drafter
-MAX_GUESSED = 12  # most such nodes in a tree
+FEW = 4  # if at most this many tokens are allowed, one of them is guessed even in a place that is new
+ONLY_ONE, ONE_OF_FEW = 0.98, 0.6  # shares of such guesses that come true
+PROPOSED = 0.85  # share of a drafter's best nodes that are accepted, below nodes that were
+MAX_GUESSED = 16  # most guessed nodes in a tree
 NOTHING_LEFT = "no_token_left"  # error code of a job without allowed tokens
 
 
@@ -58,36 +61,48 @@ class Looked:
     num_proposed: int
     max_nodes: int
     max_depth: int
+    row_price: float
     masks: dict[int, np.ndarray | None] = field(default_factory=dict)  # has the root and allowed nodes
 
-    def guess(self, parent: int, depth: int, constraint: Constraint) -> None:
-        """Draft below a node where few tokens are allowed."""
-        mask = self.masks[parent]
-        if mask is None or depth >= self.max_depth or len(self.tree) >= self.max_nodes:
-            return
-        token_ids = tokens_of(mask)
-        if not 0 < len(token_ids) <= FEW:
-            return
-        token_id, below = constraint.guess(token_ids), self.children.setdefault(parent, {})
-        if token_id not in below:
-            below[token_id] = len(self.tree)
-            self.tree.token_ids.append(token_id)
+    def has_room(self, depth: int) -> bool:
+        return depth < self.max_depth and len(self.tree) < self.max_nodes
+
+    def shares_below(self, parent: int, guess: Guess | None, share: float) -> dict[int, float]:
+        """Add a guess below a node that is worth its row; return how probably the text reaches each child."""
+        below = self.children.get(parent, {})
+        shares = {token_id: share * PROPOSED / (1 + rank) for rank, token_id in enumerate(below)}
+        if guess is None or share * guess.share <= self.row_price:
+            return shares
+        if guess.token_id not in below:
+            self.children.setdefault(parent, below)[guess.token_id] = len(self.tree)
+            self.tree.token_ids.append(guess.token_id)
             self.tree.parents.append(parent)
+        return shares | {guess.token_id: share * guess.share}
 
 
 class Constraints:
     """Constraints of one sequence, up to date with its committed tokens."""
 
-    def __init__(self, sequence: Sequence) -> None:
+    def __init__(self, sequence: Sequence, skeleton: Skeleton | None = None) -> None:
+        """Begin with an output; sequences with the same rules may share a skeleton, so that they learn together."""
         self._sequence = sequence
         self._constraints: list[Constraint] = [rule.start(sequence) for rule in sequence.rules]
         self._num_seen = 0
+        self._skeleton = Skeleton() if skeleton is None else skeleton
+        self._place: TextPlace | None = None  # the last one that the skeleton knows
+        self._last_id: int | None = None  # the token in it, until it is known how the text goes on
+        self._looked: Looked | None = None  # at the tree of the last step
         self._never = tuple(token_id for token_id, bias in bias_pairs(sequence) if bias == float("-inf"))
         self._may_ban = bool(sequence.bad_word_ids) or sequence.sampling.min_tokens > 0
         self._follow()
 
-    def of_tree(self, proposed: DraftTree, max_nodes: int = 0, max_depth: int = 0) -> ConstrainedTree:
-        """Return the tree without impossible nodes; add nodes, up to the limits, where few tokens are allowed."""
+    def of_tree(
+        self, proposed: DraftTree, max_nodes: int = 0, max_depth: int = 0, row_price: float = 0.0
+    ) -> ConstrainedTree:
+        """Return the tree without impossible nodes; add guesses, up to the limits.
+
+        A guess must bring more than `row_price` tokens.
+        """
         if not self._constraints:
             return ConstrainedTree(proposed)
         try:
@@ -100,14 +115,19 @@ class Constraints:
             return ConstrainedTree(DraftTree(), [], RowMasks(nothing, {0: str(error)}), len(proposed))
         tree, num_proposed = DraftTree([*proposed.token_ids], [*proposed.parents]), len(proposed)
         most = min(max_nodes, num_proposed + MAX_GUESSED)
-        looked = Looked(tree, proposed.children(), num_proposed, most, max_depth, {ROOT: root_mask})
-        self._visit(ROOT, [], looked)
+        looked = Looked(tree, proposed.children(), num_proposed, most, max_depth, row_price, {ROOT: root_mask})
+        self._visit(ROOT, [], self._pass(root_mask), 1.0, looked)
+        self._looked = looked
         return _kept(looked, self._sequence)
 
-    def _visit(self, parent: int, path: list[int], looked: Looked) -> None:
-        """Find the masks of all nodes below one; impossible nodes get no mask."""
-        looked.guess(parent, len(path), self._constraints[0])
+    def _visit(self, parent: int, path: list[int], place: TextPlace, share: float, looked: Looked) -> None:
+        """Find the masks of all nodes below one; impossible nodes get no mask.
+
+        The text reaches the node with the probability `share`.
+        """
         mask = looked.masks[parent]
+        guess = self._guess(place, mask) if mask is not None and looked.has_room(len(path)) else None
+        shares = looked.shares_below(parent, guess, share)
         for token_id, node in looked.children.get(parent, {}).items():
             if mask is not None and not allows(mask, token_id):
                 continue
@@ -117,19 +137,41 @@ class Constraints:
                 for constraint in self._constraints:
                     constraint.push(token_id)
                     num_pushed += 1
-                looked.masks[node] = self._mask(below)
-                self._visit(node, below, looked)
+                looked.masks[node] = found = self._mask(below)
+                self._visit(node, below, place.behind(token_id, found), shares[token_id], looked)
             except ConstraintError:  # loses only a draft; the root reports the error if the token comes
                 looked.masks.pop(node, None)
             finally:
                 for constraint in self._constraints[:num_pushed]:
                     constraint.pop(1)
 
+    def _guess(self, place: TextPlace, mask: np.ndarray) -> Guess | None:
+        if (guess := self._skeleton.guess(place, mask)) is not None:
+            return guess
+        if not 0 < place.num_allowed <= FEW:
+            return None
+        return Guess(self._constraints[0].guess(tokens_of(mask)), ONLY_ONE if place.num_allowed == 1 else ONE_OF_FEW)
+
     def _follow(self) -> None:
+        looked, node, self._looked = self._looked, ROOT, None
+        if looked is None:
+            self._place = self._last_id = None
         for token_id in self._sequence.output_ids[self._num_seen :].tolist():
+            if looked is not None:
+                self._pass(looked.masks.get(node))
+                self._last_id, node = token_id, looked.children.get(node, {}).get(token_id, ROOT)
             for constraint in self._constraints:
                 constraint.push(token_id)
             self._num_seen += 1
+
+    def _pass(self, mask: np.ndarray | None) -> TextPlace:
+        """Go on to the place behind the last token, where `mask` is allowed."""
+        place = self._place or TextPlace(num_allowed=num_tokens_in(mask))
+        if self._last_id is not None:
+            before, place = place, place.behind(self._last_id, mask)
+            self._skeleton.learn(before, FREE if place.num_free else self._last_id)
+        self._place, self._last_id = place, None
+        return place
 
     def _mask(self, path: list[int]) -> np.ndarray | None:
         """Return the tokens that constraints, bias, bad words and `min_tokens` all allow."""

@@ -25,6 +25,8 @@ class DraftRequest(NamedTuple):
     overhead: float = 0.0  # measured seconds of a step beside forward and drafts
 
 
+ROW_PRICE = 0.2  # tokens: a guess for drafters that know no costs
+
 WantedTree = tuple[Sequence, int, int]
 """A tree that is to be drafted behind a sequence: most nodes and greatest depth, which the drafter has chosen."""
 
@@ -101,6 +103,11 @@ class Drafter(Learner, ABC):
 
     drafts: bool = True  # a step may verify more than its root
     reads_caches: bool = False  # it reads cache positions that no row of the target sees any more
+
+    @property
+    def row_price(self) -> float:
+        """Return how many tokens a row must bring to be worth its time in the coming step."""
+        return ROW_PRICE
 
     @property
     def draft_kind(self) -> str:

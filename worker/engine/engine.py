@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 
@@ -11,6 +12,7 @@ import torch
 from swiftbatch.jobs.run.run_records import LogprobsMode
 from swiftbatch.metrics.counters import EngineCounters, timed
 from swiftbatch.worker.constraints.constrained_tree import NOTHING_LEFT, ConstrainedTree, Constraints
+from swiftbatch.worker.constraints.skeleton import Skeleton
 from swiftbatch.worker.constraints.thinking import Thinking
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
 from swiftbatch.worker.engine.known_scores import KnownScores
@@ -29,6 +31,7 @@ from swiftbatch.worker.text.output_text import OutputText
 MOST_STEPS = 32  # so many per call that the work between calls hardly counts
 FEW_STEPS = 8  # tokens drawn behind the end of a text or loop are wasted
 MOST_SECONDS = 0.1  # longest call: requests to a worker wait for its end
+MOST_SKELETONS = 16  # of the latest rules
 FEW_POSITIONS = 1024  # fewer take little time beside all else in a step
 
 
@@ -100,6 +103,7 @@ class Engine:
         self.sharing = sharing or PrefixSharing(KeptPrefixes(target.cache_shape.bytes_per_position()))
         self._prefiller = Prefiller(target, drafter, self._batch_sampler, self.sharing, self.counters)
         self._plain = PlainRuns(target, self.counters)
+        self._skeleton_of = functools.lru_cache(MOST_SKELETONS)(lambda rules: Skeleton())
         self._slots: dict[str, Slot] = {}
         self.is_torn = False  # True: a step failed while it changed sequences and caches, so none may follow
 
@@ -139,7 +143,7 @@ class Engine:
             cache or self.new_cache(sequence.max_length, sequence.lora),
             self._batch_sampler.sampler(sequence),
             StopRule(sequence, self._output_text, thinking),
-            Constraints(sequence),
+            Constraints(sequence, self._skeleton_of(sequence.rules)),
             num_shared_tokens,
             scores,
         )
@@ -214,8 +218,9 @@ class Engine:
             overhead = self.counters.step_seconds["commit"] / max(1, self.counters.num_steps)
             requests = [_request(slot, overhead) for slot in ready]
             given = zip(ready, requests, self.drafter.propose(requests), strict=True)
+            drafts, row_price = self.drafter.drafts, self.drafter.row_price
             return [
-                slot.constraints.of_tree(tree, request.max_nodes, request.max_depth if self.drafter.drafts else 0)
+                slot.constraints.of_tree(tree, request.max_nodes, request.max_depth if drafts else 0, row_price)
                 for slot, request, tree in given
             ]
 

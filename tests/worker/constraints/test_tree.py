@@ -7,6 +7,7 @@ import pytest
 
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.constraints.constrained_tree import Constraints
+from swiftbatch.worker.constraints.skeleton import Skeleton
 from swiftbatch.worker.sampling.draft_tree import GUESSED, ROOT, DraftTree, Verification, Walk
 from swiftbatch.worker.sampling.sequence import Rule, Sequence
 from swiftbatch.worker.sampling.token_masks import Constraint, ConstraintError, mask_of
@@ -144,3 +145,29 @@ def test_where_few_tokens_may_come_one_is_drafted_within_the_limits() -> None:
     assert (mixed.numbers, mixed.num_left_out) == ([1, 2, GUESSED, GUESSED, GUESSED, GUESSED], 2)
     told = Verification(mixed.tree, [0, 1, 2], [2, 2, 2, 0], np.zeros(7), None, None, None, "tree", mixed.numbers, 2)
     assert (told.num_proposed_tokens, told.proposed_path, told.num_accepted_tokens) == (4, [1, 2], 3)
+
+
+def test_a_guess_must_be_worth_its_row() -> None:
+    begun = Constraints(sequence((grammar(choice=["ccccab", "dabcab"]),), 2))
+    assert begun.of_tree(DraftTree(), 9, 9, 0.97).tree == DraftTree.chain([2])
+    assert begun.of_tree(DraftTree(), 9, 9, 0.99).tree == DraftTree()
+
+
+def test_texts_of_the_same_rules_learn_from_each_other() -> None:
+    rules, skeleton = (grammar(**CHOICE),), Skeleton()
+
+    def tree_behind_a(own: Skeleton) -> DraftTree:
+        running = sequence(rules)
+        constraints = Constraints(running, own)
+        constraints.of_tree(DraftTree())
+        running.extend([0])
+        return constraints.of_tree(DraftTree(), 9, 9, 0.2).tree
+
+    first = sequence(rules)
+    constraints = Constraints(first, skeleton)
+    for token_id in (0, 1, 3, END):
+        constraints.of_tree(DraftTree())
+        first.extend([token_id])
+    constraints.of_tree(DraftTree())
+    assert tree_behind_a(skeleton) == DraftTree.chain([1, 3, END])
+    assert tree_behind_a(Skeleton()) != DraftTree.chain([1, 3, END])

@@ -26,6 +26,7 @@ from swiftbatch.worker.sampling.draft_tree import DraftTree, Verification
 from swiftbatch.worker.sampling.sequence import Sequence
 
 TREE, CHAIN, REPEAT = "tree", "chain", "repeat"
+MASK_SECONDS = 3e-4  # to find the tokens that a rule allows behind a row
 HEARD = 512  # tokens in front of a trial, whose hidden states are taken
 
 
@@ -42,7 +43,7 @@ class ChoosingDrafter(Drafter):
         clock: Callable[[], float] = seconds_now,
     ) -> None:
         """Choose between plain decoding, trees, chains and others; `repeats` take a step wherever they promise more."""
-        self.policy, self._clock = Policy(), clock
+        self.policy, self._costs, self._clock = Policy(), costs, clock
         self.ways: dict[str, DraftWay] = {PLAIN: PlainWay(costs), TREE: trees, **(others or {})}
         if chains is not None:
             self.ways[CHAIN] = chains
@@ -66,6 +67,11 @@ class ChoosingDrafter(Drafter):
     @property
     def reads_caches(self) -> bool:  # type: ignore[override]
         return self.ways[TREE].reads_caches
+
+    @property
+    def row_price(self) -> float:
+        row, mask = min(self._costs.row_prices(len(self._sequences))), MASK_SECONDS
+        return self.policy.rate * (row + mask) / (1 + self.policy.rate * mask)  # a row that is accepted needs its mask
 
     @property
     def wants_candidates(self) -> bool:
@@ -161,7 +167,8 @@ class ChoosingDrafter(Drafter):
 def _call_of(verified: Many[Verified]) -> StepCall:
     num_tokens = num_steps = num_nodes = 0
     for _, verification in verified:
-        num_tokens += len(verification.committed_ids)
+        num_guessed = len(verification.path) - len(verification.proposed_path)  # no way drafted them
+        num_tokens += len(verification.committed_ids) - num_guessed
         num_steps = max(num_steps, verification.num_steps)
         num_nodes += len(verification.tree)
     return StepCall(num_tokens, num_steps, num_nodes)
