@@ -41,6 +41,7 @@ from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.text.spellings import spellings_in
 from swiftbatch.worker.text.tokenizer import TextCodec
 
 PROSE = "prose"
@@ -288,7 +289,9 @@ class _Answers:
     def _sequence(self, asked: _Asked, temperature: float) -> Sequence:
         sampling = self._sampling(asked, temperature)
         rules, target = self._codec.rules(sampling), self._target
-        return Sequence("answer", asked.prompt_ids, sampling, target.vocab_size, target.device, rules=rules)
+        sequence = Sequence("answer", asked.prompt_ids, sampling, target.vocab_size, target.device, rules=rules)
+        sequence.spellings = spellings_in(self._codec, asked.prompt_ids) if rules else []
+        return sequence
 
     def _sampling(self, asked: _Asked, temperature: float) -> SamplingParams:
         options = self._options

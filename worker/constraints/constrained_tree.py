@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from swiftbatch.worker.constraints.skeleton import FREE, Guess, TextPlace, Skeleton, num_tokens_in
+from swiftbatch.worker.constraints.skeleton import FREE, Guess, Skeleton, TextPlace, num_tokens_in
 from swiftbatch.worker.sampling.draft_tree import GUESSED, ROOT, DraftTree, Walk
 from swiftbatch.worker.sampling.logits_processors import bias_pairs, masked_behind
 from swiftbatch.worker.sampling.sequence import Sequence

@@ -367,6 +367,8 @@ class TokenRecyclingDrafter(TreeDrafter):
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
         self.read_text(sequence.token_ids[: sequence.num_prompt_tokens])
+        if words := [_text_of(np.insert(word, 0, word[0]), self.tables.vocab_size) for word in sequence.spellings]:
+            self._recycler.write(words)
 
     def read_text(self, token_ids: np.ndarray) -> None:
         """Learn the tokens of a text as candidates to follow those before them.

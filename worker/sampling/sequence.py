@@ -77,6 +77,7 @@ class Sequence:
         self.eos_token_ids: frozenset[int] = frozenset()  # set by the engine
         self.bad_word_ids, self.rules = bad_word_ids, rules
         self.lora: str | None = None  # the name of its adapter
+        self.spellings: list[np.ndarray] = []  # words of the prompt that drafts may spell anew, as tokens
         self.finish_reason: str | None = None
         self.error: str | None = None  # message, if the finish reason is an error
         self.error_code: str | None = None

@@ -56,6 +56,7 @@ from swiftbatch.worker.session.resume import Resumer
 from swiftbatch.worker.session.run_model import loaded_target, located_model
 from swiftbatch.worker.session.running_job import RunningJob
 from swiftbatch.worker.session.work_messages import Assignment, Backlog, JobOutcome, Orders, OutcomeKind, WorkReport
+from swiftbatch.worker.text.spellings import spellings_in
 from swiftbatch.worker.text.tokenizer import TextCodec
 
 COUNTERS_SECONDS = 2.0  # a report without counters is cheaper
@@ -236,6 +237,8 @@ class WorkerSession:
             worker_id=self._worker_id, claimed=time.time(), numerics=self.numerics, attempt=assignment.num_attempts
         )
         sequence, thinking = sequence_of(record, self._codec, target.vocab_size, target.device)
+        if sequence.rules:  # a structure puts the prompt's words into quotes
+            sequence.spellings = spellings_in(self._codec, unpacked(record.prompt_token_ids))
         cache = self.engine.new_cache(sequence.max_length, sequence.lora)
         if distance := rewind_distance(sequence):
             cache.retain(-distance)  # must precede loading, so that a loop's rewind finds its positions

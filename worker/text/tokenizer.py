@@ -177,8 +177,8 @@ class TextCodec:
             if isinstance(text, str):
                 texts[type(own)].append(text)
         tokens = {
-            str: map(self._with_one_bos, self._encode_many(texts[str], add_special_tokens=True)),
-            Chat: iter(self._encode_many(texts[Chat], add_special_tokens=False)),
+            str: map(self._with_one_bos, self.encode_many(texts[str], add_special_tokens=True)),
+            Chat: iter(self.encode_many(texts[Chat], add_special_tokens=False)),
         }
         found = [
             next(tokens[type(own)]) if isinstance(each, str) else each for own, each in zip(given, begun, strict=True)
@@ -228,7 +228,7 @@ class TextCodec:
             raise ValueError(f"prompt: found the token id {most:,}, expected ids below {self._vocab_size:,}")
         return list(token_ids)
 
-    def _encode_many(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+    def encode_many(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         """Encode texts in one batch if the class encodes as the library does."""
         if self._plain is not None and any(BREAK in text for text in texts):
             return [self.encode(text, add_special_tokens) for text in texts]
