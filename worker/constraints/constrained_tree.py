@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +19,6 @@ from swiftbatch.worker.sampling.token_masks import Constraint, ConstraintError, 
 FEW = 4  # if at most this many tokens are allowed, one of them is guessed even in a place that is new
 ONLY_ONE, ONE_OF_FEW = 0.98, 0.6  # shares of such guesses that come true
 PROPOSED = 0.85  # share of a drafter's best nodes that are accepted, below nodes that were
-MAX_GUESSED = 16  # most guessed nodes in a tree
 NOTHING_LEFT = "no_token_left"  # error code of a job without allowed tokens
 
 
@@ -61,23 +63,35 @@ class Looked:
     num_proposed: int
     max_nodes: int
     max_depth: int
-    row_price: float
+    row_prices: Many[float]  # tokens that 1, 2 and so on guesses must bring
     masks: dict[int, np.ndarray | None] = field(default_factory=dict)  # has the root and allowed nodes
-
-    def has_room(self, depth: int) -> bool:
-        return depth < self.max_depth and len(self.tree) < self.max_nodes
+    guessed: dict[int, float] = field(default_factory=dict)  # node -> probability that the text reaches it
 
     def shares_below(self, parent: int, guess: Guess | None, share: float) -> dict[int, float]:
-        """Add a guess below a node that is worth its row; return how probably the text reaches each child."""
-        below = self.children.get(parent, {})
+        """Add a guess below a node if it may be worth its row; return how probably the text reaches each child."""
+        below = self.children.setdefault(parent, {})
         shares = {token_id: share * PROPOSED / (1 + rank) for rank, token_id in enumerate(below)}
-        if guess is None or share * guess.share <= self.row_price:
+        if guess is None:
             return shares
-        if guess.token_id not in below:
-            self.children.setdefault(parent, below)[guess.token_id] = len(self.tree)
-            self.tree.token_ids.append(guess.token_id)
+        token_id, share = guess.token_id, share * guess.share
+        if token_id not in below and share > self.least_share:
+            below[token_id] = len(self.tree)
+            self.guessed[len(self.tree)] = share
+            self.tree.token_ids.append(token_id)
             self.tree.parents.append(parent)
-        return shares | {guess.token_id: share * guess.share}
+        return shares | {token_id: share}
+
+    @functools.cached_property
+    def least_share(self) -> float:
+        return min((price / number for number, price in enumerate(self.row_prices, 1)), default=1.0)
+
+    def drop_guesses(self) -> None:
+        """Keep as many guesses, the most probable ones, as bring most tokens beyond their price."""
+        best_first = sorted(self.guessed, key=self.guessed.__getitem__, reverse=True)[: len(self.row_prices)]
+        brought = accumulate(self.guessed[node] for node in best_first)
+        gains = [0.0, *(tokens - price for tokens, price in zip(brought, self.row_prices, strict=False))]
+        for node in self.guessed.keys() - best_first[: gains.index(max(gains))]:
+            self.masks.pop(node, None)
 
 
 class Constraints:
@@ -97,11 +111,11 @@ class Constraints:
         self._follow()
 
     def of_tree(
-        self, proposed: DraftTree, max_nodes: int = 0, max_depth: int = 0, row_price: float = 0.0
+        self, proposed: DraftTree, max_nodes: int = 0, max_depth: int = 0, row_prices: Many[float] = ()
     ) -> ConstrainedTree:
-        """Return the tree without impossible nodes; add guesses, up to the limits.
+        """Return the tree without impossible nodes; add guesses within the limits.
 
-        A guess must bring more than `row_price` tokens.
+        1, 2 and so on further rows must bring more tokens than `row_prices`.
         """
         if not self._constraints:
             return ConstrainedTree(proposed)
@@ -114,9 +128,9 @@ class Constraints:
             nothing = mask_of((), self._sequence.vocab_size)[None]
             return ConstrainedTree(DraftTree(), [], RowMasks(nothing, {0: str(error)}), len(proposed))
         tree, num_proposed = DraftTree([*proposed.token_ids], [*proposed.parents]), len(proposed)
-        most = min(max_nodes, num_proposed + MAX_GUESSED)
-        looked = Looked(tree, proposed.children(), num_proposed, most, max_depth, row_price, {ROOT: root_mask})
+        looked = Looked(tree, proposed.children(), num_proposed, max_nodes, max_depth, row_prices, {ROOT: root_mask})
         self._visit(ROOT, [], self._pass(root_mask), 1.0, looked)
+        looked.drop_guesses()
         self._looked = looked
         return _kept(looked, self._sequence)
 
@@ -126,7 +140,8 @@ class Constraints:
         The text reaches the node with the probability `share`.
         """
         mask = looked.masks[parent]
-        guess = self._guess(place, mask) if mask is not None and looked.has_room(len(path)) else None
+        has_room = len(path) < looked.max_depth and len(looked.tree) < looked.max_nodes
+        guess = self._guess(place, mask) if mask is not None and has_room else None
         shares = looked.shares_below(parent, guess, share)
         for token_id, node in looked.children.get(parent, {}).items():
             if mask is not None and not allows(mask, token_id):

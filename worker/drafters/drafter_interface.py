@@ -25,7 +25,8 @@ class DraftRequest(NamedTuple):
     overhead: float = 0.0  # measured seconds of a step beside forward and drafts
 
 
-ROW_PRICE = 0.2  # tokens: a guess for drafters that know no costs
+MOST_GUESSED = 16  # rows of a tree that no drafter proposed
+ROW_PRICE = 0.2  # tokens: for drafters that know no costs
 
 WantedTree = tuple[Sequence, int, int]
 """A tree that is to be drafted behind a sequence: most nodes and greatest depth, which the drafter has chosen."""
@@ -101,13 +102,14 @@ class Learner:
 class Drafter(Learner, ABC):
     """Proposer of draft trees, which never change the output."""
 
-    drafts: bool = True  # a step may verify more than its root
     reads_caches: bool = False  # it reads cache positions that no row of the target sees any more
 
-    @property
-    def row_price(self) -> float:
-        """Return how many tokens a row must bring to be worth its time in the coming step."""
-        return ROW_PRICE
+    def row_prices(self, num_rows: int, length: int) -> Many[float]:
+        """Return how many tokens 1, 2 and so on further rows must bring to be worth their time.
+
+        The coming forward has `num_rows` others; the longest sequence has `length` tokens.
+        """
+        return [number * ROW_PRICE for number in range(1, MOST_GUESSED + 1)]
 
     @property
     def draft_kind(self) -> str:
@@ -156,13 +158,14 @@ class TreeDrafter(Drafter):
 class AutoregressiveDrafter(Drafter):
     """Proposes nothing, so that every step is plain decoding."""
 
-    drafts = False
-
     def __init__(self, *_: object) -> None:
         """Ignore the arguments of a `DrafterFactory`."""
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         return [DraftTree()] * len(requests)
+
+    def row_prices(self, num_rows: int, length: int) -> Many[float]:
+        return ()
 
     def pass_plain(self, most: int) -> int:
         return most

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator
+from collections.abc import Sequence as Many
 
 import torch
 
@@ -217,10 +218,14 @@ class Engine:
         with timed(self.counters.step_seconds, "propose"):
             overhead = self.counters.step_seconds["commit"] / max(1, self.counters.num_steps)
             requests = [_request(slot, overhead) for slot in ready]
-            given = zip(ready, requests, self.drafter.propose(requests), strict=True)
-            drafts, row_price = self.drafter.drafts, self.drafter.row_price
+            trees = self.drafter.propose(requests)
+            prices: Many[float] = ()
+            if any(slot.sequence.rules for slot in ready):
+                longest = max(len(slot.sequence) for slot in ready)
+                prices = self.drafter.row_prices(len(ready) + sum(map(len, trees)), longest)
+            given = zip(ready, requests, trees, strict=True)
             return [
-                slot.constraints.of_tree(tree, request.max_nodes, request.max_depth if drafts else 0, row_price)
+                slot.constraints.of_tree(tree, request.max_nodes, request.max_depth, prices)
                 for slot, request, tree in given
             ]
 

@@ -178,7 +178,7 @@ def test_a_tree_is_masked_from_where_the_budget_is_used_up_and_the_marker_is_dra
     rule = ThinkingRule(Thinking(Markers((1,), (3, 4, 5)), True), 3)
     for num_committed, expected in ((0, None), (2, [0, 3, 4]), (3, [3, 4, 5]), (5, [5]), (6, None)):
         output = [0, 0, 0, 3, 4, 5][:num_committed]
-        given = Constraints(running(rule, *output)).of_tree(DraftTree([0], [ROOT]), 64, 3)
+        given = Constraints(running(rule, *output)).of_tree(DraftTree([0], [ROOT]), 64, 3, [0.1, 0.2, 0.3])
         if expected is None:
             assert (given.tree, given.masks) == (DraftTree([0], [ROOT]), None)
             continue

@@ -15,6 +15,7 @@ from tests.worker.constraints.words import END, VOCAB, WORDS, allowed_behind, gr
 from tests.worker.kernels.kernel_parts import tree_of_few_tokens
 
 TEXTS = {"abc", "abd", "abcda", "da", "dab", "cccc"}
+PRICES = [0.01 * number for number in range(1, 10)]  # of rows, in tokens
 CHOICE = {"choice": sorted(TEXTS)}
 
 
@@ -136,11 +137,11 @@ def test_where_bad_words_leave_nothing_a_walk_ends_in_front_of_it_with_the_reaso
 def test_where_few_tokens_may_come_one_is_drafted_within_the_limits() -> None:
     rule = grammar(choice=["ccccab", "dabcab"])
     begun = Constraints(sequence((rule,), 2))
-    assert begun.of_tree(DraftTree(), 9, 9).tree == DraftTree.chain([2, 2, 2, 0, 1, END])
-    assert begun.of_tree(DraftTree(), 9, 2).tree == DraftTree.chain([2, 2])
-    assert begun.of_tree(DraftTree(), 3, 9).tree == DraftTree.chain([2, 2, 2])
-    assert begun.of_tree(DraftTree(), 9, 0).tree == DraftTree()
-    mixed = begun.of_tree(DraftTree([3, 2, 2, 0], [ROOT, ROOT, 1, 1]), 9, 9)
+    assert begun.of_tree(DraftTree(), 9, 9, PRICES).tree == DraftTree.chain([2, 2, 2, 0, 1, END])
+    assert begun.of_tree(DraftTree(), 9, 2, PRICES).tree == DraftTree.chain([2, 2])
+    assert begun.of_tree(DraftTree(), 3, 9, PRICES).tree == DraftTree.chain([2, 2, 2])
+    assert begun.of_tree(DraftTree(), 9, 0, PRICES).tree == DraftTree()
+    mixed = begun.of_tree(DraftTree([3, 2, 2, 0], [ROOT, ROOT, 1, 1]), 9, 9, PRICES)
     assert mixed.tree == DraftTree.chain([2, 2, 2, 0, 1, END])
     assert (mixed.numbers, mixed.num_left_out) == ([1, 2, GUESSED, GUESSED, GUESSED, GUESSED], 2)
     told = Verification(mixed.tree, [0, 1, 2], [2, 2, 2, 0], np.zeros(7), None, None, None, "tree", mixed.numbers, 2)
@@ -149,8 +150,10 @@ def test_where_few_tokens_may_come_one_is_drafted_within_the_limits() -> None:
 
 def test_a_guess_must_be_worth_its_row() -> None:
     begun = Constraints(sequence((grammar(choice=["ccccab", "dabcab"]),), 2))
-    assert begun.of_tree(DraftTree(), 9, 9, 0.97).tree == DraftTree.chain([2])
-    assert begun.of_tree(DraftTree(), 9, 9, 0.99).tree == DraftTree()
+    assert begun.of_tree(DraftTree(), 9, 9, [0.97]).tree == DraftTree.chain([2])
+    assert begun.of_tree(DraftTree(), 9, 9, [0.99]).tree == DraftTree()
+    assert begun.of_tree(DraftTree(), 9, 9, [1.7, 1.8, 1.9]).tree == DraftTree.chain([2, 2, 2])  # two alone are not
+    assert begun.of_tree(DraftTree(), 9, 9, [1.7, 1.97, 2.97]).tree == DraftTree()
 
 
 def test_texts_of_the_same_rules_learn_from_each_other() -> None:
@@ -161,7 +164,7 @@ def test_texts_of_the_same_rules_learn_from_each_other() -> None:
         constraints = Constraints(running, own)
         constraints.of_tree(DraftTree())
         running.extend([0])
-        return constraints.of_tree(DraftTree(), 9, 9, 0.2).tree
+        return constraints.of_tree(DraftTree(), 9, 9, [0.2 * number for number in range(1, 10)]).tree
 
     first = sequence(rules)
     constraints = Constraints(first, skeleton)

@@ -12,6 +12,7 @@ from swiftbatch.worker.drafters.choice.policy import PLAIN, Policy, StepCall
 from swiftbatch.worker.drafters.choice.repeated_text import RepeatWay
 from swiftbatch.worker.drafters.choice.ways import ChainWay, DraftWay, MeasuredWay, PartialCacheWay, PlainWay, TreeWay
 from swiftbatch.worker.drafters.drafter_interface import (
+    MOST_GUESSED,
     DraftCounters,
     Drafter,
     DraftRequest,
@@ -68,10 +69,12 @@ class ChoosingDrafter(Drafter):
     def reads_caches(self) -> bool:  # type: ignore[override]
         return self.ways[TREE].reads_caches
 
-    @property
-    def row_price(self) -> float:
-        row, mask = min(self._costs.row_prices(len(self._sequences))), MASK_SECONDS
-        return self.policy.rate * (row + mask) / (1 + self.policy.rate * mask)  # a row that is accepted needs its mask
+    def row_prices(self, num_rows: int, length: int) -> Many[float]:
+        costs, rate = self._costs.as_routed(), self.policy.rate
+        own = costs.at(2, length) - costs.at(1, length) - costs.shared_seconds(2) + costs.shared_seconds(1)
+        seconds, before = own + MASK_SECONDS, costs.shared_seconds(num_rows)
+        found = (costs.shared_seconds(num_rows + n) - before + n * seconds for n in range(1, MOST_GUESSED + 1))
+        return [rate * each / (1 + rate * MASK_SECONDS) for each in found]  # an accepted row needs its mask anyway
 
     @property
     def wants_candidates(self) -> bool:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from swiftbatch.worker.drafters.auto import auto
+from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drafters.choice.choosing_drafter import ChoosingDrafter
 from swiftbatch.worker.drafters.choice.policy import StepCall
 from swiftbatch.worker.drafters.drafter_interface import DraftRequest
@@ -15,6 +16,7 @@ from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.sampling.draft_tree import GUESSED, DraftTree, Verification
 from swiftbatch.worker.sampling.sequence import Sequence
 from tests.worker.drafters.choice.test_auto import new_sequence
+from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.kernels.kernel_parts import needs_kernels
 
 pytestmark = needs_kernels
@@ -47,6 +49,11 @@ def test_tokens_that_no_way_drafted_do_not_count_for_a_way(
     assert [call.num_tokens for call in calls] == [4, 2]
 
 
-def test_a_row_must_bring_more_where_rows_take_longer(target: TargetModel) -> None:
-    prices = [drafter_with(target, row_seconds)[0].row_price for row_seconds in (0.0001, 0.01, 0.1)]
-    assert 0.0 < prices[0] < 0.02 < prices[1] < 0.3 < prices[2] < 1.0
+def test_rows_must_bring_what_they_take_of_a_step(target: TargetModel) -> None:
+    cheap, fair, dear = (drafter_with(target, row_seconds)[0].row_prices(1, 40) for row_seconds in (0.0001, 0.01, 0.1))
+    assert 0.0 < cheap[0] < 0.02 < fair[0] < 0.3 < dear[0] < 1.0
+    assert np.allclose(np.diff(fair), fair[0])
+
+
+def test_plain_decoding_has_no_guesses(target: TargetModel) -> None:
+    assert not create_drafter("autoregressive", target, free_rows).row_prices(1, 40)
