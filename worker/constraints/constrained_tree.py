@@ -65,7 +65,11 @@ class Looked:
     max_depth: int
     row_prices: Many[float]  # tokens that 1, 2 and so on guesses must bring
     masks: dict[int, np.ndarray | None] = field(default_factory=dict)  # has the root and allowed nodes
+    num_allowed: dict[int, int] = field(default_factory=dict)  # tokens behind them
     guessed: dict[int, float] = field(default_factory=dict)  # node -> probability that the text reaches it
+
+    def take(self, node: int, mask: np.ndarray | None) -> None:
+        self.masks[node], self.num_allowed[node] = mask, num_tokens_in(mask)
 
     def shares_below(self, parent: int, guess: Guess | None, share: float) -> dict[int, float]:
         """Add a guess below a node if it may be worth its row; return how probably the text reaches each child."""
@@ -128,11 +132,13 @@ class Constraints:
             nothing = mask_of((), self._sequence.vocab_size)[None]
             return ConstrainedTree(DraftTree(), [], RowMasks(nothing, {0: str(error)}), len(proposed))
         tree, num_proposed = DraftTree([*proposed.token_ids], [*proposed.parents]), len(proposed)
-        looked = Looked(tree, proposed.children(), num_proposed, max_nodes, max_depth, row_prices, {ROOT: root_mask})
-        self._visit(ROOT, [], self._pass(root_mask), 1.0, looked)
+        looked = Looked(tree, proposed.children(), num_proposed, max_nodes, max_depth, row_prices)
+        looked.take(ROOT, root_mask)
+        self._visit(ROOT, [], self._pass(looked.num_allowed[ROOT]), 1.0, looked)
         looked.drop_guesses()
-        self._looked = looked
-        return _kept(looked, self._sequence)
+        kept, self._looked = _kept(looked, self._sequence), looked
+        looked.masks.clear()  # they are large
+        return kept
 
     def _visit(self, parent: int, path: list[int], place: TextPlace, share: float, looked: Looked) -> None:
         """Find the masks of all nodes below one; impossible nodes get no mask.
@@ -152,8 +158,8 @@ class Constraints:
                 for constraint in self._constraints:
                     constraint.push(token_id)
                     num_pushed += 1
-                looked.masks[node] = found = self._mask(below)
-                self._visit(node, below, place.behind(token_id, found), shares[token_id], looked)
+                looked.take(node, self._mask(below))
+                self._visit(node, below, place.behind(token_id, looked.num_allowed[node]), shares[token_id], looked)
             except ConstraintError:  # loses only a draft; the root reports the error if the token comes
                 looked.masks.pop(node, None)
             finally:
@@ -173,17 +179,17 @@ class Constraints:
             self._place = self._last_id = None
         for token_id in self._sequence.output_ids[self._num_seen :].tolist():
             if looked is not None:
-                self._pass(looked.masks.get(node))
+                self._pass(looked.num_allowed[node])
                 self._last_id, node = token_id, looked.children.get(node, {}).get(token_id, ROOT)
             for constraint in self._constraints:
                 constraint.push(token_id)
             self._num_seen += 1
 
-    def _pass(self, mask: np.ndarray | None) -> TextPlace:
-        """Go on to the place behind the last token, where `mask` is allowed."""
-        place = self._place or TextPlace(num_allowed=num_tokens_in(mask))
+    def _pass(self, num_allowed: int) -> TextPlace:
+        """Go on to the place behind the last token."""
+        place = self._place or TextPlace(num_allowed=num_allowed)
         if self._last_id is not None:
-            before, place = place, place.behind(self._last_id, mask)
+            before, place = place, place.behind(self._last_id, num_allowed)
             self._skeleton.learn(before, FREE if place.num_free else self._last_id)
         self._place, self._last_id = place, None
         return place

@@ -35,9 +35,8 @@ class TextPlace(NamedTuple):
     def is_fixed(self) -> bool:
         return self.num_allowed < FEWEST_FREE
 
-    def behind(self, token_id: int, mask: np.ndarray | None) -> TextPlace:
-        """Return the next place, where `mask` is allowed. The last token of a free text belongs to its context."""
-        num_allowed = num_tokens_in(mask)
+    def behind(self, token_id: int, num_allowed: int) -> TextPlace:
+        """Return the next place. The last token of a free text belongs to its context."""
         if not self.is_fixed and num_allowed >= FEWEST_FREE:
             return self._replace(num_free=self.num_free + 1)
         free = (FREE,) if self.num_free else ()

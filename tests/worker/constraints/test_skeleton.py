@@ -31,7 +31,7 @@ def passed(
     place = place or TextPlace(num_allowed=num_tokens_in(tokens[0][0]))
     masks = [*(mask for mask, _ in tokens[1:]), last]
     for (_, token_id), mask in zip(tokens, masks, strict=True):
-        before, place = place, place.behind(token_id, mask)
+        before, place = place, place.behind(token_id, num_tokens_in(mask))
         skeleton.learn(before, FREE if place.num_free else token_id)
     return place
 
@@ -47,7 +47,7 @@ def test_structure_comes_again_behind_another_free_text() -> None:
     place = passed(skeleton, [*field(NAME, 200, 201, 202)], place)
     for token_id, mask in ((BREAK, STRUCTURE), (AGE, only(AGE)), (COLON, STRUCTURE), (QUOTE, STRUCTURE)):
         assert guessed(skeleton, place, mask) == token_id
-        place = place.behind(token_id, mask)
+        place = place.behind(token_id, num_tokens_in(mask))
     assert guessed(skeleton, TextPlace()) is None
 
 
@@ -58,7 +58,7 @@ def test_a_free_text_is_guessed_to_end_where_the_last_one_of_its_key_did() -> No
     ends = []
     for token_id in (300, 301, 302):
         ends.append(guessed(skeleton, place, ANYTHING))
-        place = place.behind(token_id, ANYTHING)
+        place = place.behind(token_id, num_tokens_in(ANYTHING))
     assert ends == [None, None, COMMA]
 
 
@@ -66,7 +66,7 @@ def test_behind_a_new_key_the_structure_of_other_keys_is_guessed() -> None:
     skeleton = Skeleton()
     place = passed(skeleton, [*field(NAME, 100), (STRUCTURE, BREAK)], last=only(AGE))
     assert guessed(skeleton, place, only(AGE)) is None
-    assert guessed(skeleton, place.behind(AGE, STRUCTURE)) == COLON
+    assert guessed(skeleton, place.behind(AGE, num_tokens_in(STRUCTURE))) == COLON
 
 
 def test_a_guess_that_misses_is_thought_less_of_than_one_that_comes_true() -> None:
@@ -74,7 +74,7 @@ def test_a_guess_that_misses_is_thought_less_of_than_one_that_comes_true() -> No
     for number in range(6):
         passed(kept, [(STRUCTURE, COMMA), (STRUCTURE, BREAK)])
         place = passed(broken, [(STRUCTURE, COMMA), (STRUCTURE, BREAK if number % 2 else QUOTE)])
-    place = TextPlace(num_allowed=num_tokens_in(STRUCTURE)).behind(COMMA, STRUCTURE)
+    place = TextPlace(num_allowed=num_tokens_in(STRUCTURE)).behind(COMMA, num_tokens_in(STRUCTURE))
     good, bad = kept.guess(place, STRUCTURE), broken.guess(place, STRUCTURE)
     assert isinstance(good, Guess)
     assert isinstance(bad, Guess)
@@ -84,7 +84,7 @@ def test_a_guess_that_misses_is_thought_less_of_than_one_that_comes_true() -> No
 def test_what_may_not_come_is_not_guessed() -> None:
     skeleton = Skeleton()
     passed(skeleton, [(STRUCTURE, COMMA), (STRUCTURE, BREAK)])
-    place = TextPlace(num_allowed=num_tokens_in(STRUCTURE)).behind(COMMA, STRUCTURE)
+    place = TextPlace(num_allowed=num_tokens_in(STRUCTURE)).behind(COMMA, num_tokens_in(STRUCTURE))
     assert guessed(skeleton, place) == BREAK
     assert guessed(skeleton, place, only(QUOTE)) is None
 
@@ -93,9 +93,17 @@ def test_a_skeleton_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(skeletons, "MOST_CONTEXTS", 40)
     skeleton = Skeleton()
     place = passed(skeleton, field(NAME, 100))
-    assert guessed(skeleton, place.behind(BREAK, only(NAME)).behind(NAME, STRUCTURE)) == COLON
+    assert (
+        guessed(skeleton, place.behind(BREAK, num_tokens_in(only(NAME))).behind(NAME, num_tokens_in(STRUCTURE)))
+        == COLON
+    )
     for number in range(20):
         passed(skeleton, [(STRUCTURE, 500 + number), (STRUCTURE, 600 + number), (STRUCTURE, 700 + number)])
-    assert guessed(skeleton, place.behind(BREAK, only(NAME)).behind(NAME, STRUCTURE)) is None
+    assert (
+        guessed(skeleton, place.behind(BREAK, num_tokens_in(only(NAME))).behind(NAME, num_tokens_in(STRUCTURE))) is None
+    )
     passed(skeleton, field(NAME, 100))
-    assert guessed(skeleton, place.behind(BREAK, only(NAME)).behind(NAME, STRUCTURE)) == COLON
+    assert (
+        guessed(skeleton, place.behind(BREAK, num_tokens_in(only(NAME))).behind(NAME, num_tokens_in(STRUCTURE)))
+        == COLON
+    )
