@@ -367,8 +367,10 @@ class TokenRecyclingDrafter(TreeDrafter):
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
         self.read_text(sequence.token_ids[: sequence.num_prompt_tokens])
-        if words := [_text_of(np.insert(word, 0, word[0]), self.tables.vocab_size) for word in sequence.spellings]:
-            self._recycler.write(words)
+        vocab_size = self.tables.vocab_size
+        known = [word for word in sequence.spellings if word.max() < vocab_size]  # a tokenizer may know more
+        if known:
+            self._recycler.write([_text_of(np.insert(word, 0, word[0]), vocab_size) for word in known])
 
     def read_text(self, token_ids: np.ndarray) -> None:
         """Learn the tokens of a text as candidates to follow those before them.

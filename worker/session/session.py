@@ -250,6 +250,7 @@ class WorkerSession:
             assignment, sequence, cache, recovery, start, started=started, thinking=thinking, scores=scores
         )
         self.engine.start(sequence, cache, assignment.num_shared_tokens, thinking, scores)
+        sequence.spellings = []  # drafters have learned them
         if scores is not None and sequence.finish_reason is not None:  # only its result was lost
             scores.read(cache)
         if recovery is not None:

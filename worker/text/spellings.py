@@ -22,7 +22,11 @@ def spellings_in(codec: TextCodec, prompt_ids: list[int]) -> list[np.ndarray]:
     spelled = {word: _end_of(codec, ids, word) for word, ids in zip(unique, plain, strict=True)}
     first = {word: ids[:1] for word, ids in zip(unique, behind_space, strict=True)}
     pairs = dict.fromkeys(pairwise(words))
-    return [np.array([*spelled[word], *first[behind]], dtype=np.int64) for word, behind in pairs if spelled[word]]
+    return [
+        np.array([*spelled[word], *first[behind]], dtype=np.int64)
+        for word, behind in pairs
+        if spelled[word] and first[behind]
+    ]
 
 
 def _end_of(codec: TextCodec, token_ids: list[int], word: str) -> list[int]:

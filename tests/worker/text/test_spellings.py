@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from swiftbatch.jobs.sampling_params import SamplingParams
@@ -56,3 +57,12 @@ def test_a_word_s_other_spelling_is_drafted(codec: TextCodec) -> None:
         sequence.extend(own[:1].tolist())
         trees.append(drafter.tree(sequence, 1, 1).token_ids)
     assert trees[1] == own[1:2].tolist() != trees[0]
+
+
+def test_spellings_beyond_the_model_s_vocabulary_are_left_out() -> None:
+    drafter = TokenRecyclingDrafter(SimpleNamespace(vocab_size=10), with_noise=False)  # type: ignore[arg-type]
+    sequence = Sequence("s", [1, 2, 3], SamplingParams(max_tokens=9, temperature=0), 10)
+    sequence.spellings = [np.array([4, 12, 5]), np.array([6, 7, 8])]
+    drafter.start(sequence, None)  # type: ignore[arg-type]
+    sequence.extend([6])
+    assert drafter.tree(sequence, 2, 2).token_ids == [7, 8]
