@@ -184,7 +184,8 @@ class Simulation:
         decoding = [job for job in self.running if job.now >= self.run.prompt]
         number, step, num_rows, most = len(decoding), 0.0, 0, STEPS_AT_PROMPTS if reading else STEPS_AT_ONCE
         if decoding:
-            lengths, tokens = np.array([job.now for job in decoding]), np.tile(way.tokens, (number, 1))
+            drafted = np.ones_like(way.tokens) if reading else way.tokens  # while prompts wait, nothing is drafted
+            lengths, tokens = np.array([job.now for job in decoding]), np.tile(drafted, (number, 1))
             chosen, rate = best_shares(costs, tokens, lengths, way.host.seconds(number))
             brought = tokens[np.arange(number), chosen]
             step, num_rows = float(brought.sum()) / rate, number + sum(NODE_CHOICES[each] for each in chosen)

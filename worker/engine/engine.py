@@ -194,7 +194,9 @@ class Engine:
             ready = unfinished
         if not ready:
             return []
-        trees = self._propose(ready)
+        # a row of a prompt is worth more than a draft's, which may be refused
+        has_room = len(ready) == len(unfinished) or not self._prefiller.fills_rows
+        trees = self._propose(ready, MAX_TREE_NODES if has_room else 0)
         if len(ready) == len(unfinished) and (run := self._run_plain(ready)):
             results = [(slot.sequence, self._extended(slot, walk)) for slot, walk in zip(ready, run, strict=True)]
             self._update(results)
@@ -214,10 +216,10 @@ class Engine:
         self._count_cached()
         self.counters.kept_prefix_bytes = self.sharing.kept.num_bytes
 
-    def _propose(self, ready: list[Slot]) -> list[ConstrainedTree]:
+    def _propose(self, ready: list[Slot], most_nodes: int) -> list[ConstrainedTree]:
         with timed(self.counters.step_seconds, "propose"):
             overhead = self.counters.step_seconds["commit"] / max(1, self.counters.num_steps)
-            requests = [_request(slot, overhead) for slot in ready]
+            requests = [_request(slot, most_nodes, overhead) for slot in ready]
             trees = self.drafter.propose(requests)
             prices: Many[float] = ()
             if any(slot.sequence.rules for slot in ready):
@@ -343,10 +345,10 @@ class Engine:
         self.counters.kv_cache_tokens = sum([slot.cache.length for slot in self._slots.values()])
 
 
-def _request(slot: Slot, overhead: float) -> DraftRequest:
+def _request(slot: Slot, most_nodes: int, overhead: float) -> DraftRequest:
     sequence = slot.sequence
-    max_depth = min(max_tree_depth(slot.cache.length), sequence.num_remaining_tokens - 1)
-    return DraftRequest(sequence, MAX_TREE_NODES, max_depth if max_depth > 0 else 0, overhead)
+    max_depth = min(most_nodes, max_tree_depth(slot.cache.length), sequence.num_remaining_tokens - 1)
+    return DraftRequest(sequence, most_nodes, max_depth if max_depth > 0 else 0, overhead)
 
 
 def rows_of_path(hidden: torch.Tensor, path: list[int]) -> torch.Tensor:

@@ -278,6 +278,11 @@ class Prefiller:
         self._counters = counters
         self._rows_per_forward = target.forwards.rows_per_forward
 
+    @property
+    def fills_rows(self) -> bool:
+        """Return whether prompts are read in the rows that a step leaves free."""
+        return self._rows_per_forward > 1
+
     def prefill_ahead(self, slots: list[Slot]) -> None:
         """Prefill before a step for as long as decoding may wait; on a GPU, run one forward if nothing is decoding."""
         for slot in slots:

@@ -156,6 +156,9 @@ class ChoosingDrafter(Drafter):
             raise
 
     def _choose(self, requests: list[DraftRequest]) -> None:
+        if not any(request.max_nodes for request in requests):
+            self.way, self._newest = PLAIN, self.ways[PLAIN]
+            return
         times, otherwise = self.policy.times, requests[0].overhead
 
         def promises() -> dict[str, float | None]:

@@ -57,3 +57,12 @@ def test_rows_must_bring_what_they_take_of_a_step(target: TargetModel) -> None:
 
 def test_plain_decoding_has_no_guesses(target: TargetModel) -> None:
     assert not create_drafter("autoregressive", target, free_rows).row_prices(1, 40)
+
+
+def test_without_room_for_nodes_a_step_is_plain(target: TargetModel) -> None:
+    drafter, sequence = drafter_with(target, 0.0001)
+    for number in range(3):
+        sequence.extend([number])
+        drafter.update_all([(sequence, Verification(DraftTree(), [], [number], [number], None, None))])
+        trees = drafter.propose([DraftRequest(sequence, 0, 0)])
+        assert (trees, drafter.way) == ([DraftTree()], "plain")

@@ -11,6 +11,7 @@ import torch
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest, ReadRows
 from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.engine.prefill import Slot
 from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import SequenceRows
@@ -134,6 +135,30 @@ def test_who_waited_for_a_shared_beginning_copies_it_before_it_rides(in_torch: T
     for slot, (tokens, kv) in zip(slots, expected, strict=True):
         assert slot.sequence.output_ids.tolist() == tokens
         assert np.array_equal(slot.cache.kv(0, slot.cache.length), kv)
+
+
+def test_nothing_is_drafted_in_rows_that_a_prompt_fills(in_torch: TargetModel) -> None:
+    asked: list[tuple[int, int, int]] = []
+    engine, slots = Engine(in_torch, Guesser(2)), list[Slot]()
+    propose = engine.drafter.propose
+
+    def noted(requests: list[DraftRequest]) -> list[DraftTree]:
+        num_unread = sum(slot.num_to_prefill for slot in slots)
+        asked.append((num_unread, requests[0].max_nodes, requests[0].max_depth))
+        return propose(requests)
+
+    engine.drafter.propose = noted  # type: ignore[method-assign]
+    engine.start(job("a", 3, 30))
+    while engine.step() == []:
+        pass
+    slots.append(engine.start(job("bb", 200, 30)))
+    for _ in range(8):
+        engine.step()
+    beside = [limits for num_unread, *limits in asked if num_unread]
+    alone_again = [limits for num_unread, *limits in asked if not num_unread]
+    assert len(beside) > 1
+    assert {tuple(limits) for limits in beside} == {(0, 0)}
+    assert all(max_nodes > 0 and max_depth > 0 for max_nodes, max_depth in alone_again)
 
 
 def test_prompts_fill_the_rows_of_a_step_and_nobody_waits(in_torch: TargetModel, forwarded: Forwarded) -> None:
