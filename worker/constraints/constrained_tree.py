@@ -16,8 +16,7 @@ from swiftbatch.worker.sampling.logits_processors import bias_pairs, masked_behi
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.token_masks import Constraint, ConstraintError, allows, mask_of, tokens_of
 
-FEW = 4  # if at most this many tokens are allowed, one of them is guessed even in a place that is new
-ONLY_ONE, ONE_OF_FEW = 0.98, 0.6  # shares of such guesses that come true
+ONLY_ONE = 0.98  # share of guesses that come true where a rule allows one token; the text may end in front of it
 PROPOSED = 0.85  # share of a drafter's best nodes that are accepted, below nodes that were
 NOTHING_LEFT = "no_token_left"  # error code of a job without allowed tokens
 
@@ -169,9 +168,7 @@ class Constraints:
     def _guess(self, place: TextPlace, mask: np.ndarray) -> Guess | None:
         if (guess := self._skeleton.guess(place, mask)) is not None:
             return guess
-        if not 0 < place.num_allowed <= FEW:
-            return None
-        return Guess(self._constraints[0].guess(tokens_of(mask)), ONLY_ONE if place.num_allowed == 1 else ONE_OF_FEW)
+        return Guess(int(tokens_of(mask)[0]), ONLY_ONE) if place.num_allowed == 1 else None
 
     def _follow(self) -> None:
         looked, node, self._looked = self._looked, ROOT, None

@@ -354,10 +354,6 @@ class GrammarConstraint:
     def is_free(self, token_ids: list[int]) -> bool:
         return self._num_past_end > 0
 
-    def guess(self, token_ids: np.ndarray) -> int:
-        """Return the longest token, since forced text usually has few tokens."""
-        return int(token_ids[np.argmax(self._grammar.token_lengths[token_ids])])
-
     def push(self, token_id: int) -> None:
         if self._num_past_end or token_id in self._grammar.eos_token_ids:
             self._num_past_end += 1
@@ -466,7 +462,7 @@ class GrammarTokenizer:
 
 
 def token_lengths(tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> np.ndarray:
-    """Return the number of each token's bytes, `[vocab]`. Tokens that end a text have 0: `guess` chooses them last."""
+    """Return the number of each token's bytes, `[vocab]`. Tokens that end a text have 0."""
     sizes = [len(tokenizer.decode_bytes([token_id])) for token_id in range(vocab_size)]
     sizes = [0 if token_id in eos_token_ids else size for token_id, size in enumerate(sizes)]
     return np.array(sizes, dtype=np.int32)

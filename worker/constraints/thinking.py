@@ -183,9 +183,6 @@ class ThinkingConstraint:
             return thought.is_open and has_room and self._markers.end[-1] not in token_ids
         return thought.closed_at is not None or has_room
 
-    def guess(self, token_ids: np.ndarray) -> int:
-        return int(token_ids[0]) if self._text is None or len(token_ids) == 1 else self._text.guess(token_ids)
-
     def push(self, token_id: int) -> None:
         if (forced := self._forced()) is not None and token_id != forced:
             raise ConstraintError(f"found token {token_id} where the thought's marker goes on with {forced}")

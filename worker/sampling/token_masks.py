@@ -26,9 +26,6 @@ class Constraint(Protocol):
     def is_free(self, token_ids: list[int]) -> bool:
         """Return whether any of these tokens may come here, in any order; False is always safe."""
 
-    def guess(self, token_ids: np.ndarray) -> int:
-        """Return which of some allowed tokens to draft."""
-
     def push(self, token_id: int) -> None:
         """Append a token. Raises ConstraintError if it is not allowed."""
 

@@ -97,9 +97,6 @@ class Forced:
     def is_free(self, token_ids: list[int]) -> bool:
         return False
 
-    def guess(self, token_ids: np.ndarray) -> int:
-        return int(token_ids[0])
-
     def push(self, token_id: int) -> None:
         self._num += 1
 
