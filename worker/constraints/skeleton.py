@@ -24,7 +24,7 @@ def num_tokens_in(mask: np.ndarray | None) -> int:
 
 
 class TextPlace(NamedTuple):
-    """TextPlace of a text's next token: what stands before it, and how many tokens are allowed."""
+    """Place of a text's next token: what stands before it, and how many tokens are allowed."""
 
     context: tuple[int, ...] = ()  # the last tokens; each free text counts as one `FREE`
     shape: tuple[int, ...] = ()  # fewer of them, with `FORCED` for each that was
